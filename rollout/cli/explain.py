@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.backends.ops.native_experts import key_of
+from rollout.backends.products.choice import FORWARD_PASS
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
@@ -71,6 +72,7 @@ def products_of(build: EngineBuild) -> list[str]:
         return []
     names = {_weight_name(layer.handle) for layer in build.model.linear_layers().values()}
     names |= {key_of(m.weights) for m in build.model.modules() if isinstance(m, Experts)}
+    names.add(FORWARD_PASS)
     found = [line for line in lines if _name_in(line) in names]
     return [heading, *found] if found else []
 
@@ -184,9 +186,13 @@ def _kernels(build: EngineBuild) -> Iterator[Fact]:
     yield Fact(name="operations", value=type(backend.ops).__name__)
     yield Fact(name="attention", value=type(backend.attention).__name__)
     yield Fact(name="executor", value=type(backend.executor).__name__)
-    is_fused = build.model.fused is not None
-    why = "" if is_fused else "the device has none; layers run one by one"
-    yield Fact(name="forward pass in one call", value=is_fused, why=why)
+    fused = build.model.fused
+    why = "the device, or the model's layers, have none; they run one by one"
+    yield Fact(
+        name="forward pass in one call",
+        value="never" if fused is None else fused.explain(),
+        why=why if fused is None else "",
+    )
 
 
 def _gib(num_bytes: int) -> str:

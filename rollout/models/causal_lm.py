@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollout.backends.base import AttentionBackend, Backend, CacheSpec, FusedDecoder
+from rollout.backends.base import AttentionBackend, Backend, CacheSpec
 from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.fused_decoder import FusedDecoder
 from rollout.errors import ModelError
 from rollout.layers.attention import Attention
 from rollout.layers.base import BackendLayer
@@ -121,15 +122,16 @@ class CausalLM(nn.Module):
             if isinstance(module, BackendLayer):
                 module.bind(backend)
         mixtures = (m for m in self.modules() if isinstance(m, MixtureOfExperts))
+        fuse = backend.fuse_decoder
+        self.fused = None if fuse is None else fuse(self.model.parts())
         backend.ops.tune(
             (layer.handle for layer in self.linear_layers().values()),
             (mixture.weights for mixture in mixtures),
+            self.fused,
         )
         if self.spec.tie_word_embeddings:
             self.model.embed_tokens.repacked = self.lm_head.repacked
         self.attention, self.collectives = backend.attention, group
-        fuse = backend.fuse_decoder
-        self.fused = None if fuse is None else fuse(self.model.parts())
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:

@@ -12,13 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.base import (
-    DecoderLayerParts,
-    DecoderParts,
-    DecoderShare,
-    RepackedWeight,
-)
+from rollout.backends.base import RepackedWeight
 from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts, DecoderShare
 from rollout.layers.attention import Angles, Attention, AttentionSpec
 from rollout.layers.base import BackendLayer
 from rollout.layers.experts import MixtureOfExperts, MoeSpec

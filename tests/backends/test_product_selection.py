@@ -18,16 +18,20 @@ import torch
 from torch import Tensor
 
 from rollout.backends.ops.cpu import CpuOps
-from rollout.backends.products.cache import ChoiceCache
 from rollout.backends.products.candidates import BUCKETS
 from rollout.backends.products.choice import choosable
 from rollout.backends.products.selection import ProductSelection
 from rollout.backends.products.timing import Stopwatch
 from rollout.errors import ConfigError
-from tests.backends.fake_products import PRODUCTS, FakeStopwatch
+from tests.backends.fake_products import (
+    MACHINE,
+    PRODUCTS,
+    FakeStopwatch,
+    products_chosen,
+    selection,
+)
 from tests.processes import PROCESSES
 
-MACHINE: dict[str, str | int] = {"cpu": "this one"}
 WEIGHT = torch.arange(24 * 32.0).view(24, 32) / 100
 WIDE = torch.ones(64, 32)
 
@@ -49,15 +53,8 @@ def tiled_is_fastest(name: str, rows: int) -> float:
     return 1.0 if name == "tiled" else 2.0
 
 
-def selection(
-    stopwatch: FakeStopwatch, switch: str = "1", machine: dict[str, str | int] = MACHINE
-) -> ProductSelection:
-    start: Callable[[], Any] = lambda: stopwatch  # noqa: E731
-    return ProductSelection(PRODUCTS, switch, ChoiceCache(machine), start)
-
-
 def names(products: ProductSelection, weight: Tensor = WEIGHT) -> set[str]:
-    return {product.name for product in products.products_for(weight)}
+    return products_chosen(products, weight)
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -67,29 +64,31 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 def measured_choices() -> set[str]:
     stopwatch = FakeStopwatch(tiled_is_fastest)
     products = selection(stopwatch)
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert stopwatch.calls
     return names(products)
 
 
 def test_each_shape_is_measured_once_and_then_read_from_the_file() -> None:
-    first, second, third = (FakeStopwatch(tiled_is_fastest) for _ in range(3))
-    selection(first).measure([WEIGHT, WEIGHT.clone()])
+    first, second, third, fourth = (FakeStopwatch(tiled_is_fastest) for _ in range(4))
+    selection(first).choose([WEIGHT, WEIGHT.clone()])
     again = selection(second)
-    again.measure([WEIGHT])
+    again.choose([WEIGHT])
     assert (names(again), second.calls) == ({"tiled"}, [])
     more = selection(third)
-    more.measure([WEIGHT, WIDE])
+    more.choose([WEIGHT, WIDE])
     assert len(third.calls) == len(first.calls) > 0
     assert names(more) == names(more, WIDE) == {"tiled"}
-    assert names(selection(third), WIDE) == {"tiled"}
+    last = selection(fourth)
+    last.choose([WIDE])
+    assert (names(last, WIDE), fourth.calls) == ({"tiled"}, [])
 
 
 def test_an_engine_of_another_machine_has_a_file_of_its_own(folder: Path) -> None:
     other = FakeStopwatch(lambda name, rows: 1.0)
     assert measured_choices() == {"tiled"}
     products = selection(other, machine={"cpu": "another"})
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert other.calls
     assert len(files_in(folder)) == 2
 
@@ -103,8 +102,13 @@ def start_engine(folder: Path, own: int, start: Barrier, results: Connection) ->
         products = selection(stopwatch)
         own_weight = torch.ones(24 + 8 * (own + 1), 32)
         start.wait(60.0)  # all have read the empty file
-        products.measure([WEIGHT, own_weight])
+        products.choose([WEIGHT, own_weight])
         results.send((names(products), names(products, own_weight)))
+
+
+def fastest_in(measured: dict[str, Any]) -> str:
+    """The product whose first round of all is the shortest, by the times in a file."""
+    return min(measured, key=lambda name: measured[name]["work"][0][0])
 
 
 def test_engines_that_start_together_go_on_with_the_same_choices(
@@ -130,7 +134,8 @@ def test_engines_that_start_together_go_on_with_the_same_choices(
     shared = [names_of_shared for names_of_shared, _ in found]
     assert shared == [shared[0]] * count
     (file,) = files_in(folder / "rollout" / "products")
-    kept = {key: {*c["products"]} for key, c in json.loads(file.read_text())["choices"].items()}
+    times_by_key = json.loads(file.read_text())["times"]
+    kept = {key: {fastest_in(measured)} for key, measured in times_by_key.items()}
     of_own = {f"{24 + 8 * (own + 1)}x32 float32": found[own][1] for own in range(count)}
     assert kept == of_own | {"24x32 float32": shared[0]}
 
@@ -138,8 +143,8 @@ def test_engines_that_start_together_go_on_with_the_same_choices(
 def test_a_choice_that_another_engine_saved_meanwhile_replaces_the_own() -> None:
     fast, slow = FakeStopwatch(tiled_is_fastest), FakeStopwatch(lambda name, rows: 1.0)
     late = selection(slow)
-    selection(fast).measure([WEIGHT])
-    late.measure([WEIGHT])
+    selection(fast).choose([WEIGHT])
+    late.choose([WEIGHT])
     assert slow.calls
     assert names(late) == {"tiled"}
 
@@ -159,7 +164,7 @@ def test_a_file_that_cannot_be_locked_costs_one_warning(
 
 def test_every_product_is_timed_in_the_first_round_and_losers_in_no_other() -> None:
     stopwatch = FakeStopwatch(lambda name, rows: 1.0 + [p.name for p in PRODUCTS].index(name))
-    selection(stopwatch).measure([WEIGHT])
+    selection(stopwatch).choose([WEIGHT])
     names_of_timed = {name for name, _ in stopwatch.calls}
     assert names_of_timed == {product.name for product in PRODUCTS} - {"mkl"}
     # The four fastest go on; native-a and not native-b, for it is the default of a few rows.
@@ -170,7 +175,7 @@ def test_every_product_is_timed_in_the_first_round_and_losers_in_no_other() -> N
 def test_a_product_whose_copy_cannot_be_unpacked_is_neither_timed_nor_taken() -> None:
     stopwatch = FakeStopwatch(lambda name, rows: 1.0 if name == "mkl" else 2.0)
     products = selection(stopwatch)
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert "mkl" not in {name for name, _ in stopwatch.calls} | names(products)
 
 
@@ -188,7 +193,7 @@ def test_a_sample_is_gone_before_the_next_weight_is_packed(monkeypatch: pytest.M
         if product.packs:
             monkeypatch.setattr(product, "pack", pack)
     weights = [torch.ones(64, width) for width in (8, 16, 32)]
-    selection(FakeStopwatch(tiled_is_fastest)).measure(weights)
+    selection(FakeStopwatch(tiled_is_fastest)).choose(weights)
     assert [*map(len, widths)] == [1] * len(widths)
     assert set.union(*widths) == {8, 16, 32}
 
@@ -214,7 +219,7 @@ def test_of_a_large_weight_only_the_first_rows_are_packed_and_times_are_scaled_u
 
 def test_what_the_budget_does_not_reach_goes_by_rule() -> None:
     products = selection(FakeStopwatch(lambda name, rows: 1.0, max_calls=3))
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert names(products) == {"native-a"}
 
 
@@ -222,9 +227,9 @@ def test_what_was_timed_once_is_measured_again_by_the_next_engine() -> None:
     num_calls = len(choosable(PRODUCTS)) * len(BUCKETS)
     hasty, second = FakeStopwatch(tiled_is_fastest, num_calls), FakeStopwatch(tiled_is_fastest)
     products = selection(hasty)
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert names(products) == {"tiled"}
-    selection(second).measure([WEIGHT])
+    selection(second).choose([WEIGHT])
     assert second.calls
 
 
@@ -242,7 +247,7 @@ def test_switched_off_nothing_is_measured_or_read(folder: Path) -> None:
     measured_choices()
     stopwatch = FakeStopwatch(tiled_is_fastest)
     products = selection(stopwatch, "0")
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert stopwatch.calls == []
     assert names(products) == {"native-a"}
 
@@ -254,7 +259,7 @@ def test_switched_off_nothing_is_measured_or_read(folder: Path) -> None:
 def test_a_product_is_forced_by_its_name_or_its_kind(switch: str, expected: str) -> None:
     stopwatch = FakeStopwatch(tiled_is_fastest)
     products = selection(stopwatch, switch)
-    products.measure([WEIGHT])
+    products.choose([WEIGHT])
     assert (names(products), stopwatch.calls) == ({expected}, [])
 
 
@@ -277,15 +282,25 @@ def of_unknown_products(text: str) -> str:
 
 def of_negative_times(text: str) -> str:
     content = json.loads(text)
-    (choice,) = content["choices"].values()
-    choice["microseconds"][0] = -1.0
+    content["times"]["24x32 float32"]["tiled"]["work"][0] = [-1.0]
     return json.dumps(content)
 
 
 def of_few_buckets(text: str) -> str:
     content = json.loads(text)
-    (choice,) = content["choices"].values()
-    choice["products"].pop()
+    content["times"]["24x32 float32"]["tiled"]["work"].pop()
+    return json.dumps(content)
+
+
+def without_the_plain_product(text: str) -> str:
+    content = json.loads(text)
+    del content["times"]["24x32 float32"]["plain"]
+    return json.dumps(content)
+
+
+def of_rounds_that_are_not_sorted(text: str) -> str:
+    content = json.loads(text)
+    content["times"]["24x32 float32"]["tiled"]["work"][0] = [2.0, 1.0]
     return json.dumps(content)
 
 
@@ -293,12 +308,12 @@ def another_kind(text: str) -> str:
     return "[1, 2]"
 
 
-def without_choices(text: str) -> str:
-    return json.dumps({"machine": MACHINE, "choices": [1]})
+def without_times(text: str) -> str:
+    return json.dumps({"machine": MACHINE, "times": [1]})
 
 
 SPOILT = [of_another_machine, truncated, of_unknown_products, of_negative_times, of_few_buckets]
-SPOILT += [another_kind, without_choices]
+SPOILT += [without_the_plain_product, of_rounds_that_are_not_sorted, another_kind, without_times]
 
 
 @pytest.mark.parametrize("spoil", SPOILT)

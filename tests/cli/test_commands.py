@@ -16,6 +16,7 @@ import torch
 
 import rollout
 from rollout import LLM, SamplingParams
+from rollout.backends.native.library import load_library
 from rollout.cli.explain import products_of
 from rollout.cli.main import COMMANDS, main
 from tests.apis.fleets import directory
@@ -209,6 +210,8 @@ def test_explain_says_what_is_and_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert facts["max_sequence_length"]["value"] == 512
     assert facts["max_sequence_length"]["why"] == "the model's longest"
     assert facts["num_layers"]["value"] == 2
+    one_call = "never" if load_library() is None else "for any number of rows"
+    assert facts["forward pass in one call"]["value"] == one_call
     assert main(["explain", f"model={directory()}", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert "KV blocks" in shown
@@ -250,9 +253,10 @@ def test_products_of_repacked_weights_are_shown() -> None:
 
     layers = {"head": layer(21, 48, 21, 48), "qkv": layer(64, 48, 4, 48, 16)}
     lines = ["weight rows product", "21x48 float32 1 a", "64x48 float32 1 b", "9x9 float32 1 c"]
+    lines.insert(1, "forward pass 1 b")
     lines.append("21x48 float32 experts 1 d")
     build: Any = SimpleNamespace(
         backend=SimpleNamespace(ops=SimpleNamespace(explain=lambda: "\n".join(lines))),
         model=SimpleNamespace(linear_layers=lambda: layers, modules=lambda: []),
     )
-    assert products_of(build) == lines[:3]
+    assert products_of(build) == lines[:4]

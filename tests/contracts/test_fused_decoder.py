@@ -21,6 +21,7 @@ from rollout.backends.cpu import cpu_backend
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.native.decoder import native_decoder
 from rollout.backends.native.library import load_library
+from rollout.backends.products.candidates import BUCKETS, PLAIN
 from rollout.errors import ConfigError
 from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec
@@ -299,6 +300,9 @@ def test_what_it_is_not_made_for_is_left_to_the_layers(
     model.reserve_positions(128)
     kv = [cache.to(spec.dtype) for cache in caches(spec)]
     assert fused(model, batch_of([(5, 1)], [0], kv)) is None
+    assert model.fused is not None
+    assert model.fused.explain().startswith("never: the compiled kernels need a float32")
+    assert not model.fused.handles
 
 
 def test_layers_of_another_shape_run_one_by_one_and_never_deterministically() -> None:
@@ -321,3 +325,20 @@ def test_another_product_is_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) 
     model = prepared(SPEC, cpu_backend("device"))
     model.reserve_positions(128)
     assert fused(model, batch_of([(5, 1)], [0], caches(SPEC))) is None
+    assert model.fused is not None
+    assert model.fused.explain().startswith("never: the layers run one by one, as other products")
+
+
+def test_it_says_which_numbers_of_rows_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(SPEC, native_backend(monkeypatch))
+    assert model.fused is not None
+    assert model.fused.explain() == "for any number of rows"
+    native, *_ = (handle.packing for handle in model.fused.handles)
+    for handle in model.fused.handles[:3]:  # of up to 2, 16 and 128 rows
+        handle.use([PLAIN if rows in (2, 16, 128) else native for rows in BUCKETS])
+    shown = model.fused.explain()
+    assert shown.startswith("for 1, 3 to 8, 17 to 64, 129 or more rows; for others the layers")
+    model.reserve_positions(128)
+    for num_rows, is_fused in ((1, True), (2, False), (3, True), (9, False)):
+        batch = batch_of([(5, 1)] * num_rows, range(num_rows), caches(SPEC))
+        assert (fused(model, batch) is not None) == is_fused

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
-from rollout.backends.products.cache import ChoiceCache
+from rollout.backends.products.cache import TimesCache
 from rollout.backends.products.candidates import LinearHandle, available_products
 from rollout.backends.products.selection import ProductSelection
 from tests.contracts.implementations import tuned_handle
@@ -27,7 +27,7 @@ def ops_with(name: str) -> CpuOps:
     products = available_products(None if library is None else Kernels(library))
     if name not in [product.name for product in products]:
         pytest.skip(f"no {name} on this machine")
-    return CpuOps(ProductSelection(products, name, ChoiceCache({})))
+    return CpuOps(ProductSelection(products, name, TimesCache({})))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

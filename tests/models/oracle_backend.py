@@ -47,7 +47,12 @@ class OracleOps:
         self.refresh(handle)
         return handle
 
-    def tune(self, handles: Iterable[PackedLinear], experts: Iterable[Any] = ()) -> None:
+    def tune(
+        self,
+        handles: Iterable[PackedLinear],
+        experts: Iterable[Any] = (),
+        fused: Any = None,
+    ) -> None:
         pass
 
     def stage(self, handle: PackedLinear, parts: Sequence[Tensor]) -> Tensor:

@@ -7,18 +7,18 @@ Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, Array, addressof, c_int64, c_void_p, cast
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.backends.attention.native import CACHE_TYPES, MAX_GROUP, MAX_HEAD_DIM
-from rollout.backends.base import DecoderLayerParts, DecoderParts
 from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts
 from rollout.backends.native.kernels import (
     AttentionArgs,
     DecoderArgs,
@@ -88,11 +88,18 @@ class NativeDecoder:
         run the decoder at all.
         """
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
-        if deterministic and not _is_supported(parts):
-            raise ConfigError(_why_not_deterministic(parts))
+        is_supported = _is_supported(parts)
+        if deterministic and not is_supported:
+            raise ConfigError(
+                f"deterministic=True needs {_what_is_supported(parts)}; leave deterministic False"
+            )
         self._has_indirect_branches = _has_indirect_branches(parts)
         self._sums = None if parts.share is None else GroupSums(parts.share.collectives)
-        self._handles = [handle for layer in parts.layers for handle in _handles(layer)]
+        layers = parts.layers if is_supported else []
+        self.handles: Sequence[LinearHandle] = [
+            handle for layer in layers for handle in _handles(layer)
+        ]
+        self.num_other_calls = sum(map(_num_other_calls, layers))
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
         self._floats: list[Tensor] = []  # copies of norms and biases
@@ -105,7 +112,7 @@ class NativeDecoder:
         Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
         made for, and where another product is faster.
         """
-        generation = sum([handle.generation for handle in self._handles])
+        generation = sum([handle.generation for handle in self.handles])
         addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
         addresses += [self._parts.embedding.data_ptr(), batch.kv[0].data_ptr()]
         if self._seen != (generation, addresses):
@@ -120,22 +127,37 @@ class NativeDecoder:
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
+    def explain(self) -> str:
+        """Such as "for 1 to 64 rows; for others the layers run one by one, as ..."."""
+        if not self.handles:
+            return f"never: the compiled kernels need {_what_is_supported(self._parts)}"
+        _, buckets = self._product()
+        if len(buckets) == len(BUCKETS):
+            return "for any number of rows"
+        others = "the layers run one by one, as other products were chosen for their weights"
+        if not buckets:
+            return f"never: {others}"
+        return f"for {_rows_of(buckets)} rows; for others {others}"
+
+    def _product(self) -> tuple[NativeProduct | None, frozenset[int]]:
+        """The product that all weights are packed for, and the buckets that it serves alone."""
+        kinds = {handle.packing for handle in self.handles}
+        product = kinds.pop() if len(kinds) == 1 else None
+        if not isinstance(product, NativeProduct):
+            return None, frozenset()
+        return product, frozenset(
+            bucket
+            for bucket in range(len(BUCKETS))
+            if all(handle.products[bucket] is product for handle in self.handles)
+        )
+
     def _collect(self, tables: Sequence[tuple[Tensor, Tensor]], caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""
         parts = self._parts
-        self._buckets = frozenset()
-        if not (_is_supported(parts) and all(cache.dtype in CACHE_TYPES for cache in caches)):
-            return
-        kinds = {handle.packing for handle in self._handles}
-        product = kinds.pop()
-        if kinds or not isinstance(product, NativeProduct):
-            return
-        self._buckets = frozenset(
-            bucket
-            for bucket in range(len(BUCKETS))
-            if all(handle.products[bucket] is product for handle in self._handles)
-        )
-        if not self._buckets:
+        product, self._buckets = self._product()
+        if not all(cache.dtype in CACHE_TYPES for cache in caches):
+            self._buckets = frozenset()
+        if product is None or not self._buckets:
             return
         self._floats = []
         for args, layer, cache in zip(self._layers, parts.layers, caches, strict=True):
@@ -274,15 +296,27 @@ def native_decoder(
     return None
 
 
-def _why_not_deterministic(parts: DecoderParts) -> str:
+def _what_is_supported(parts: DecoderParts) -> str:
     dtype = str(parts.embedding.dtype).removeprefix("torch.")
     return (
-        "deterministic=True needs a float32 or bfloat16 model whose head_dim is a multiple of 16, "
+        "a float32 or bfloat16 model whose head_dim is a multiple of 16, "
         f"at most {MAX_HEAD_DIM}, and whose other sizes are multiples of {_LANES}; "
         f"this one has {dtype}, "
         f"head_dim={parts.head_dim}, hidden_size={_hidden_size(parts)}, "
-        f"intermediate_size={parts.layers[0].down.num_inputs}; leave deterministic False"
+        f"intermediate_size={parts.layers[0].down.num_inputs}"
     )
+
+
+def _rows_of(buckets: Collection[int]) -> str:
+    """The numbers of rows in these buckets, such as "1 to 64, 129 or more"."""
+    ranges = []
+    for is_in, group in groupby(range(len(BUCKETS)), lambda bucket: bucket in buckets):
+        first, *_, last = [*group] * 2
+        if is_in:
+            start = BUCKETS[first - 1] + 1 if first else 1
+            end = "or more" if last == len(BUCKETS) - 1 else f"to {BUCKETS[last]}"
+            ranges.append(str(start) if start == BUCKETS[last] else f"{start} {end}")
+    return ", ".join(ranges)
 
 
 def _has_indirect_branches(parts: DecoderParts) -> bool:
@@ -303,6 +337,12 @@ def _hidden_size(parts: DecoderParts) -> int:
 
 def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _num_other_calls(layer: DecoderLayerParts) -> int:
+    """Norms, two rotations, writing K and V, attention and activation, called from Python."""
+    norms = *layer.attention_norms_E, *layer.mlp_norms_E, *layer.head_norms
+    return sum(norm is not None for norm in norms) + 2 * (layer.rope is not None) + 3
 
 
 def _is_supported(parts: DecoderParts) -> bool:

@@ -5,6 +5,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, RepackedWeight
+from rollout.backends.fused_decoder import FusedDecoder
 from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.ops.reference import TorchOps
-from rollout.backends.products.cache import ChoiceCache, describe_machine
+from rollout.backends.products.cache import TimesCache, describe_machine
 from rollout.backends.products.candidates import (
     BUCKETS,
     PLAIN,
@@ -26,6 +28,8 @@ from rollout.backends.products.candidates import (
 )
 from rollout.backends.products.selection import SWITCH, ProductSelection
 from rollout.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class CpuOps(TorchOps):
@@ -41,13 +45,25 @@ class CpuOps(TorchOps):
         """A handle with the plain product, until `tune` chooses others and packs what they need."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
-    def tune(self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()) -> None:
+    def tune(
+        self,
+        handles: Iterable[LinearHandle],
+        experts: Iterable[ExpertWeights] = (),
+        fused: FusedDecoder | None = None,
+    ) -> None:
         """Measure unknown shapes, then give each handle its best products and packed copy."""
         handles = list(handles)
-        self._products.measure(handle.weight_NK for handle in handles)
+        weights = [handle.weight_NK for handle in handles]
+        if fused is None:
+            self._products.choose(weights)
+        else:
+            fused_weights = [handle.weight_NK for handle in fused.handles]
+            self._products.choose(weights, fused_weights, fused.num_other_calls)
         for handle in handles:
             handle.use(self._products.products_for(handle.weight_NK))
         trim_heap()  # weights were reordered piece by piece
+        if fused is not None:
+            logger.info("forward passes in one call: %s", fused.explain())
 
     def explain(self) -> str:
         """The measured products, one line for each weight's shape and number of rows."""
@@ -116,4 +132,4 @@ def default_selection(
                 f"{SWITCH}={switch!r} contradicts deterministic=True; unset it, or leave that False"
             )
         switch = "native"
-    return ProductSelection(products, switch, ChoiceCache(machine))
+    return ProductSelection(products, switch, TimesCache(machine))

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from rollout.backends.base import ExpertWeights
 from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
+from rollout.backends.fused_decoder import FusedDecoder
 from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
 from rollout.backends.ops.native_experts import can_run, key_of, measure, run_experts
 from rollout.backends.products.candidates import PLAIN, LinearHandle, bucket_of
-from rollout.backends.products.choice import Choice, Rounds
+from rollout.backends.products.choice import Choice
 from rollout.backends.products.selection import ProductSelection
-from rollout.backends.products.timing import Stopwatch
+from rollout.backends.products.timing import Seconds, Stopwatch
 from rollout.step.output import SampleResult, ScoreResult
 
 _LANES = 8
@@ -118,9 +119,14 @@ class NativeOps(CpuOps):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
 
-    def tune(self, handles: Iterable[LinearHandle], experts: Iterable[ExpertWeights] = ()) -> None:
+    def tune(
+        self,
+        handles: Iterable[LinearHandle],
+        experts: Iterable[ExpertWeights] = (),
+        fused: FusedDecoder | None = None,
+    ) -> None:
         """Measure unknown shapes, of experts as well, and give each handle its best products."""
-        super().tune(handles)
+        super().tune(handles, experts, fused)
         for weights in filter(can_run, experts):
             self._experts_choice(weights)
 
@@ -142,7 +148,7 @@ class NativeOps(CpuOps):
     def _experts_choice(self, experts: ExpertWeights) -> Choice:
         """Measured in `tune`, or when experts of this shape first run, once on a machine."""
 
-        def seconds(stopwatch: Stopwatch) -> tuple[Rounds, Rounds]:
+        def seconds(stopwatch: Stopwatch) -> tuple[Seconds, Seconds]:
             plain, native = super(NativeOps, self).experts, partial(run_experts, self._kernels)
             of_plain, of_native = measure(experts, [plain, native], stopwatch)
             return of_plain, of_native

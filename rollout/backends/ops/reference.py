@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, GatedActivation, RepackedWeight
 from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
+from rollout.backends.fused_decoder import FusedDecoder
 from rollout.backends.ops import fingerprint as hasher
 from rollout.backends.ops import sampling as sampler
 from rollout.backends.ops.fingerprint import Places
@@ -149,7 +150,12 @@ class ReferenceOps(TorchOps):
         """A handle that refers to the weight; no copy is made."""
         return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
 
-    def tune(self, handles: Iterable[DenseLinear], experts: Iterable[ExpertWeights] = ()) -> None:
+    def tune(
+        self,
+        handles: Iterable[DenseLinear],
+        experts: Iterable[ExpertWeights] = (),
+        fused: FusedDecoder | None = None,
+    ) -> None:
         """Nothing to choose."""
 
     def explain(self) -> str:

@@ -1,9 +1,10 @@
-"""ChoiceCache: a small file with the measured choices of a machine, which later engines read."""
+"""TimesCache: a small file with the times measured on a machine, which later engines choose by."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ import msgspec
 import torch
 
 from rollout.backends.native.library import cpu_identity
-from rollout.backends.products.candidates import BUCKETS
-from rollout.backends.products.choice import Choice
+from rollout.backends.products.candidates import BUCKETS, PLAIN
+from rollout.backends.products.choice import Measured, Times
 from rollout.backends.user_cache import exclusive_lock, private_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4  # of the file and of how it is measured
+_FORMAT = 5  # of the file and of how it is measured
 _LOCK_TIMEOUT_S = 5.0  # holders need milliseconds; one that is stopped must not stop all others
 
 
@@ -40,10 +41,10 @@ def describe_machine(kernels_version: str) -> dict[str, str | int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     machine: dict[str, str | int]
-    choices: dict[str, Choice]
+    times: dict[str, dict[str, Times]]  # by key, then by product
 
 
-class ChoiceCache:
+class TimesCache:
     """Reads and writes the file of one kind of machine.
 
     No failure is raised. The first one is logged as a warning; what could not be read is measured
@@ -56,8 +57,8 @@ class ChoiceCache:
         self._name = f"{digest[:16]}.json"
         self._has_warned = False
 
-    def load(self, product_names: Collection[str]) -> dict[str, Choice]:
-        """Return the choices in the file by key, {} if there is no file or it is not valid.
+    def load(self, product_names: Collection[str]) -> dict[str, Measured]:
+        """Return the times in the file by key, {} if there is no file or it is not valid.
 
         A file is not valid if another machine wrote it, or if it names other products than
         `product_names`.
@@ -71,17 +72,17 @@ class ChoiceCache:
         except (OSError, ValueError) as error:
             self._warn("cannot be read, so products are measured again", error)
             return {}
-        return file.choices
+        return {**file.times}
 
     def save(
-        self, choices: Mapping[str, Choice], product_names: Collection[str]
-    ) -> dict[str, Choice]:
-        """Add choices to the file. Returns the file's choices and the new ones.
+        self, times: Mapping[str, Measured], product_names: Collection[str]
+    ) -> dict[str, Measured]:
+        """Add times to the file. Returns the file's times and the new ones.
 
-        A key that is in the file already keeps its choice. So engines that start together and
-        measure the same keys all use the choice of the first one that saves.
+        A key that is in the file already keeps its times. So engines that start together and
+        measure the same keys all choose by the times of the first one that saves.
         """
-        merged = dict(choices)
+        merged = dict(times)
         try:
             path = self._path()
             with ExitStack() as stack:
@@ -100,8 +101,9 @@ class ChoiceCache:
         except OSError as error:
             self._warn("are written without a lock", error)
 
-    def _encode(self, choices: Mapping[str, Choice]) -> bytes:
-        file = _File(machine=self._machine, choices=dict(sorted(choices.items())))
+    def _encode(self, times: Mapping[str, Measured]) -> bytes:
+        by_key = {key: dict(measured) for key, measured in sorted(times.items())}
+        file = _File(machine=self._machine, times=by_key)
         return msgspec.json.format(msgspec.json.encode(file))
 
     def _path(self) -> Path:
@@ -110,19 +112,27 @@ class ChoiceCache:
     def _check(self, file: _File, product_names: Collection[str]) -> None:
         if file.machine != self._machine:
             raise ValueError(f"it was measured on {file.machine}; this machine is {self._machine}")
-        for choice in file.choices.values():
-            is_complete = len(choice.products) == len(choice.microseconds) == len(BUCKETS)
-            if not is_complete or not set(choice.products) <= set(product_names):
+        for key, measured in file.times.items():
+            if not {PLAIN.name} <= measured.keys() <= set(product_names):
                 raise ValueError(
-                    f"{choice.products} must be {len(BUCKETS)} names out of {[*product_names]}"
+                    f"{key!r} has times of {[*measured]}, which must be {PLAIN.name!r} and others "
+                    f"out of {[*product_names]}"
                 )
-            if not all(time is None or time > 0 for time in choice.microseconds):
-                raise ValueError(f"microseconds {choice.microseconds} must be positive or null")
+            for name, times in measured.items():
+                if not _is_possible(times):
+                    raise ValueError(
+                        f"{name!r} has {times} for {key!r}, which must be {len(BUCKETS)} lists of "
+                        "positive numbers, the smallest first"
+                    )
 
     def _warn(self, consequence: str, error: Exception) -> None:
         if not self._has_warned:
             reason = f"{type(error).__name__}: {error}"
-            logger.warning(
-                "products: measured choices %s (%s, %s)", consequence, self._name, reason
-            )
+            logger.warning("products: measured times %s (%s, %s)", consequence, self._name, reason)
             self._has_warned = True
+
+
+def _is_possible(times: Times) -> bool:
+    is_sorted = all([*rounds] == sorted(rounds) for rounds in times.work)
+    shortest = min((rounds[0] for rounds in times.work if rounds), default=math.inf)
+    return len(times.work) == len(BUCKETS) and is_sorted and shortest > 0 and times.call >= 0

@@ -1,17 +1,19 @@
-"""Which product serves which number of rows: by a simple rule, or by measured seconds.
+"""Which product serves which number of rows: by a simple rule, or by measured times.
 
-Pure functions: equal seconds give equal choices.
+Pure functions: equal times give equal choices. All times are microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 
-Rounds = Sequence[Sequence[float]]  # by bucket: the seconds of each round
-Seconds = Mapping[str, Rounds]  # by name; products that cannot be used are left out
+Rounds = Sequence[float]  # the fastest rounds in a bucket, the fastest first; empty: none
+
+FORWARD_PASS = "forward pass"  # among the choices by key: the product that runs it in one call
+ONE_BY_ONE = "one by one"  # there: no product does, the layers run one by one
 
 # By which a product, or a packed copy, must beat the default to replace it: any other product than
 # the default one keeps a second copy of the weight.
@@ -26,6 +28,50 @@ class Choice:
 
     products: tuple[str, ...]
     microseconds: tuple[float | None, ...] = (None,) * len(BUCKETS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What a product was measured to take with a weight.
+
+    `work` is by bucket: the two fastest rounds, fewer where there was no time for them. `call` is
+    what a call from Python takes besides.
+    """
+
+    call: float
+    work: tuple[tuple[float, ...], ...]
+
+    def called(self) -> list[Rounds]:
+        """Rounds by bucket, with the call."""
+        return [[self.call + work for work in rounds] for rounds in self.work]
+
+
+Measured = Mapping[str, Times]  # by the product's name; those that cannot be used are left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedPass:
+    """A forward pass that runs in one call where one product serves all its weights.
+
+    `uses` counts how often it multiplies with weights of each key. `num_other_calls` are made
+    besides products where the layers run one by one.
+    """
+
+    uses: Mapping[str, int]
+    num_other_calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """A name and its rounds for each bucket; `is_default` if what is packed is so by default."""
+
+    names: Sequence[str]
+    rounds: Sequence[Rounds]
+    is_default: bool = False
+
+    def choice(self) -> Choice:
+        times = [round(rounds[0], 1) if rounds else None for rounds in self.rounds]
+        return Choice(products=tuple(self.names), microseconds=tuple(times))
 
 
 def default_product(num_rows: int, candidates: Sequence[Product]) -> Product:
@@ -52,69 +98,200 @@ def choosable(candidates: Sequence[Product]) -> list[Product]:
     return [product for product in candidates if product.unpacks or not product.packs]
 
 
-def choose(seconds: Seconds, candidates: Sequence[Product]) -> Choice:
+def choose(
+    measured: Measured, candidates: Sequence[Product], of_pass: Choice | None = None
+) -> Choice:
     """Choose the fastest product of each bucket, of those that share one packed copy or need none.
 
     The packed copy, or none, is the one with the smallest sum of the buckets' times, each relative
-    to the fastest product of its bucket. A copy other than the default product's must be better by
-    a margin. Within a bucket a product must beat the default by more than the noise.
+    to the fastest of its bucket. A copy other than the default product's must be better by a
+    margin. Within a bucket a product must beat the default by more than the noise.
+
+    `of_pass` is what `choose_pass` has chosen for a pass that uses the weight: its product serves
+    where it runs the pass, and its packed copy is the weight's.
     """
-    candidates = [product for product in choosable(candidates) if product.name in seconds]
+    candidates = [product for product in choosable(candidates) if product.name in measured]
+    fusing = None if of_pass is None else _fusing(of_pass, candidates)
+    if of_pass is not None and fusing is not None:
+        return _bound(measured, fusing, of_pass, candidates).choice()
     defaults = [default_product(num_rows, candidates) for num_rows in BUCKETS]
-    options = []
-    for packing in (None, *(product for product in candidates if product.packs)):
-        allowed = [product for product in candidates if not product.packs or product is packing]
-        picks = [_pick(bucket, seconds, allowed).name for bucket in range(len(BUCKETS))]
-        is_default = packing is next((p for p in defaults if p.packs), None)
-        cost = _relative_cost(picks, seconds, candidates)
-        options.append((cost * (1 - _MIN_MARGIN * is_default), picks))
-    _, picks = min(options, key=lambda option: option[0])
-    times = [min(seconds[name][bucket], default=None) for bucket, name in enumerate(picks)]
-    return Choice(
-        products=tuple(picks),
-        microseconds=tuple(None if time is None else round(1e6 * time, 1) for time in times),
+    packed_by_default = next((product for product in defaults if product.packs), None)
+    options = [
+        _fastest(measured, packing, candidates, packed_by_default)
+        for packing in (None, *(product for product in candidates if product.packs))
+    ]
+    return _cheapest(options, [product.name for product in defaults]).choice()
+
+
+def choose_pass(
+    fused: FusedPass, measured: Mapping[str, Measured], candidates: Sequence[Product]
+) -> Choice:
+    """Choose the product that runs a forward pass in one call, or ONE_BY_ONE, for each bucket.
+
+    A pass in one call takes the work of its products; one by one they are called from Python, each
+    weight with its fastest product, and the layers make their other calls, which are taken to be
+    as long as those of products. Options and margins are as those of `choose`: one product that
+    fuses, whose packed copy all weights have, is better than another, or than each weight's own
+    choice, by the sum of the pass's times over the buckets.
+    """
+    fusing = [
+        product
+        for product in choosable(candidates)
+        if product.is_fused and all(product.name in measured[key] for key in fused.uses)
+    ]
+    if not fusing or not fused.uses:
+        return Choice(products=(ONE_BY_ONE,) * len(BUCKETS))
+    options = [
+        _pass_with(product, fused, measured, candidates, is_default=product is fusing[0])
+        for product in fusing
+    ]
+    alone = {key: choose(measured[key], candidates).products for key in fused.uses}
+    rounds = _one_by_one(alone, fusing[0], fused, measured)
+    options.append(_Option(names=[ONE_BY_ONE] * len(BUCKETS), rounds=rounds))
+    return _cheapest(options, [fusing[0].name] * len(BUCKETS)).choice()
+
+
+def is_reliable(measured: Measured) -> bool:
+    """Whether the fastest products of each bucket were timed twice."""
+    return all(
+        any(len(times.work[bucket]) > 1 for times in measured.values())
+        for bucket in range(len(BUCKETS))
     )
 
 
-def is_reliable(choice: Choice, seconds: Seconds) -> bool:
-    """Whether each bucket's product was timed twice at least."""
-    return all(len(seconds[name][bucket]) > 1 for bucket, name in enumerate(choice.products))
+# ---- one weight
 
 
-def fastest_of(bucket: int, seconds: Seconds) -> list[str]:
-    """Names of the products timed in this bucket, the fastest first."""
-    timed = [name for name in seconds if seconds[name][bucket]]
-    return sorted(timed, key=lambda name: min(seconds[name][bucket]))
+def _fastest(
+    measured: Measured,
+    packing: Product | None,
+    candidates: Sequence[Product],
+    packed_by_default: Product | None,
+) -> _Option:
+    """The fastest products of those that need this packed copy or none."""
+    allowed = [product for product in candidates if not product.packs or product is packing]
+    called = {product.name: measured[product.name].called() for product in allowed}
+    names = []
+    for bucket, num_rows in enumerate(BUCKETS):
+        default = default_product(num_rows, allowed).name
+        timed = [name for name in called if called[name][bucket]]
+        challenger = min(timed, key=lambda name: called[name][bucket][0], default=default)
+        is_beaten = _beats(called[challenger][bucket], called[default][bucket])
+        names.append(challenger if is_beaten else default)
+    rounds = [called[name][bucket] for bucket, name in enumerate(names)]
+    needed = packing if packing is not None and packing.name in names else None
+    return _Option(names=names, rounds=rounds, is_default=needed is packed_by_default)
 
 
-def _pick(bucket: int, seconds: Seconds, allowed: Sequence[Product]) -> Product:
-    default = default_product(BUCKETS[bucket], allowed)
-    of_default = seconds[default.name][bucket]
-    if not of_default:
-        return default
-    timed = [product for product in allowed if seconds[product.name][bucket]]
-    challenger = min(timed, key=lambda product: min(seconds[product.name][bucket]))
-    of_challenger = seconds[challenger.name][bucket]
-    margin = max(_noise(of_default), _noise(of_challenger))
-    return challenger if min(of_challenger) * (1 + margin) < min(of_default) else default
+def _bound(
+    measured: Measured, fusing: Product, of_pass: Choice, candidates: Sequence[Product]
+) -> _Option:
+    """The product of the pass where it runs that, elsewhere the fastest that its copy allows."""
+    apart = _fastest(measured, fusing, candidates, fusing)
+    work = measured[fusing.name].work
+    chosen = [
+        (fusing.name, work[bucket]) if of_pass.products[bucket] == fusing.name else pair
+        for bucket, pair in enumerate(zip(apart.names, apart.rounds, strict=True))
+    ]
+    return _Option(names=[name for name, _ in chosen], rounds=[rounds for _, rounds in chosen])
 
 
-def _noise(rounds: Sequence[float]) -> float:
+def _fusing(of_pass: Choice, candidates: Iterable[Product]) -> Product | None:
+    return next((product for product in candidates if product.name in of_pass.products), None)
+
+
+# ---- a whole pass
+
+
+def _pass_with(
+    product: Product,
+    fused: FusedPass,
+    measured: Mapping[str, Measured],
+    candidates: Sequence[Product],
+    *,
+    is_default: bool,
+) -> _Option:
+    """The pass in one call, or its layers one by one where that is faster with the same copies."""
+    apart = {}
+    for key in fused.uses:
+        suited = [p for p in choosable(candidates) if p.name in measured[key]]
+        apart[key] = _fastest(measured[key], product, suited, product).names
+    names, rounds = [], []
+    for bucket, one_by_one in enumerate(_one_by_one(apart, product, fused, measured)):
+        in_one_call = _sum(
+            (count, measured[key][product.name].work[bucket]) for key, count in fused.uses.items()
+        )
+        is_beaten = _beats(one_by_one, in_one_call)
+        names.append(ONE_BY_ONE if is_beaten else product.name)
+        rounds.append(one_by_one if is_beaten else in_one_call)
+    return _Option(names=names, rounds=rounds, is_default=is_default and product.name in names)
+
+
+def _one_by_one(
+    chosen: Mapping[str, Sequence[str]],
+    product: Product,
+    fused: FusedPass,
+    measured: Mapping[str, Measured],
+) -> list[Rounds]:
+    """Rounds by bucket of the products of these names, by key, and of all other calls.
+
+    `product` is a compiled one: its call is as long as another operation's.
+    """
+    call = min(measured[key][product.name].call for key in fused.uses)
+    return [
+        _sum(
+            (
+                (count, measured[key][chosen[key][bucket]].called()[bucket])
+                for key, count in fused.uses.items()
+            ),
+            fused.num_other_calls * call,
+        )
+        for bucket in range(len(BUCKETS))
+    ]
+
+
+def _sum(parts: Iterable[tuple[int, Rounds]], rest: float = 0.0) -> Rounds:
+    """The fastest rounds of all parts together, each so many times; as many as all parts have."""
+    parts = list(parts)
+    num_rounds = min(len(rounds) for _, rounds in parts)
+    return [
+        rest + sum(count * rounds[index] for count, rounds in parts) for index in range(num_rounds)
+    ]
+
+
+# ---- comparisons
+
+
+def _beats(challenger: Rounds, default: Rounds) -> bool:
+    """Whether it is faster by more than the noise. What was not timed does not beat the default,
+    and is not beaten.
+    """
+    if not challenger or not default:
+        return False
+    return challenger[0] * (1 + max(_noise(default), _noise(challenger))) < default[0]
+
+
+def _noise(rounds: Rounds) -> float:
     """How far apart the two fastest rounds are: in a quiet moment they repeat each other."""
     if len(rounds) < 2:
         return _MARGIN_OF_ONE_ROUND
-    first, second = sorted(rounds)[:2]
-    return max(_MIN_MARGIN, second / first - 1)
+    return max(_MIN_MARGIN, rounds[1] / rounds[0] - 1)
 
 
-def _relative_cost(picks: Sequence[str], seconds: Seconds, candidates: Sequence[Product]) -> float:
-    """The sum over the buckets; where nothing was measured the default is taken for the fastest."""
-    cost = 0.0
-    for bucket, name in enumerate(picks):
-        if seconds[name][bucket]:
-            fastest = fastest_of(bucket, seconds)[0]
-            cost += min(seconds[name][bucket]) / min(seconds[fastest][bucket])
-        else:
-            is_default = name == default_product(BUCKETS[bucket], candidates).name
-            cost += 1.0 if is_default else _COST_OF_NO_DEFAULT
-    return cost
+def _cheapest(options: Sequence[_Option], defaults: Sequence[str]) -> _Option:
+    """The option with the smallest sum over the buckets of its time relative to the fastest one's.
+
+    Where it was not measured the default is taken for the fastest.
+    """
+
+    def cost(option: _Option) -> float:
+        total = 0.0
+        for bucket, name in enumerate(option.names):
+            if option.rounds[bucket]:
+                timed = [other.rounds[bucket][0] for other in options if other.rounds[bucket]]
+                total += option.rounds[bucket][0] / min(timed)
+            else:
+                total += 1.0 if name == defaults[bucket] else _COST_OF_NO_DEFAULT
+        return total * (1 - _MIN_MARGIN * option.is_default)
+
+    return min(options, key=cost)

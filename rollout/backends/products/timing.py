@@ -5,6 +5,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from rollout.backends.memory.mapping import trim_heap
 from rollout.backends.products.candidates import BUCKETS, LinearHandle, Product
-from rollout.backends.products.choice import default_product, fastest_of
+from rollout.backends.products.choice import Measured, Times, default_product
+
+Seconds = Sequence[Sequence[float]]  # by bucket: of each round
 
 BUDGET_S = 1.8
 _MAX_ROUNDS = 7
@@ -23,6 +26,7 @@ _PANEL = 32  # outputs: whole panels of every packed layout
 _READ_BETWEEN_BYTES = 32 << 20
 _NUM_EMPTY_CALLS = 2  # the first one brings the code back into the caches
 _SHORTEST_S = 1e-7
+_NUM_KEPT = 2  # rounds: the fastest, and one that says how far it is to be trusted
 
 
 class Stopwatch:
@@ -59,27 +63,38 @@ class Stopwatch:
         return min(self.seconds(product, x_TK, handle) for _ in range(_NUM_EMPTY_CALLS))
 
 
+def times_of(seconds: Seconds, *, call_s: float = 0.0, share: float = 1.0) -> Times:
+    """The times of a product whose calls took these seconds, each with `call_s` for the call itself
+    and the rest for `share` of the work.
+    """
+    work = [[max(_SHORTEST_S, total_s - call_s) / share for total_s in each] for each in seconds]
+    return Times(
+        call=_microseconds(call_s),
+        work=tuple(tuple(map(_microseconds, sorted(each)[:_NUM_KEPT])) for each in work),
+    )
+
+
 @torch.no_grad()
 def measure(
     weights: Mapping[str, Tensor],
     candidates: Sequence[Product],
     stopwatch: Stopwatch,
     model_weights: Sequence[Tensor],
-) -> dict[str, dict[str, list[list[float]]]]:
-    """Return the seconds of each round by weight, product and bucket. Rounds are interleaved.
+) -> dict[str, Measured]:
+    """Return times by weight and product. Rounds are interleaved.
 
     One weight is measured after the other, so that no more than one is packed at a time. Its rounds
     end with its share of the stopwatch's budget; small weights come first, and leave the others
-    what they do not need. Lists that were not reached are empty. Between two uses of a weight
+    what they do not need. What was not reached has no rounds. Between two uses of a weight
     others of the model are read, as a forward pass would, or as many as evict a processor's caches.
     """
-    seconds: dict[str, dict[str, list[list[float]]]] = {}
+    measured: dict[str, Measured] = {}
     for key in sorted(weights, key=lambda key: weights[key].numel()):
-        stopwatch.start_part(len(weights) - len(seconds))
+        stopwatch.start_part(len(weights) - len(measured))
         others = [weight_NK for weight_NK in model_weights if weight_NK is not weights[key]]
-        seconds[key] = _Sample(weights[key], candidates, stopwatch).measure(others)
+        measured[key] = _Sample(weights[key], candidates, stopwatch).measure(others)
         trim_heap()  # packed copies of libraries lie there
-    return seconds
+    return measured
 
 
 class _Sample:
@@ -100,8 +115,9 @@ class _Sample:
         self._seconds: dict[str, list[list[float]]] = {
             product.name: [[] for _ in BUCKETS] for product in self._candidates
         }
+        self._calls = dict.fromkeys(self._seconds, math.inf)
 
-    def measure(self, others: Iterable[Tensor]) -> dict[str, list[list[float]]]:
+    def measure(self, others: Iterable[Tensor]) -> Measured:
         """Time rounds until the stopwatch is over, with `others` read between them."""
         for index, bucket in _passes():
             contenders = [p for p in self._candidates if self._is_contender(p, bucket, index)]
@@ -112,13 +128,17 @@ class _Sample:
                 self._time(product, bucket)
             if self._stopwatch.is_over():
                 break
-        return self._seconds
+        return {
+            name: times_of(seconds, call_s=self._calls[name], share=self._share)
+            for name, seconds in self._seconds.items()
+        }
 
     def _is_contender(self, product: Product, bucket: int, index: int) -> bool:
         """Whether the product is timed in round `index`; in the first one all are."""
-        fastest = fastest_of(bucket, self._seconds)[:_MAX_CONTENDERS]
+        timed = [name for name, rounds in self._seconds.items() if rounds[bucket]]
+        fastest = sorted(timed, key=lambda name: min(self._seconds[name][bucket]))
         is_default = product is default_product(BUCKETS[bucket], self._candidates)
-        return index == 0 or is_default or product.name in fastest
+        return index == 0 or is_default or product.name in fastest[:_MAX_CONTENDERS]
 
     def _warm_up(self, contenders: Iterable[Product], bucket: int) -> None:
         """Call the libraries' products, which build and cache code for a number of rows."""
@@ -127,17 +147,14 @@ class _Sample:
                 product(self._inputs_TK[: BUCKETS[bucket]], self._handles[product.name])
 
     def _time(self, product: Product, bucket: int) -> None:
-        """Time one call, and add its seconds scaled up to the whole weight.
-
-        Leaves out the call itself, Python above all, where a fused pass does without. It is timed
-        right before, so that no product pays for being the first one after the caches were left.
+        """Time one call with the sample, and right before one without work: so no product pays for
+        being the first one after the caches were left.
         """
         x_TK, name = self._inputs_TK[: BUCKETS[bucket]], product.name
         overhead = self._stopwatch.overhead(product, x_TK[:1], self._tiny[name])
+        self._calls[name] = min(self._calls[name], overhead)
         seconds = self._stopwatch.seconds(product, x_TK, self._handles[name])
-        work = max(_SHORTEST_S, seconds - overhead)
-        total = work / self._share + (0.0 if product.is_fused else overhead)
-        self._seconds[name][bucket].append(total)
+        self._seconds[name][bucket].append(seconds)
 
 
 def _passes() -> Iterator[tuple[int, int]]:
@@ -149,6 +166,10 @@ def _passes() -> Iterator[tuple[int, int]]:
     for index in range(_MAX_ROUNDS):
         for bucket in reversed(buckets) if index % 2 else buckets:
             yield index, bucket
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
 
 
 def _num_outputs(weight_NK: Tensor) -> int:
