@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -316,11 +317,15 @@ class CountedDecoder:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_steps_of_a_tiny_model_run_in_one_call_when_products_were_just_measured(
-    dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its products take some microseconds, and calls of layers one by one hundreds."""
     kernels()  # skips without a compiler
     monkeypatch.setenv("ROLLOUT_TUNE", "1")
+    caplog.set_level(logging.INFO)
     made: list[CountedDecoder] = []
 
     def counted(backend: Backend) -> Backend:
@@ -334,6 +339,7 @@ def test_decode_steps_of_a_tiny_model_run_in_one_call_when_products_were_just_me
     engine = tiny_engine(tiny_model("qwen3"), change_backend=counted, dtype=dtype, num_threads=1)
     (times_file,) = folder.glob("*.json")
     assert "native" in times_file.read_text()
+    assert any("forward passes in one call: for" in r.getMessage() for r in caplog.records)
     for num_rows in (1, 5):
         params = SamplingParams(num_tokens_to_generate=6, ignore_eos=True)
         for row in range(num_rows):

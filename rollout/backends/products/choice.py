@@ -152,7 +152,7 @@ def choose_pass(
 
 
 def is_reliable(measured: Measured) -> bool:
-    """Whether the fastest products of each bucket were timed twice."""
+    """Whether each bucket has a second round, which times the default and the fastest products."""
     return all(
         any(len(times.work[bucket]) > 1 for times in measured.values())
         for bucket in range(len(BUCKETS))
