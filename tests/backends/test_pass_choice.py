@@ -294,6 +294,26 @@ def test_the_table_says_what_runs_the_pass() -> None:
     assert first == ["forward", "pass", "1", product, f"{work:.0f}"]
 
 
+@dataclass(slots=True)
+class DisturbedStopwatch(ShapedStopwatch):
+    """Now and then a call with next to no work takes longer than one with the weight."""
+
+    num_overheads: int = 0
+
+    def overhead(self, product: Product, x_TK: Tensor, handle: LinearHandle) -> float:
+        self.num_overheads += 1
+        return (1000 if self.num_overheads % 7 == 0 else 10) * MICROSECOND
+
+
+def test_a_disturbed_measurement_of_the_call_makes_no_product_fast() -> None:
+    speeds = {"plain": 130.0, "onednn": 120.0, "native-a": 100.0, "native-b": 100.0}
+    products = selection(DisturbedStopwatch(lambda n, r: 0.0, by_shape={(24, 32): speeds}))
+    products.choose([SMALL])
+    assert products_chosen(products, SMALL) == {"native-a"}
+    (choice,) = products.choices().values()
+    assert {*choice.microseconds} == {110.0}
+
+
 # ---- an engine
 
 

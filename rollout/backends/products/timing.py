@@ -5,9 +5,9 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -63,12 +63,15 @@ class Stopwatch:
         return min(self.seconds(product, x_TK, handle) for _ in range(_NUM_EMPTY_CALLS))
 
 
-def times_of(work: Seconds, *, call_s: float = 0.0) -> Times:
-    """The times of a product from the seconds of its work and of a call besides."""
-    kept = (sorted(seconds)[:_NUM_KEPT] for seconds in work)
+def times_of(seconds: Seconds, *, call_s: float = 0.0, share: float = 1.0) -> Times:
+    """The times of a product whose calls took these seconds, each with `call_s` for the call itself
+    and the rest for `share` of the work.
+    """
+    kept = (sorted(rounds)[:_NUM_KEPT] for rounds in seconds)
+    work = [[max(_SHORTEST_S, total_s - call_s) / share for total_s in rounds] for rounds in kept]
     return Times(
         call=_microseconds(call_s),
-        work=tuple(tuple(map(_microseconds, seconds)) for seconds in kept),
+        work=tuple(tuple(map(_microseconds, rounds)) for rounds in work),
     )
 
 
@@ -110,10 +113,10 @@ class _Sample:
         tiny_NK = sample_NK[:_PANEL].clone()
         self._tiny = {p.name: LinearHandle(tiny_NK, None, [p]) for p in self._candidates}
         self._inputs_TK = torch.ones(BUCKETS[-1], weight_NK.shape[1], dtype=weight_NK.dtype)
-        self._work: dict[str, list[list[float]]] = {
+        self._seconds: dict[str, list[list[float]]] = {
             product.name: [[] for _ in BUCKETS] for product in self._candidates
         }
-        self._calls = dict.fromkeys(self._work, math.inf)
+        self._calls: dict[str, list[float]] = {name: [] for name in self._seconds}
 
     def measure(self, others: Iterable[Tensor]) -> Measured:
         """Time rounds until the stopwatch is over, with `others` read between them."""
@@ -126,12 +129,15 @@ class _Sample:
                 self._time(product, bucket)
             if self._stopwatch.is_over():
                 break
-        return {name: times_of(work, call_s=self._calls[name]) for name, work in self._work.items()}
+        return {
+            name: times_of(seconds, call_s=median(self._calls[name]), share=self._share)
+            for name, seconds in self._seconds.items()
+        }
 
     def _is_contender(self, product: Product, bucket: int, index: int) -> bool:
         """Whether the product is timed in round `index`; in the first one all are."""
-        timed = [name for name, rounds in self._work.items() if rounds[bucket]]
-        fastest = sorted(timed, key=lambda name: min(self._work[name][bucket]))
+        timed = [name for name, rounds in self._seconds.items() if rounds[bucket]]
+        fastest = sorted(timed, key=lambda name: min(self._seconds[name][bucket]))
         is_default = product is default_product(BUCKETS[bucket], self._candidates)
         return index == 0 or is_default or product.name in fastest[:_MAX_CONTENDERS]
 
@@ -142,17 +148,13 @@ class _Sample:
                 product(self._inputs_TK[: BUCKETS[bucket]], self._handles[product.name])
 
     def _time(self, product: Product, bucket: int) -> None:
-        """Time the work of one call, and scale it up to the whole weight.
-
-        The call itself, Python above all, is timed right before, so that no product pays for being
-        the first one after the caches were left.
+        """Time one call with the sample, and right before one with next to no work: so no product
+        pays for being the first one after the caches were left.
         """
         x_TK, name = self._inputs_TK[: BUCKETS[bucket]], product.name
-        overhead = self._stopwatch.overhead(product, x_TK[:1], self._tiny[name])
-        self._calls[name] = min(self._calls[name], overhead)
+        self._calls[name].append(self._stopwatch.overhead(product, x_TK[:1], self._tiny[name]))
         seconds = self._stopwatch.seconds(product, x_TK, self._handles[name])
-        work = max(_SHORTEST_S, seconds - overhead) / self._share
-        self._work[name][bucket].append(work)
+        self._seconds[name][bucket].append(seconds)
 
 
 def _passes() -> Iterator[tuple[int, int]]:
