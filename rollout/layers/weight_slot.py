@@ -45,6 +45,10 @@ class WeightSlot(Protocol):
         """Return the values: the weight's memory itself, which is not to be written, or a copy."""
         ...
 
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        """Copy rows from `first_row` on, as many as `rows` has, without a copy of all of them."""
+        ...
+
     def write(self, values: Tensor, first_row: int = 0) -> None:
         """Replace the rows from `first_row` on, which is in place; `values` are cast."""
         ...
@@ -104,6 +108,9 @@ class RowsSlot:
     def read(self) -> Tensor:
         return self._now().read()
 
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        self._now().read_into(rows, first_row)
+
     def write(self, values: Tensor, first_row: int = 0) -> None:
         self._now().write(values, first_row)
 
@@ -138,6 +145,9 @@ class TensorSlot:
 
     def read(self) -> Tensor:
         return self._place()
+
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        rows.copy_(self._place()[first_row : first_row + len(rows)])
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         place = self._place()
@@ -175,12 +185,15 @@ class ReorderedSlot:
 
     def read(self) -> Tensor:
         values = torch.empty(self.shape, dtype=self.dtype, device=self._stack.device)
-        for entry, place in zip(self._stack.detach(), values, strict=True):
-            rows = entry
-            if self._alternate:
-                rows = entry.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-            place.copy_(rows.T if self._is_transposed else rows)
+        self.read_into(values)
         return values
+
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        for entry, place in zip(self._stack.detach()[first_row:], rows, strict=False):
+            ordered = entry
+            if self._alternate:
+                ordered = entry.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+            place.copy_(ordered.T if self._is_transposed else ordered)
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         for entry, given in zip(self._stack.detach()[first_row:], values, strict=False):
@@ -218,6 +231,10 @@ class RepackedSlot:
     def read(self) -> Tensor:
         return self._repacked.read(self._start, self._end)
 
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        start = self._start + first_row
+        rows.copy_(self._repacked.read(start, start + len(rows)))
+
     def write(self, values: Tensor, first_row: int = 0) -> None:
         self._repacked.write(values, self._start + first_row)
 
@@ -249,6 +266,9 @@ class CutSlot:
     def read(self) -> Tensor:
         return self._kept.read()
 
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        self._kept.read_into(rows, first_row)
+
     def write(self, values: Tensor, first_row: int = 0) -> None:
         self._kept.write(values, first_row)
 
@@ -272,6 +292,9 @@ class AbsentSlot:
 
     def read(self) -> Tensor:
         return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+
+    def read_into(self, rows: Tensor, first_row: int = 0) -> None:
+        assert not len(rows), "rows of another rank's weight"
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         assert not len(values), "a value for another rank's weight"

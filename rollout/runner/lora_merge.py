@@ -15,12 +15,13 @@ from torch import Tensor
 
 from rollout.errors import WeightUpdateError
 from rollout.layers.shard import Cut
-from rollout.layers.weight_slot import WeightSlot, kept_of
+from rollout.layers.weight_slot import WeightSlot
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraPair
 from rollout.models.plain_tensors import full_tensor
 from rollout.models.weights import WeightTable
-from rollout.runner.weight_update import pieces_of
+from rollout.runner.weight_shares import kept_pieces
+from rollout.runner.weight_update import Holder
 
 _SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
@@ -84,10 +85,12 @@ def adapt_served(
     slots: Mapping[str, WeightSlot],
     bases: Mapping[str, Tensor],
     check: Callable[[], None],
+    holder: Holder,
 ) -> AdaptedWeights:
     """Put an adapter on the weights that are served, less the adapter that they have now.
 
     `bases` has what the weights under that one were before. `check` may raise between two layers.
+    `holder` has the sums.
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
@@ -98,7 +101,9 @@ def adapt_served(
         pair = pairs.get(name.removesuffix(".weight"))
         if pair is not None:
             kept[name] = slot.read().to("cpu", copy=True) if base is None else base
-            tensors[name] = merger.merged(kept[name], pair, slot.cut)
+            tensors[name] = holder.hold(
+                name, merger.merged(kept[name], pair, slot.cut), is_new=True
+            )
         else:
             tensors[name] = slot.read() if base is None else base
     unchanged = frozenset(tensors.keys() - kept.keys() - bases.keys())
@@ -110,12 +115,11 @@ def adapt_given(
     table: WeightTable,
     source: Mapping[str, Tensor],
     check: Callable[[], None],
+    holder: Holder,
 ) -> AdaptedWeights:
-    """Put an adapter on all weights of `source` in the model's dtypes, in which they serve."""
-    tensors = {
-        piece.weight: kept_of(table.slots[piece.weight], values)
-        for piece, values in pieces_of(source, table).items()
-    }
+    """Put an adapter on all weights of `source` in the model's dtypes, in which they serve. The
+    sums are with `holder`."""
+    tensors = {piece.weight: kept for piece, kept in kept_pieces(source, table, holder).items()}
     bases: dict[str, Tensor] = {}
     merger = Merger(pairs.values())
     for module, pair in pairs.items():
@@ -123,7 +127,7 @@ def adapt_given(
         name = f"{module}.weight"
         slot = table.slots[name]
         bases[name] = tensors[name].detach().to("cpu", slot.dtype, copy=True)
-        tensors[name] = merger.merged(bases[name], pair, slot.cut)
+        tensors[name] = holder.hold(name, merger.merged(bases[name], pair, slot.cut), is_new=True)
     return AdaptedWeights(tensors=tensors, bases=bases)
 
 

@@ -42,9 +42,15 @@ class WeightMemory:
                 parameter.data.copy_(values.pop(name))
 
     @property
+    def bytes_N(self) -> Tensor:
+        """The buffer, uint8 [N]: all parameters, while resident. Not to be held: it may move."""
+        assert self.is_resident, "the weights' memory is released"
+        return self._memory.restore(_BUFFER)
+
+    @property
     def num_resident_bytes(self) -> int:
         """Bytes that take memory now; 0 while released."""
-        return resident_bytes(self._memory.restore(_BUFFER)) if self.is_resident else 0
+        return resident_bytes(self.bytes_N) if self.is_resident else 0
 
     @property
     def num_bytes_on_host(self) -> int:
@@ -58,7 +64,7 @@ class WeightMemory:
         if not self.is_resident:
             return 0
         if keeps_values:
-            self._arena.reserve(self.num_bytes).copy_(self._memory.restore(_BUFFER))
+            self._arena.reserve(self.num_bytes).copy_(self.bytes_N)
         self.is_resident, self._has_copy = False, keeps_values
         # Since `__init__` weights may have been repacked, which changes their shapes.
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}

@@ -21,6 +21,7 @@ from rollout.layers.weight_slot import WeightSlot, kept_of
 from rollout.models.weights import WeightTable, is_computed
 from rollout.runner.weight_update import (
     Fingerprint,
+    Holder,
     Piece,
     blaming,
     checked_source,
@@ -124,21 +125,38 @@ def read_source(
     table: WeightTable,
     hasher: PartHasher,
     check: Callable[[], None],
+    holder: Holder,
     *,
-    wants_own: bool,
+    own_hashes: Mapping[str, Tensor] | None,
 ) -> SourceParts:
-    """Read the tensors of a full update. `wants_own`: `own` of the share is wanted, too.
+    """Read the tensors of a full update. `own_hashes`: `own` of the share is wanted, too, and of
+    some tensors was hashed before `holder` took them.
 
     `check` is called before each tensor. Raises WeightUpdateError naming the tensor at fault.
     """
-    source = checked_source(given, table)
-    pieces = {
-        piece: kept_of(table.slots[piece.weight], values)
-        for piece, values in pieces_of(source, table).items()
-    }
+    source = checked_source(given, table, holder)
+    pieces = kept_pieces(source, table, holder)
     fingerprints = hashed_pieces(pieces, table, hasher, check)
-    own = _own_fingerprints(given, fingerprints, table, hasher, check) if wants_own else {}
+    own: dict[str, Fingerprint] = {}
+    if own_hashes is not None:
+        as_given = {name: tensor for name, tensor in given.items() if name not in own_hashes}
+        own = _own_fingerprints(as_given, fingerprints, table, hasher, check) | fetched(own_hashes)
     return SourceParts(pieces=pieces, share=WeightShare(pieces=fingerprints, own=own))
+
+
+def kept_pieces(
+    source: Mapping[str, Tensor], table: WeightTable, holder: Holder
+) -> dict[Piece, Tensor]:
+    """Return what this rank keeps of each weight in whole tensors: views, where it is one range of
+    its values; `holder` has the others.
+    """
+    kept: dict[Piece, Tensor] = {}
+    for piece, values in pieces_of(source, table).items():
+        slot = table.slots[piece.weight]
+        kept[piece] = kept_of(slot, values)
+        if slot.cut is not None and len(slot.cut.ranges) > 1:
+            kept[piece] = holder.hold(piece.weight, kept[piece], is_new=True)
+    return kept
 
 
 def hashed_pieces(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,46 @@ def next_version(current: int, version: int | None) -> int:
 # ---- the tensors of a source
 
 
-def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
+class Holder(Protocol):
+    """Has memory for the values of an update that no place of their own keeps until its commit.
+
+    `own_hashes`: of tensors that it has cast, as they came.
+    """
+
+    @property
+    def own_hashes(self) -> Mapping[str, Tensor]: ...
+
+    def hold(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
+        """Return the values of a tensor that came as `name`, or belong to the weight of this name,
+        in memory of the host that lasts; perhaps in the model's dtype already. `is_new`: nobody
+        else has the tensor.
+        """
+        ...
+
+    def released_on_error(self) -> AbstractContextManager[None]:
+        """Let others have the memory if anything is raised inside: the error may live on."""
+        ...
+
+
+class HostCopies:
+    """Implements `Holder` with memory of its own for each tensor, in the dtype that it has."""
+
+    own_hashes: Mapping[str, Tensor] = MappingProxyType({})
+
+    def hold(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
+        return (tensor if is_new else lasting(tensor)).cpu()
+
+    def released_on_error(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+HOST_COPIES = HostCopies()
+
+
+def by_name(named_tensors: NamedTensors, holder: Holder = HOST_COPIES) -> dict[str, Tensor]:
     """Return the tensors of a source by name, unchanged.
 
-    What an iterator yields is copied to the host, unless it is a parameter, which lasts. Raises
+    What an iterator yields is given to `holder`, unless it is a parameter, which lasts. Raises
     WeightUpdateError where reading the source fails, or if a name comes twice.
     """
     if isinstance(named_tensors, nn.Module):
@@ -98,7 +135,7 @@ def by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     source: dict[str, Tensor] = {}
     for name, tensor in _BlamedPairs(named_tensors):
         with blaming(f"copying {name!r}"):
-            held = _on_host(lasting, tensor) if copies else tensor
+            held = holder.hold(name, tensor) if copies and not _lasts(tensor) else tensor
         if source.setdefault(name, held) is not held:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
     return source
@@ -156,17 +193,11 @@ def lasting(tensor: Tensor) -> Tensor:
 
     A parameter lasts by itself, and what cannot be read is returned as it is.
     """
-    is_kept = isinstance(tensor, nn.Parameter) or refusal(tensor) is not None
-    return tensor if is_kept else tensor.detach().clone()
+    return tensor if _lasts(tensor) else tensor.detach().clone()
 
 
-def _on_host(read: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return what `read` makes of a tensor, on the host if that is new memory.
-
-    A device has no room for a second copy of all weights.
-    """
-    made = read(tensor)
-    return made if made is tensor or refusal(made) is not None else made.cpu()
+def _lasts(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or refusal(tensor) is not None
 
 
 class _BlamedPairs(Iterator[tuple[str, Tensor]]):
@@ -187,14 +218,16 @@ class _BlamedPairs(Iterator[tuple[str, Tensor]]):
         return pair
 
 
-def checked_source(named_tensors: NamedTensors, table: WeightTable) -> dict[str, Tensor]:
+def checked_source(
+    named_tensors: NamedTensors, table: WeightTable, holder: Holder
+) -> dict[str, Tensor]:
     """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `table`.
 
-    Sharded tensors are gathered in the order of their names: a collective of all ranks that hold a
-    part. What the model computes itself, or does not use, is left out. Raises WeightUpdateError
-    naming the tensor.
+    Sharded tensors are gathered in the order of their names, a collective of all ranks that hold a
+    part, and given to `holder`. What the model computes itself, or does not use, is left out.
+    Raises WeightUpdateError naming the tensor.
     """
-    given = by_name(named_tensors)
+    given = by_name(named_tensors, holder)
     source = {name: tensor for name, tensor in given.items() if not table.is_passed_over(name)}
     _check_names(source, table)
     for name, tensor in source.items():
@@ -203,8 +236,13 @@ def checked_source(named_tensors: NamedTensors, table: WeightTable) -> dict[str,
     full: dict[str, Tensor] = {}
     for name in sorted(source):
         with blaming(f"gathering {name!r}"):
-            full[name] = _on_host(full_tensor, source[name])
+            full[name] = _whole_and_held(name, source[name], holder)
     return {name: full[name] for name in source}
+
+
+def _whole_and_held(name: str, tensor: Tensor, holder: Holder) -> Tensor:
+    whole, is_new = full_tensor(tensor), is_sharded(tensor) or tensor.is_neg()
+    return holder.hold(name, whole, is_new=True) if is_new else whole
 
 
 def pieces_of(source: Mapping[str, Tensor], table: WeightTable) -> dict[Piece, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.lora import LoraAdapter
+from rollout.runner.host_stage import HostRoom, HostStage
 from rollout.runner.lora_merge import (
     AdaptedWeights,
     adapt_given,
@@ -23,7 +25,8 @@ from rollout.runner.lora_merge import (
     check_targets,
     gathered,
 )
-from rollout.runner.staged_weights import BackupKeeper, Replaced, StagedWeights
+from rollout.runner.replacement import BackupKeeper, Exchange, Overwriting, Replacement
+from rollout.runner.staged_weights import PackedCopies, Replaced, StagedWeights
 from rollout.runner.weight_memory import WeightMemory
 from rollout.runner.weight_shares import (
     PartHasher,
@@ -37,6 +40,8 @@ from rollout.runner.weight_shares import (
     sum_of,
 )
 from rollout.runner.weight_update import (
+    HOST_COPIES,
+    Holder,
     NamedTensors,
     Piece,
     blaming,
@@ -49,6 +54,9 @@ from rollout.runner.weight_update import (
     next_version,
     origins_of,
 )
+
+# Each half takes half a millisecond to or from a host, beside which starting a copy is nothing.
+BUCKET_BYTES = 64 << 20
 
 
 class ServedWeights:
@@ -71,16 +79,20 @@ class ServedWeights:
         version: int,
         reject_non_finite: bool,
         fill: Callable[[], None] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Move the parameters of `model` into the backend's memory, before anything is packed.
 
         `fill` then writes the values of a model that has none yet; with None, its values are moved.
+        `bucket_bytes`: of a device's memory, for an update beside the weights.
         """
-        self._model = model
+        self._model, self._piece_bytes = model, bucket_bytes // 2
         self._hasher = PartHasher(backend.ops, model.spec.shard)
         self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
-        self._backups = BackupKeeper(model, backend)
+        is_host = backend.device.type == "cpu"
+        self._room = None if is_host else HostRoom(backend.create_host_arena)
+        self._backups = BackupKeeper(model, self._memory, self._room)
         # Of the write that serves, which may not be the latest one: an undo goes back.
         self._num_writes = self._latest_write = 0
         self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
@@ -160,29 +172,55 @@ class ServedWeights:
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
+        holder = self._holder(named_tensors, hashes_own=bool(source_checksum))
+        with holder.released_on_error():
+            source, adapted = self._read(
+                named_tensors, check, holder, wants_own=bool(source_checksum)
+            )
+            slots = self._model.weight_slots()
+            origins = origins_of(slots, source.pieces)
+            is_alone = self._model.spec.shard.size == 1
+            checksum = self._accepted([source.share], source_checksum) if is_alone else ""
+            chosen = {p.weight: source.pieces[p] for p in dict.fromkeys(origins.values())}
+            for name in adapted.unchanged & chosen.keys():
+                del chosen[name]
+            by_address = {slots[n].address: source.pieces[origin] for n, origin in origins.items()}
+            return StagedWeights(
+                packed=self._pack(by_address, check),
+                replacement=self._replacement(chosen, holder, num_writes),
+                num_writes=num_writes,
+                num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in chosen.items()),
+                bases=adapted.bases,
+                follows_served=adapted.follows_served,
+                share=source.share,
+                checksum=checksum,
+                started_at=start,
+                seconds=time.perf_counter() - start,
+            )
+
+    def _holder(self, named_tensors: NamedTensors, *, hashes_own: bool) -> Holder:
+        """What holds the values of an update that do not last: for a device, in the room that its
+        weights have on the host."""
+        if self._room is None:
+            return HOST_COPIES
+        table = self._model.weight_table()
+        slots = table.slots
+        if isinstance(named_tensors, LoraAdapter) and named_tensors.base is None:
+            adapted = {f"{module}.weight" for module in named_tensors.pairs()} | self._bases.keys()
+            slots = {name: slot for name, slot in slots.items() if name in adapted}
+        hash_own = partial(self._hasher.of_whole, turn=0) if hashes_own else None
+        return HostStage(self._room, table, slots, self._piece_bytes, hash_own)
+
+    def _replacement(
+        self, chosen: Mapping[str, Tensor], holder: Holder, num_writes: int
+    ) -> Replacement:
+        """What is to replace the weights that are not repacked, by their new values."""
         slots = self._model.weight_slots()
-        source, adapted = self._read(named_tensors, check, wants_own=bool(source_checksum))
-        origins = origins_of(slots, source.pieces)
-        is_alone = self._model.spec.shard.size == 1
-        checksum = self._accepted([source.share], source_checksum) if is_alone else ""
-        chosen = {p.weight: source.pieces[p] for p in dict.fromkeys(origins.values())}
-        for name in adapted.unchanged & chosen.keys():
-            del chosen[name]
-        return StagedWeights(
-            tensors={n: values for n, values in chosen.items() if not slots[n].is_repacked},
-            packed=self._pack(
-                {slots[n].address: source.pieces[origin] for n, origin in origins.items()}, check
-            ),
-            backup=self._backups.backup(num_writes),
-            num_writes=num_writes,
-            num_bytes=sum(values.numel() * slots[n].dtype.itemsize for n, values in chosen.items()),
-            bases=adapted.bases,
-            follows_served=adapted.follows_served,
-            share=source.share,
-            checksum=checksum,
-            started_at=start,
-            seconds=time.perf_counter() - start,
-        )
+        tensors = {name: values for name, values in chosen.items() if not slots[name].is_repacked}
+        if isinstance(holder, HostStage) and holder.has_any_of(tensors):
+            device = next(self._model.parameters()).device
+            return Exchange(slots, holder, holder.settled(tensors), self._piece_bytes, device)
+        return Overwriting(slots, tensors, self._backups, num_writes, self._piece_bytes)
 
     def accept(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
@@ -206,6 +244,7 @@ class ServedWeights:
         )
         return checksum_of({name: total.pieces[origin] for name, origin in origins.items()})
 
+    @torch.no_grad()
     def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
@@ -219,23 +258,24 @@ class ServedWeights:
                 "these staged weights were committed before; stage the update again"
             )
         before, had_values = self.version, self.has_values
-        is_current = staged.num_writes == self._num_writes
         if staged.follows_served:
             self.require_values("commit an adapter")
-            if not is_current:
+            if staged.num_writes != self._num_writes:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
-        backup = staged.backup if is_current else self._backups.backup(self._num_writes)
-        backup.keep_packed(staged.packed)
+        staged.replacement.prepare(self._num_writes)
+        packed = PackedCopies(self._model, staged.packed)
         try:
             staged.is_spent = True
             self.has_values = False  # stays so if the restore fails, too
-            self._write(staged)
+            staged.replacement.replace()
+            with blaming("taking the packed copies"):
+                self._model.refresh(staged.packed)
             staged.replaced = Replaced(
                 num_writes=self._latest_write + 1,
                 num_writes_before=self._num_writes,
-                backup=backup,
+                packed=packed,
                 version=before,
                 had_values=had_values,
                 bases=self._bases,
@@ -243,12 +283,14 @@ class ServedWeights:
             self.version, self.has_values, self._bases = new_version, True, staged.bases
             self._num_writes = self._latest_write = self._latest_write + 1
         except BaseException:
-            backup.restore()
+            staged.replacement.restore()
+            packed.restore()
             self.version, self.has_values = before, had_values
             staged.is_spent = False
             raise
         return staged.num_bytes
 
+    @torch.no_grad()
     def undo(self, staged: StagedWeights) -> None:
         """Take back `commit(staged)`, since which no other update was written: another rank failed.
 
@@ -258,33 +300,31 @@ class ServedWeights:
         assert replaced is not None, "undo of an update that was not committed"
         assert self._num_writes == replaced.num_writes, "another update was written since"
         self.has_values = False  # stays so if the restore fails
-        replaced.backup.restore()
+        staged.replacement.restore()
+        replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
         self._bases = replaced.bases
         self._num_writes = replaced.num_writes_before
         staged.is_spent, staged.replaced = False, None
 
-    @torch.no_grad()
-    def _write(self, staged: StagedWeights) -> None:
-        """Copy tensors in place, exchange repacked weights, and swap in packed copies."""
-        slots = self._model.weight_slots()
-        for name, tensor in staged.tensors.items():
-            with blaming(f"copying {name!r}"):
-                slots[name].write(tensor)
-        with blaming("taking the packed copies"):
-            self._model.refresh(staged.packed)
-
     def _read(
-        self, named_tensors: NamedTensors, check: Callable[[], None], *, wants_own: bool
+        self,
+        named_tensors: NamedTensors,
+        check: Callable[[], None],
+        holder: Holder,
+        *,
+        wants_own: bool,
     ) -> tuple[SourceParts, AdaptedWeights]:
         """Return what this rank keeps of a source, and what an adapter makes of it."""
         if isinstance(named_tensors, LoraAdapter):
-            return self._adapted(named_tensors, check, wants_own=wants_own)
-        given, table = by_name(named_tensors), self._model.weight_table()
-        return read_source(given, table, self._hasher, check, wants_own=wants_own), AdaptedWeights()
+            return self._adapted(named_tensors, check, holder, wants_own=wants_own)
+        given, table = by_name(named_tensors, holder), self._model.weight_table()
+        own_hashes = holder.own_hashes if wants_own else None
+        source = read_source(given, table, self._hasher, check, holder, own_hashes=own_hashes)
+        return source, AdaptedWeights()
 
     def _adapted(
-        self, adapter: LoraAdapter, check: Callable[[], None], *, wants_own: bool
+        self, adapter: LoraAdapter, check: Callable[[], None], holder: Holder, *, wants_own: bool
     ) -> tuple[SourceParts, AdaptedWeights]:
         """Return what this rank keeps of all weights under `adapter`, and which they are."""
         table = self._model.weight_table()
@@ -294,11 +334,10 @@ class ServedWeights:
         of_adapter = hashed_wholes(adapter.tensors, self._hasher, check)
         if adapter.base is None:
             self.require_values("stage an adapter")
-            adapted = adapt_served(adapter.pairs(), table.slots, self._bases, check)
+            adapted = adapt_served(adapter.pairs(), table.slots, self._bases, check, holder)
         else:
-            adapted = adapt_given(
-                adapter.pairs(), table, checked_source(adapter.base, table), check
-            )
+            base = checked_source(adapter.base, table, holder)
+            adapted = adapt_given(adapter.pairs(), table, base, check, holder)
         pieces = {Piece(name, name): kept for name, kept in adapted.tensors.items()}
         share = WeightShare(
             pieces=hashed_pieces(pieces, table, self._hasher, check),

@@ -20,7 +20,7 @@ from rollout import (
     WeightUpdateError,
 )
 from rollout.backends.ops.cpu import CpuOps
-from rollout.runner.staged_weights import WeightBackup
+from rollout.runner.replacement import WeightBackup
 from tests.tiny_models import (
     IS_LONG,
     Finished,

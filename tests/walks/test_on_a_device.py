@@ -162,6 +162,27 @@ def test_every_token_names_the_version_that_sampled_it(device: str) -> None:
         assert request.policy_versions.tolist() == expected
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_stream_is_served_and_taken_back_on_a_device(device: str) -> None:
+    """Staged while requests run, and committed and undone between two steps."""
+    engine = tiny_engine(model(), device=device)
+    other = tiny_model("qwen3", seed=13, head_dim=16)
+    before, pointers = engine.weights_checksum(), engine.weight_data_ptrs()
+    engine.add_request(prompt_of(9), params(0))
+    engine.step()
+    staged = engine.stage_weights(iter(other.state_dict().items()))
+    engine.step()
+    assert engine.weights_checksum() == before
+    engine.commit_weights(staged, in_flight=True)
+    assert engine.weights_checksum() == staged.checksum != before
+    engine.muscle.weights.undo(staged)
+    assert engine.weights_checksum() == before
+    engine.commit_weights(staged, in_flight=True)
+    drain(engine)
+    assert engine.weights_checksum() == tiny_engine(other).weights_checksum()
+    assert engine.weight_data_ptrs() == pointers
+
+
 @pytest.mark.parametrize(("device", "kind"), STABLE_KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mode: str) -> None:
