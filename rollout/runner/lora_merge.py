@@ -28,15 +28,14 @@ _SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """What a rank keeps of all weights of a model under an adapter; empty without one.
+    """What a rank keeps of the weights of a model that an adapter changes; empty without one.
 
-    `bases`: what the adapted ones are without it, on the host. `unchanged`: names whose weights are
-    those that are served. `follows_served`: the adapter is on weights that are served.
+    `bases`: what the adapted ones are without it, on the host. `follows_served`: the adapter is on
+    weights that are served; those that lack here stay as they are.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     bases: Mapping[str, Tensor] = field(default_factory=dict)
-    unchanged: frozenset[str] = frozenset()
     follows_served: bool = False
 
 
@@ -104,10 +103,9 @@ def adapt_served(
             tensors[name] = holder.hold(
                 name, merger.merged(kept[name], pair, slot.cut), is_new=True
             )
-        else:
-            tensors[name] = slot.read() if base is None else base
-    unchanged = frozenset(tensors.keys() - kept.keys() - bases.keys())
-    return AdaptedWeights(tensors=tensors, bases=kept, unchanged=unchanged, follows_served=True)
+        elif base is not None:
+            tensors[name] = base
+    return AdaptedWeights(tensors=tensors, bases=kept, follows_served=True)
 
 
 def adapt_given(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from rollout.runner.weight_shares import (
 )
 from rollout.runner.weight_update import (
     HOST_COPIES,
+    Fingerprint,
     Holder,
     NamedTensors,
     Piece,
@@ -129,16 +130,21 @@ class ServedWeights:
         """Return what `checksum_of_shares` needs of this rank. Raises as `checksum` does."""
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
-        # One weight at a time: what a slot reads may be a copy.
-        slots = self._model.weight_slots()
-        return WeightShare(
-            pieces=fetched(
-                {
-                    Piece(name, name): self._hasher.of_kept(slot, slot.read(), slot.dtype)
-                    for name, slot in slots.items()
-                }
-            )
-        )
+        return WeightShare(pieces=self._hashed_served(self._model.weight_slots()))
+
+    def _hashed_served(
+        self, names: Iterable[str], check: Callable[[], None] = lambda: None
+    ) -> dict[Piece, Fingerprint]:
+        """Return this rank's addend of the fingerprint of each of these weights that serve now.
+
+        One weight at a time: what a slot reads may be a copy.
+        """
+        queued: dict[Piece, Tensor] = {}
+        for name in names:
+            check()
+            slot = self._model.weight_slots()[name]
+            queued[Piece(name, name)] = self._hasher.of_kept(slot, slot.read(), slot.dtype)
+        return fetched(queued)
 
     def data_ptrs(self) -> dict[str, int]:
         """Return the address of each weight by its Hugging Face name."""
@@ -178,13 +184,13 @@ class ServedWeights:
                 named_tensors, check, holder, wants_own=bool(source_checksum)
             )
             slots = self._model.weight_slots()
-            origins = origins_of(slots, source.pieces)
+            origins = origins_of(slots, source.share.pieces)
             is_alone = self._model.spec.shard.size == 1
             checksum = self._accepted([source.share], source_checksum) if is_alone else ""
-            chosen = {p.weight: source.pieces[p] for p in dict.fromkeys(origins.values())}
-            for name in adapted.unchanged & chosen.keys():
-                del chosen[name]
-            by_address = {slots[n].address: source.pieces[origin] for n, origin in origins.items()}
+            # Those that lack here are served already.
+            given = {p: source.pieces[p] for p in origins.values() if p in source.pieces}
+            chosen = {piece.weight: values for piece, values in given.items()}
+            by_address = {slots[n].address: given[p] for n, p in origins.items() if p in given}
             return StagedWeights(
                 packed=self._pack(by_address, check),
                 replacement=self._replacement(chosen, holder, num_writes),
@@ -339,8 +345,10 @@ class ServedWeights:
             base = checked_source(adapter.base, table, holder)
             adapted = adapt_given(adapter.pairs(), table, base, check, holder)
         pieces = {Piece(name, name): kept for name, kept in adapted.tensors.items()}
+        unchanged = table.slots.keys() - adapted.tensors.keys() if adapted.follows_served else set()
         share = WeightShare(
-            pieces=hashed_pieces(pieces, table, self._hasher, check),
+            pieces=hashed_pieces(pieces, table, self._hasher, check)
+            | self._hashed_served(sorted(unchanged), check),
             own=of_adapter if wants_own else {},
             adapter={Piece(name, name): found for name, found in of_adapter.items()},
             adapter_dtypes={
@@ -353,14 +361,18 @@ class ServedWeights:
     def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
         """Return what each linear layer packs of its new weights, while the old ones serve.
 
-        `by_address` has the tensor for each address of a weight slot.
+        `by_address` has the tensor for each address of a weight slot that changes.
         """
         packed = []
         for path, layer in self._model.linear_layers().items():
             check()
             with blaming(f"packing {path!r}"):
-                slots = layer.weight_slots()
-                parts = [by_address[slots[f"{part}.weight"].address] for part in layer.parts]
+                slots = [layer.weight_slots()[f"{part}.weight"] for part in layer.parts]
+                changed = [by_address.get(slot.address) for slot in slots]
+                parts = [
+                    slot.read() if values is None else values
+                    for slot, values in zip(slots, changed, strict=True)
+                ]
                 packed.append(layer.stage(parts))
         return packed
 

@@ -6,6 +6,7 @@ The device is a host that says it is none, with a bucket of a few rows.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,8 +30,9 @@ from rollout.runner import replacement
 from rollout.runner.replacement import Exchange, Overwriting
 from rollout.runner.weight_update import NamedTensors
 from rollout.runner.weights import ServedWeights
+from tests.device_bytes import DeviceBytes
 from tests.family_cases import FAMILY_CASES
-from tests.lora_adapters import linear_modules, random_adapter
+from tests.lora_adapters import linear_modules, merged, random_adapter
 from tests.runner.test_rank_updates import Group, Seat, own_checksum, trainer, weights_of
 from tests.tiny_models import IS_LONG
 
@@ -372,6 +374,34 @@ def test_tied_weights_may_come_under_both_names_of_a_stream() -> None:
     assert served.checksum() == host.update(weights)
     with pytest.raises(WeightUpdateError, match="tied in this model"):
         served.stage(reused(twice | {name: weights[name] + 1}))
+
+
+@pytest.mark.parametrize("is_device", [True, False])
+def test_an_adapter_may_come_with_a_base_whose_weights_are_tied(is_device: bool) -> None:
+    tied = next(case for case in FAMILY_CASES if trainer(case, 1).config.tie_word_embeddings)
+    group = served_by(trainer(tied, 1), is_device=is_device)
+    weights = weights_of(tied, 2)
+    adapter = random_adapter(weights, linear_modules(weights)[:2])
+    expected = served_by(trainer(tied, 1), is_device=False).update(merged(weights, adapter))
+    assert group.update(replace(adapter, base=weights)) == group.checksum() == expected
+
+
+def test_an_adapter_has_no_copies_of_the_weights_that_it_leaves_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stack in another order can only be read as a copy, of which one is there at a time."""
+    group = served_by(trainer("gpt_oss", 1))
+    (served,), (model,) = group.ranks, group.models
+    weights = weights_of("gpt_oss", 1)
+    adapter = random_adapter(weights, linear_modules(weights)[:1])
+    no_hash = torch.zeros(2, dtype=torch.int64)
+    monkeypatch.setattr(type(served._hasher), "of_kept", lambda *arguments: no_hash)
+    slots = model.weight_slots().values()
+    stacks = [math.prod(slot.shape) * 4 for slot in slots if isinstance(slot, ReorderedSlot)]
+    assert sum(stacks) > 3 * max(stacks)
+    with DeviceBytes("cpu") as device:
+        served.stage(adapter)
+    assert device.peak < 2 * max(stacks)
 
 
 def test_an_adapter_leaves_what_it_is_put_on_for_the_next_one() -> None:
