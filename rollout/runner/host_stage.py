@@ -124,7 +124,7 @@ class HostStage:
         if num_bytes > len(self._free_N):
             return torch.empty(shape, dtype=dtype)
         place = self._free_N[:num_bytes]
-        self._free_N = self._free_N[_aligned(num_bytes) :]
+        self._free_N = self._free_N[aligned(num_bytes) :]
         return place.view(dtype).view(shape)
 
 
@@ -148,7 +148,7 @@ def rows_within(num_bytes: int, values: Tensor) -> int:
 def _bytes_of(slots: Mapping[str, WeightSlot]) -> int:
     """Of places for what is kept of all weights, tied ones once."""
     sizes = {slot.address: _kept_bytes(slot) for slot in slots.values()}
-    return sum(map(_aligned, sizes.values()))
+    return sum(map(aligned, sizes.values()))
 
 
 def _kept_bytes(slot: WeightSlot) -> int:
@@ -156,7 +156,8 @@ def _kept_bytes(slot: WeightSlot) -> int:
     return math.prod(shape) * slot.dtype.itemsize
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Room for so many bytes, after which values of any dtype may follow."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

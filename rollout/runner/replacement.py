@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.layers.weight_slot import WeightSlot
 from rollout.models.causal_lm import CausalLM
-from rollout.runner.host_stage import HostRoom, HostStage, rows_within
+from rollout.runner.host_stage import HostRoom, HostStage, aligned, rows_within
 from rollout.runner.weight_memory import WeightMemory
 from rollout.runner.weight_update import blaming
 
@@ -190,7 +190,7 @@ class Exchange:
             for piece in _pieces(name, slots[name], rows, piece_bytes)
             if piece.rows.numel()
         ]
-        self._half_bytes = max((piece.rows.nbytes for piece in self._pieces), default=0)
+        self._half_bytes = aligned(max((piece.rows.nbytes for piece in self._pieces), default=0))
         self._bucket_HN: Tensor | None = None
         self._num_done = 0
         # The piece that is half exchanged, of which the bucket has all, and how many were before.

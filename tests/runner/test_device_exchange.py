@@ -228,6 +228,20 @@ def test_what_is_exchanged_is_taken_back_wherever_both_ways_are_cut_off(cut_off:
     assert number > 20
 
 
+def test_weights_of_several_dtypes_and_odd_sizes_share_a_bucket() -> None:
+    slots: dict[str, WeightSlot] = {
+        "odd": TensorSlot(torch.randn(3).bfloat16()),
+        "wide": TensorSlot(torch.randn(1)),
+    }
+    values = {name: torch.randn(slot.shape).to(slot.dtype) for name, slot in slots.items()}
+    expected = [rows.clone() for rows in values.values()]
+    in_use: Any = None
+    exchange = Exchange(slots, in_use, values, 6, torch.device("cpu"))
+    exchange.prepare(0)
+    exchange.replace()
+    assert_same([slot.read() for slot in slots.values()], expected)
+
+
 def small_exchange() -> tuple[Exchange, list[WeightSlot], list[Tensor]]:
     """Of a vector, a matrix, and a stack that a checkpoint has in another order."""
     slots: dict[str, WeightSlot] = {
