@@ -19,6 +19,7 @@ from rollout.backends.attention import triton_plan as plan
 from rollout.backends.attention.triton_kernels import (
     decode_attention_kernel,
     merge_parts_kernel,
+    merge_prefill_kernel,
     prefill_attention_kernel,
 )
 from rollout.backends.attention.triton_paged import PARTS_PER_MERGE, launch_choice
@@ -45,6 +46,10 @@ POINTERS = {
     "tile_lengths": "*i32",
     "ordered_rows": "*i32",
     "ordered_tokens": "*i32",
+    "ordered_lengths": "*i32",
+    "first_programs": "*i32",
+    "program_tiles": "*i32",
+    "num_split": "*i32",
 }
 # Of the model's dtype.
 TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm", "sinks")
@@ -61,7 +66,8 @@ def configurations(dtype: str) -> Iterator[Configuration]:
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "BLOCK_S": PARTS_PER_MERGE,
         }
-        yield configuration(merge_parts_kernel, dtype, constexprs, {"num_warps": 4})
+        for kernel in (merge_parts_kernel, merge_prefill_kernel):
+            yield configuration(kernel, dtype, constexprs, {"num_warps": 4})
     yield from plan_configurations(dtype)
 
 
@@ -72,7 +78,8 @@ def plan_configurations(dtype: str) -> Iterator[Configuration]:
         constexprs = sizes | {"BLOCK_N": 64, "HAS_WINDOW": window}
         yield configuration(plan.tile_starts_kernel, dtype, constexprs, options)
         yield configuration(plan.query_tiles_kernel, dtype, constexprs, options)
-    yield configuration(plan.first_rows_kernel, dtype, sizes, options)
+    for kernel in (plan.first_rows_kernel, plan.cut_tiles_kernel, plan.program_tiles_kernel):
+        yield configuration(kernel, dtype, sizes, options)
     constexprs = sizes | {"BLOCK_J": plan.BLOCK_J}
     yield configuration(plan.order_tiles_kernel, dtype, constexprs, options)
 

@@ -24,6 +24,7 @@ from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
 
 pytest.importorskip("triton")
 
+from rollout.backends.attention import triton_plan
 from rollout.backends.attention.triton_paged import (
     TritonPagedAttention,
     launch_choice,
@@ -77,11 +78,15 @@ def assert_as_the_reference(
     torch.testing.assert_close(cached[1:], batch.kv[0][1:], rtol=0, atol=0, equal_nan=True)
 
 
-@given(mix=mixes, num_programs=st.sampled_from([None, 1, 2, 5, 40]))
+@given(mix=mixes, how=st.sampled_from([(None, 8), (1, 0), (2, 0), (5, 0), (40, 8), (40, 0)]))
 @settings(max_examples=14)
-def test_padding_and_host_arrays_do_not_matter(mix: Mix, num_programs: int | None) -> None:
-    if mix.num_tokens > 0:
-        assert_as_the_reference(mix, num_programs)
+def test_padding_and_host_arrays_do_not_matter(mix: Mix, how: tuple[int | None, int]) -> None:
+    """Contexts of prompts are cut as soon as that gains anything, or not at all."""
+    num_programs, worth = how
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_plan, "WORTH_CUTTING", worth)
+        if mix.num_tokens > 0:
+            assert_as_the_reference(mix, num_programs)
 
 
 def test_a_batch_of_padding_alone_has_no_output() -> None:
@@ -112,6 +117,28 @@ def test_windows_softcaps_and_sinks_hold_in_parts_and_padding(num_programs: int)
         scale=0.4, window=50, softcap=4.0, sinks_H=torch.tensor([-1.0, 0.5, 3.0, 0.0])
     )
     assert_as_the_reference(mix, num_programs, traits)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("num_programs", [3, 12])
+def test_prefill_behind_long_contexts_is_the_same_in_parts(
+    num_programs: int, is_plain: bool
+) -> None:
+    """Several parts a head, of which the last hold tokens that the first queries do not
+    see; rows with and without a cached context, decode rows before them.
+    """
+    mix = Mix(
+        decode=(65,),
+        num_padding_rows=1,
+        prefill=((700, 40), (0, 9), (3, 0), (415, 1)),
+        num_padding_tokens=5,
+        group_size=2,
+        num_kv_heads=2,
+        head_dim=24,
+    )
+    sinks_H = torch.tensor([-1.0, 0.5, 3.0, 0.0])
+    traits = AttentionTraits(scale=0.4, window=500, softcap=4.0, sinks_H=sinks_H)
+    assert_as_the_reference(mix, num_programs, PLAIN if is_plain else traits)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])

@@ -34,7 +34,8 @@ class DeviceAttention(TritonPagedAttention):
             rotation = Rotation(*map(moved, turn))
         q_THD, k_TGD, v_TGD = moved(q_THD), moved(k_TGD), moved(v_TGD)
         traits = dataclasses.replace(traits, sinks_H=moved(traits.sinks_H))
-        out = super().attend(q_THD, k_TGD, v_TGD, layer, ForwardBatch(**fields), rotation, traits)
+        on_device = self.begin(ForwardBatch(**fields))
+        out = super().attend(q_THD, k_TGD, v_TGD, layer, on_device, rotation, traits)
         batch.kv[layer].copy_(fields["kv"][layer])
         return out.cpu()
 

@@ -98,54 +98,52 @@ def merge_parts_kernel(
     if (head_start == next_start) | (head_start < start):
         return
     num_parts = tl.cdiv(head_start + num_tiles, share) - program
-    peak = -1.0e30
-    total = 0.0
-    acc_D = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for first in tl.range(0, num_parts, BLOCK_S):
-        parts_S = first + tl.arange(0, BLOCK_S)
-        is_part_S = parts_S < num_parts
-        place_S = 2 * (program + parts_S) + (parts_S == 0).to(tl.int32)
-        place_S = place_S.to(tl.int64) * group_size + member
-        lse_S = tl.load(partial_lse + place_S, mask=is_part_S, other=float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(lse_S, 0))
-        weight_S = tl.exp2(lse_S - new_peak)
-        mean_SD = _load_rows(partial_out, place_S * HEAD_DIM, is_part_S, HEAD_DIM, BLOCK_D)
-        fade = tl.exp2(peak - new_peak)
-        acc_D = acc_D * fade + tl.sum(mean_SD * weight_S[:, None], 0)
-        total = total * fade + tl.sum(weight_S, 0)
-        peak = new_peak
+    mean_D = _merge_parts(
+        partial_out + member * HEAD_DIM, partial_lse + member, group_size, 2 * program, 2,
+        num_parts, HEAD_DIM, BLOCK_D, BLOCK_S,
+    )  # fmt: skip
     dims_D = tl.arange(0, BLOCK_D)
     head = (row.to(tl.int64) * num_kv_heads + kv_head) * group_size + member
-    mean_D = acc_D / tl.where(total > 0, total, 1.0)
     tl.store(out + head * HEAD_DIM + dims_D, mean_D.to(out.dtype.element_ty), dims_D < HEAD_DIM)
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_heads", "block_shift", "scale", "window", "softcap"],
-)
+    do_not_specialize=[
+        "table_stride", "num_kv_heads", "group_size", "block_shift", "scale", "window", "softcap",
+    ],
+)  # fmt: skip
 def prefill_attention_kernel(
-    out, q, cache, tables, query_starts, context_lens, sinks, tile_rows, tile_tokens,
-    block_stride, table_stride, num_heads, group_size, block_shift, scale, window, softcap,
+    out, partial_out, partial_lse, q, cache, tables, context_lens, sinks,
+    query_starts, tile_rows, tile_tokens, first_programs, program_tiles,
+    block_stride, table_stride, num_kv_heads, group_size, block_shift, scale, window, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query tile over its row's context, for one KV head.
+    """Attention of one query tile over its row's context or a part of it, for one KV head.
 
-    Grid (KV heads, tiles), the tiles with the longest context first, as the plan has ordered them:
-    `tile_rows` (-1 for surplus ones) and `tile_tokens`. A tile packs the query heads that share the
-    KV head, for as many tokens as fit into BLOCK_M rows. `scale`, `softcap` and `sinks` are as in
+    `program_tiles` has the query tile of each program, -1 for surplus ones. The programs of a tile,
+    from `first_programs` on, are those of its KV heads one after the other, as many of each head as
+    the context has parts. A tile packs the query heads that share the KV head, for as many tokens
+    as fit into BLOCK_M rows. A context in one part has its result in `out`, else it is in the
+    partials of the program, to be merged. `scale`, `softcap` and `sinks` are as in
     `decode_attention_kernel`. Source: Dao 2023, "FlashAttention-2", algorithm 1.
     """
-    kv_head, tile = tl.program_id(0), tl.program_id(1)
-    row = tl.load(tile_rows + tile)
-    if row < 0:
+    program = tl.program_id(0)
+    tile = tl.load(program_tiles + program)
+    if tile < 0:
         return
+    row = tl.load(tile_rows + tile)
     first_token = tl.load(tile_tokens + tile)
     end_token = tl.load(query_starts + row + 1)
+    first_program = tl.load(first_programs + tile)
+    num_parts = (tl.load(first_programs + tile + 1) - first_program) // num_kv_heads
+    kv_head = (program - first_program) // num_parts
+    part = (program - first_program) % num_parts
     block_q = BLOCK_M // group_size
     rows_M = tl.arange(0, BLOCK_M)
     token_M = first_token + rows_M // group_size
     is_row_M = (token_M < end_token) & (rows_M < block_q * group_size)
+    num_heads = num_kv_heads * group_size
     head_M = (token_M.to(tl.int64) * num_heads + kv_head * group_size) + rows_M % group_size
     context_len = tl.load(context_lens + row)
     # Rows that pad the tile see as much as its last token: a row that sees nothing would give NaN.
@@ -154,9 +152,12 @@ def prefill_attention_kernel(
     first_position = context_len - end_token + first_token
     start = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N if HAS_WINDOW else 0
     end = context_len - end_token + last_token + 1
+    num_tiles = tl.cdiv(end - start, BLOCK_N)
+    end = tl.minimum(start + num_tiles * (part + 1) // num_parts * BLOCK_N, end)
+    start += num_tiles * part // num_parts * BLOCK_N
     q_MD = _load_rows(q, head_M * HEAD_DIM, is_row_M, HEAD_DIM, BLOCK_D)
-    peak_M, total_M = _sink(sinks, kv_head * group_size + rows_M % group_size, is_row_M)
-    num_kv_heads = tl.num_programs(0)
+    is_counted_M = is_row_M & (part == 0)
+    peak_M, total_M = _sink(sinks, kv_head * group_size + rows_M % group_size, is_counted_M)
     acc_MD, total_M, peak_M = _attend(
         total_M, peak_M, q_MD, cache + (kv_head << block_shift) * HEAD_DIM,
         (num_kv_heads << block_shift) * HEAD_DIM, tables + row.to(tl.int64) * table_stride,
@@ -164,7 +165,70 @@ def prefill_attention_kernel(
         HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     mean_MD = acc_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
-    _store_rows(out, head_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
+    if num_parts == 1:
+        _store_rows(out, head_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
+    else:
+        place_M = program.to(tl.int64) * (block_q * group_size) + rows_M
+        tl.store(partial_lse + place_M, peak_M + tl.log2(total_M), mask=is_row_M)
+        _store_rows(partial_out, place_M * HEAD_DIM, mean_MD, is_row_M, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_kv_heads", "group_size", "block_q"])
+def merge_prefill_kernel(
+    out, partial_out, partial_lse, query_starts, tile_rows, tile_tokens, first_programs, num_split,
+    num_kv_heads, group_size, block_q,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The parts of the first `num_split` query tiles, weighted. The programs, of any number, take
+    turns: each takes one query head of one token.
+    """
+    size = block_q * group_size
+    item = tl.program_id(0)
+    num_items = tl.load(num_split) * num_kv_heads * size
+    dims_D = tl.arange(0, BLOCK_D)
+    while item < num_items:
+        member = item % size
+        tile = item // size // num_kv_heads
+        kv_head = item // size % num_kv_heads
+        token = tl.load(tile_tokens + tile) + member // group_size
+        if token < tl.load(query_starts + tl.load(tile_rows + tile) + 1):
+            first_program = tl.load(first_programs + tile)
+            num_parts = (tl.load(first_programs + tile + 1) - first_program) // num_kv_heads
+            mean_D = _merge_parts(
+                partial_out + member * HEAD_DIM, partial_lse + member, size,
+                first_program + kv_head * num_parts, 1, num_parts, HEAD_DIM, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
+            head = (token.to(tl.int64) * num_kv_heads + kv_head) * group_size + member % group_size
+            target = out + head * HEAD_DIM + dims_D
+            tl.store(target, mean_D.to(out.dtype.element_ty), dims_D < HEAD_DIM)
+        item += tl.num_programs(0)
+
+
+@triton.jit
+def _merge_parts(
+    partial_out, partial_lse, stride, first_part, STEP: tl.constexpr, num_parts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The weighted mean of a row's partials, `stride` rows apart: every STEP-th, of which the first
+    is the last of its STEP.
+    """
+    peak = -1.0e30
+    total = 0.0
+    acc_D = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for first in tl.range(0, num_parts, BLOCK_S):
+        parts_S = first + tl.arange(0, BLOCK_S)
+        is_part_S = parts_S < num_parts
+        place_S = first_part + STEP * parts_S + (parts_S == 0).to(tl.int32) * (STEP - 1)
+        place_S = place_S.to(tl.int64) * stride
+        lse_S = tl.load(partial_lse + place_S, mask=is_part_S, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(lse_S, 0))
+        weight_S = tl.exp2(lse_S - new_peak)
+        mean_SD = _load_rows(partial_out, place_S * HEAD_DIM, is_part_S, HEAD_DIM, BLOCK_D)
+        fade = tl.exp2(peak - new_peak)
+        acc_D = acc_D * fade + tl.sum(mean_SD * weight_S[:, None], 0)
+        total = total * fade + tl.sum(weight_S, 0)
+        peak = new_peak
+    return acc_D / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -237,8 +301,8 @@ def _attend_tile(
         score_MN = tl.where(is_seen_MN, score_MN, float("-inf"))
     new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
     base_M = new_peak_M
-    if HAS_WINDOW:
-        # Rows whose window begins after this tile have seen nothing yet: -inf - -inf is NaN.
+    if IS_MASKED:
+        # Rows that see nothing of this part's tiles so far: -inf - -inf is NaN.
         base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     weight_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(peak_M - base_M)

@@ -1,4 +1,4 @@
-"""TritonPagedAttention: attention over blocks in place, on a GPU, in two to four launches.
+"""TritonPagedAttention: attention over blocks in place, on a GPU, in two to five launches.
 
 A step's launches depend on shapes alone (T tokens, R rows, decode rows, width of the block tables),
 never on lengths, so that they may be captured in a graph; how the work is cut is found on the
@@ -19,6 +19,7 @@ from torch import Tensor
 from rollout.backends.attention.triton_kernels import (
     decode_attention_kernel,
     merge_parts_kernel,
+    merge_prefill_kernel,
     prefill_attention_kernel,
 )
 from rollout.backends.attention.triton_plan import MIN_TILES_PER_PROGRAM, TritonPlan
@@ -29,13 +30,14 @@ from rollout.errors import ConfigError
 
 MAX_HEAD_DIM = 256
 PARTS_PER_MERGE = 16
+MERGES_PER_PROGRAM = 8  # programs that merge for one that attends: they mostly wait for memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchChoice:
     """How a kernel of attention is cut: rows of a query tile, positions of a context tile,
-    warps of a program, and how many context tiles are loaded ahead. `num_resident`: programs of
-    decode that a multiprocessor holds at once, as compiled.
+    warps of a program, and how many context tiles are loaded ahead. `num_resident`: programs that a
+    multiprocessor holds at once, as compiled.
     """
 
     block_m: int
@@ -59,6 +61,8 @@ def launch_choice(
     tensor core path at full precision: tiles are small, since each product is unrolled.
     """
     num_resident = 2 if head_dim <= 128 else 1
+    if not is_decode:
+        num_resident = 2 if head_dim <= 64 and dtype != torch.float32 else 1
     group_rows = triton.next_power_of_2(group_size)
     is_small = is_decode and group_rows <= 16
     if dtype == torch.float32:
@@ -107,7 +111,9 @@ class TritonPagedAttention:
     """Implements `AttentionBackend` with Triton; a head of K or V within a block is contiguous."""
 
     def __init__(self, *, num_multiprocessors: int = 132, num_programs: int | None = None) -> None:
-        """`num_programs` of decode overrides `program_choice`; for tests."""
+        """`num_programs` overrides `program_choice` for decode, and for prefill how many programs
+        the device is taken to hold at once; for tests.
+        """
         self._num_multiprocessors = num_multiprocessors
         self._num_programs = num_programs
 
@@ -207,27 +213,45 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """A program for each query tile and KV head, in the plan's order; surplus ones end at once.
+        """A program for each query tile, KV head and part of its context; surplus ones end at once.
 
-        Programs start in the order of their numbers, so that the longest do not come last.
+        Programs start in the order of their numbers, so that the longest do not come last. Partial
+        results, up to 8 times those that the programs which run at once could hold, are merged.
         """
         num_tokens, num_heads, head_dim = q_THD.shape
         num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads
         choice = launch_choice(q_THD.dtype, head_dim, group_size, False)
-        tile_rows_Q, tile_tokens_Q = batch.plan.prefill(
+        block_q = choice.block_m // group_size
+        num_resident = self._num_programs or self._num_multiprocessors * choice.num_resident
+        plan = batch.plan.prefill(
             window=traits.window,
             block_n=choice.block_n,
-            block_q=choice.block_m // group_size,
+            block_q=block_q,
             num_tokens=num_tokens - batch.num_decode_rows,
+            num_kv_heads=num_kv_heads,
+            num_resident=num_resident,
+            table_tokens=batch.block_tables_RM.shape[1] * block_size,
         )
-        prefill_attention_kernel[(num_kv_heads, tile_rows_Q.shape[0])](
-            *(out_THD, q_THD, cache, batch.block_tables_RM, batch.query_starts_E),
-            *(batch.context_lens_R, traits.sinks_H, tile_rows_Q, tile_tokens_Q),
-            *(cache.stride(0), batch.block_tables_RM.stride(0), num_heads, group_size),
+        num_parts = plan.num_partials * block_q * group_size
+        partial_out = torch.empty((num_parts, head_dim), dtype=torch.float32, device=q_THD.device)
+        partial_lse = torch.empty(num_parts, dtype=torch.float32, device=q_THD.device)
+        tiles = batch.query_starts_E, plan.rows_Q, plan.tokens_Q, plan.first_programs_F
+        prefill_attention_kernel[plan.tiles_P.shape](
+            *(out_THD, partial_out, partial_lse, q_THD, cache, batch.block_tables_RM),
+            *(batch.context_lens_R, traits.sinks_H, *tiles, plan.tiles_P),
+            *(cache.stride(0), batch.block_tables_RM.stride(0), num_kv_heads, group_size),
             *(block_size.bit_length() - 1, *_scores(traits, head_dim)),
             **_constants(choice, head_dim, traits),
         )
+        if num_parts:
+            merge_prefill_kernel[(MERGES_PER_PROGRAM * num_resident,)](
+                *(out_THD, partial_out, partial_lse, *tiles, plan.num_split),
+                *(num_kv_heads, group_size, block_q),
+                HEAD_DIM=head_dim,
+                BLOCK_D=_padded(head_dim),
+                BLOCK_S=PARTS_PER_MERGE,
+            )
 
 
 def _scores(traits: AttentionTraits, head_dim: int) -> tuple[float, int, float]:

@@ -1,12 +1,15 @@
 """TritonPlan: how a step's attention is cut, found on the device from the rows' lengths.
 
 Decode: the context tiles of all rows and KV heads lie end to end and are cut into equal shares, one
-a program. Prefill: query tiles in the order of their contexts, longest first. Grids depend on
-shapes alone, so that a captured graph follows the lengths of its replay. Shape letters: R rows, E =
-R + 1, P programs, Q query tiles.
+a program. Prefill: query tiles in the order of their contexts, longest first; where whole ones
+would leave multiprocessors idle, those with long contexts are cut into parts of one size. Grids
+depend on shapes alone, so that a captured graph follows the lengths of its replay. Shape letters: R
+rows, E = R + 1, P programs, Q query tiles, F = Q + 1.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,8 +20,32 @@ from rollout.backends.forward_batch import ForwardBatch
 
 MIN_TILES_PER_PROGRAM = 2  # less work than that does not pay for its partial result
 _MIN_TILES: tl.constexpr = tl.constexpr(MIN_TILES_PER_PROGRAM)
+# Query tiles stay whole unless the last program would end later than the mean by more than a
+# quarter and by this many context tiles: about the cost of writing partial results and merging.
+WORTH_CUTTING = 8
+# Of prefill, for each program that the device holds at once, at most: parts beyond one of each tile
+# and head, and parts of tiles that are cut. See `_part_size`.
+SURPLUS_PARTS, CUT_PARTS = 4, 8
+_WAVES: tl.constexpr = tl.constexpr(SURPLUS_PARTS)
+_SIZES: tl.constexpr = tl.constexpr(8)  # of a part, for each number of waves, as powers of two are
 BLOCK = 256  # rows, programs or tiles that a program of the plan takes at once
 BLOCK_J = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """Query tiles, the longest context first, and the programs that compute them; int32.
+
+    Each tile has a program for each KV head and part of its context, head by head. Tiles that are
+    cut come first, so that the programs of their parts have the lowest numbers.
+    """
+
+    rows_Q: Tensor  # -1 for tiles that are left over
+    tokens_Q: Tensor  # the first of each tile
+    first_programs_F: Tensor  # of each tile; then where all end
+    num_split: Tensor  # [1]: tiles that are cut
+    tiles_P: Tensor  # of each program, -1 for surplus ones
+    num_partials: int  # programs that may compute a part, the first ones; 0 if nothing is cut
 
 
 class TritonPlan:
@@ -31,7 +58,7 @@ class TritonPlan:
         self._query_starts_E, self._context_lens_R = batch.query_starts_E, batch.context_lens_R
         self._num_decode_rows = batch.num_decode_rows
         self._decode: dict[tuple[int | None, ...], tuple[Tensor, Tensor]] = {}
-        self._prefill: dict[tuple[int | None, ...], tuple[Tensor, Tensor]] = {}
+        self._prefill: dict[tuple[int | None, ...], PrefillPlan] = {}
 
     def decode(
         self, *, window: int | None, block_n: int, num_kv_heads: int, num_programs: int
@@ -58,36 +85,70 @@ class TritonPlan:
         return self._decode[key]
 
     def prefill(
-        self, *, window: int | None, block_n: int, block_q: int, num_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """(row of each query tile, -1 for those left over; its first token) [Q], int32, the longest
-        context first, of the rows after the decode rows. `num_tokens`: tokens of these rows.
+        self,
+        *,
+        window: int | None,
+        block_n: int,
+        block_q: int,
+        num_tokens: int,
+        num_kv_heads: int,
+        num_resident: int,
+        table_tokens: int,
+    ) -> PrefillPlan:
+        """Of the rows after the decode rows, which have `num_tokens` tokens. `num_resident`:
+        programs that the device holds at once; `table_tokens`: the longest context that a table has
+        room for.
 
-        There are as many tiles as any lengths of the rows could need.
+        There are as many tiles and programs as any lengths of the rows could need.
         """
-        key = window, block_n, block_q, num_tokens
+        key = window, block_n, block_q, num_tokens, num_kv_heads, num_resident, table_tokens
         if key not in self._prefill:
-            first_row, device = self._num_decode_rows, self._context_lens_R.device
-            num_rows = self._context_lens_R.shape[0] - first_row
-            num_tiles = num_tokens // block_q + num_rows
-            rows_Q, tokens_Q, lengths_Q, ordered_rows_Q, ordered_tokens_Q = torch.empty(
-                (5, num_tiles), dtype=torch.int32, device=device
+            rows_Q, tokens_Q, lengths_Q = self._ordered_tiles(window, block_n, block_q, num_tokens)
+            num_tiles, device = rows_Q.shape[0], rows_Q.device
+            if window is not None:
+                table_tokens = min(table_tokens, window + block_q + block_n)
+            may_cut = table_tokens > WORTH_CUTTING * block_n
+            num_programs = num_tiles * num_kv_heads + may_cut * SURPLUS_PARTS * num_resident
+            first_programs_F, num_split, tiles_P = (
+                torch.empty(size, dtype=torch.int32, device=device)
+                for size in (num_tiles + 1, 1, num_programs)
             )
-            grid = (triton.cdiv(num_tiles, BLOCK),)
-            query_tiles_kernel[grid](
-                *(rows_Q, tokens_Q, lengths_Q, self._query_starts_E, self._context_lens_R),
-                *(first_row, first_row + num_rows, block_q, num_tiles, window or 0),
-                BLOCK_N=block_n,
-                HAS_WINDOW=window is not None,
+            cut_tiles_kernel[(1,)](
+                *(first_programs_F, num_split, lengths_Q, num_tiles, num_kv_heads),
+                *(num_resident, WORTH_CUTTING),
                 BLOCK=BLOCK,
             )
-            order_tiles_kernel[grid](
-                *(ordered_rows_Q, ordered_tokens_Q, rows_Q, tokens_Q, lengths_Q, num_tiles),
-                BLOCK=BLOCK,
-                BLOCK_J=BLOCK_J,
+            program_tiles_kernel[(triton.cdiv(num_programs, BLOCK),)](
+                *(tiles_P, first_programs_F, num_tiles, num_programs), BLOCK=BLOCK
             )
-            self._prefill[key] = ordered_rows_Q, ordered_tokens_Q
+            self._prefill[key] = PrefillPlan(
+                rows_Q=rows_Q,
+                tokens_Q=tokens_Q,
+                first_programs_F=first_programs_F,
+                num_split=num_split,
+                tiles_P=tiles_P,
+                num_partials=may_cut * min(CUT_PARTS * num_resident, num_programs),
+            )
         return self._prefill[key]
+
+    def _ordered_tiles(
+        self, window: int | None, block_n: int, block_q: int, num_tokens: int
+    ) -> tuple[Tensor, ...]:
+        """(row, first token, context tiles) of each query tile [Q], by falling context tiles."""
+        first_row, device = self._num_decode_rows, self._context_lens_R.device
+        num_rows = self._context_lens_R.shape[0] - first_row
+        num_tiles = num_tokens // block_q + num_rows
+        tiles_3Q, ordered_3Q = torch.empty((2, 3, num_tiles), dtype=torch.int32, device=device)
+        grid = (triton.cdiv(num_tiles, BLOCK),)
+        query_tiles_kernel[grid](
+            *(*tiles_3Q, self._query_starts_E, self._context_lens_R),
+            *(first_row, first_row + num_rows, block_q, num_tiles, window or 0),
+            BLOCK_N=block_n,
+            HAS_WINDOW=window is not None,
+            BLOCK=BLOCK,
+        )
+        order_tiles_kernel[grid](*(*ordered_3Q, *tiles_3Q, num_tiles), BLOCK=BLOCK, BLOCK_J=BLOCK_J)
+        return tuple(ordered_3Q)
 
 
 @triton.jit
@@ -177,7 +238,7 @@ def query_tiles_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def order_tiles_kernel(
-    ordered_rows, ordered_tokens, tile_rows, tile_tokens, tile_lengths, num_tiles,
+    ordered_rows, ordered_tokens, ordered_lengths, tile_rows, tile_tokens, tile_lengths, num_tiles,
     BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """Tiles by falling length, equal ones as they came: each tile counts those before it."""
@@ -196,3 +257,96 @@ def order_tiles_kernel(
     token_B = tl.load(tile_tokens + tile_B, mask=is_here_B, other=0)
     tl.store(ordered_rows + rank_B, row_B, mask=is_here_B)
     tl.store(ordered_tokens + rank_B, token_B, mask=is_here_B)
+    tl.store(ordered_lengths + rank_B, length_B, mask=is_here_B)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_kv_heads", "num_resident", "worth"])
+def cut_tiles_kernel(
+    first_programs, num_split, tile_lengths, num_tiles, num_kv_heads, num_resident, worth,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many parts each query tile's context has, as the first program of each; by one program.
+
+    Programs start in order as others end. Whole tiles are kept if the last of them ends early
+    enough: a tile starts at once if there is room; in the second wave, when the shortest before it
+    has ended to which none was added; else at the mean of those before it, at the latest.
+    """
+    total = tl.zeros([], tl.int64)
+    latest = tl.zeros([], tl.int64)  # times are in context tiles over `num_resident`
+    for first in tl.range(0, num_tiles, BLOCK):
+        tile_B = first + tl.arange(0, BLOCK)
+        is_tile_B = tile_B < num_tiles
+        length_B = tl.load(tile_lengths + tile_B, mask=is_tile_B, other=0).to(tl.int64)
+        program_B = (tile_B + 1) * num_kv_heads - 1  # of the last head, which starts the latest
+        start_B = (total + tl.cumsum(length_B)) * num_kv_heads - length_B
+        pair_B = 2 * num_resident - 1 - program_B
+        is_second_B = is_tile_B & (program_B >= num_resident) & (pair_B >= 0)
+        pair_length_B = tl.load(tile_lengths + pair_B // num_kv_heads, mask=is_second_B, other=0)
+        pair_end_B = pair_length_B.to(tl.int64) * num_resident
+        start_B = tl.where(is_second_B, tl.minimum(start_B, pair_end_B), start_B)
+        start_B = tl.where(program_B < num_resident, 0, start_B)
+        latest = tl.maximum(latest, tl.max(start_B + length_B * num_resident))
+        total += tl.sum(length_B)
+    total *= num_kv_heads
+    size = tl.full([], 2**30, tl.int32)
+    if latest - total > tl.maximum(total // 4, worth * num_resident):
+        size = _part_size(tile_lengths, total, num_tiles, num_kv_heads, num_resident, BLOCK)
+    num_programs = tl.zeros([], tl.int32)
+    num_cut = tl.zeros([], tl.int32)
+    for first in tl.range(0, num_tiles, BLOCK):
+        tile_B = first + tl.arange(0, BLOCK)
+        is_tile_B = tile_B < num_tiles
+        parts_B = tl.cdiv(tl.load(tile_lengths + tile_B, mask=is_tile_B, other=0), size)
+        end_B = num_programs + tl.cumsum(parts_B) * num_kv_heads
+        tl.store(first_programs + tile_B, end_B - parts_B * num_kv_heads, mask=is_tile_B)
+        num_programs += tl.sum(parts_B) * num_kv_heads
+        num_cut += tl.sum((parts_B > 1).to(tl.int32))
+    tl.store(first_programs + num_tiles, num_programs)
+    tl.store(num_split, num_cut)
+
+
+@triton.jit
+def _part_size(
+    tile_lengths, total, num_tiles, num_kv_heads, num_resident, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Most context tiles of a part: the first that fits of the mean of a program and up to 7/32
+    more, for parts in one wave; then of half of that for two waves, and so on. Parts that are not
+    more than the programs of w waves end within w times the size.
+
+    If none fits, a quarter of the mean: the last part ends that much after the mean at most. Then
+    there are at most 4 `num_resident` parts beyond one of each tile and head. Tiles that are cut
+    are longer than a part, and so have at most 8 `num_resident` parts.
+    """
+    choice_C = tl.arange(0, _WAVES * _SIZES)
+    waves_C = choice_C // _SIZES + 1
+    size_C = total * (32 + choice_C % _SIZES) // (32 * waves_C * num_resident)
+    size_C = tl.maximum(size_C, 1).to(tl.int32)
+    num_parts_C = tl.zeros_like(size_C)
+    for first in tl.range(0, num_tiles, BLOCK):
+        tile_B = first + tl.arange(0, BLOCK)
+        length_B = tl.load(tile_lengths + tile_B, mask=tile_B < num_tiles, other=0)
+        num_parts_C += tl.sum(tl.cdiv(length_B[None, :], size_C[:, None]), 1) * num_kv_heads
+    choice = tl.min(tl.where(num_parts_C <= waves_C * num_resident, choice_C, _WAVES * _SIZES))
+    size = tl.sum(tl.where(choice_C == choice, size_C, 0))
+    quarter = tl.cdiv(total, _WAVES * num_resident).to(tl.int32)
+    return tl.where(choice < _WAVES * _SIZES, size, quarter)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_programs"])
+def program_tiles_kernel(
+    program_tiles, first_programs, num_tiles, num_programs, BLOCK: tl.constexpr
+):
+    """The query tile of each program, by bisection; -1 for surplus ones."""
+    program_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low_B = tl.zeros_like(program_B)
+    high_B = low_B + num_tiles
+    width = num_tiles
+    while width > 1:
+        middle_B = (low_B + high_B) // 2
+        is_after_B = tl.load(first_programs + middle_B) > program_B
+        low_B = tl.where(is_after_B, low_B, middle_B)
+        high_B = tl.where(is_after_B, middle_B, high_B)
+        width = (width + 1) // 2
+    is_used_B = program_B < tl.load(first_programs + num_tiles)
+    tile_B = tl.where(is_used_B, low_B, -1)
+    tl.store(program_tiles + program_B, tile_B, mask=program_B < num_programs)
