@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.gpu_attention import TurnSizes, measure_turn
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_engines import EngineHolder, pool_config, random_model
 from benchmarks.gpu_floors import Floors, FloorSizes, measure_floors
@@ -46,6 +47,7 @@ class Plan:
     num_warm_up: int
     num_steps: int
     prefill: PrefillSizes
+    turns: tuple[TurnSizes, ...]
     update_shape: str
     num_updates: int
     suspend_shape: str
@@ -72,6 +74,9 @@ FULL = Plan(
     num_warm_up=8,
     num_steps=32,
     prefill=PrefillSizes(num_prompts=32, prompt_len=1000),
+    turns=tuple(
+        TurnSizes(batch=batch, num_cached=32_768, num_new=128, num_calls=50) for batch in (1, 4)
+    ),
     update_shape="4B",
     num_updates=3,
     suspend_shape="4B",
@@ -91,6 +96,7 @@ FULL = Plan(
         "floors": 5.0,
         "decode": 20.0,
         "prefill": 20.0,
+        "turn": 10.0,
         "suspend": 15.0,
         "update": 15.0,
         "generation": 30.0,
@@ -111,6 +117,7 @@ class Measurements:
         """In the order of their weight, but for what is cheap once an engine is there."""
         plan = self._plan
         parts = [self._part("floors", "floors", self._measure_floors)]
+        parts += [self._turn(next(iter(plan.shapes)), sizes) for sizes in plan.turns]
         for shape in plan.shapes:
             parts += [self._decode(shape, batch) for batch in plan.batches]
             parts.append(self._prefill(shape))
@@ -182,6 +189,15 @@ class Measurements:
             }
 
         return self._part(f"prefill {shape}", "prefill", measure)
+
+    def _turn(self, shape: str, sizes: TurnSizes) -> Part:
+        spec = self._plan.shapes[shape]
+
+        def measure() -> dict[str, Any]:
+            return {"shape": shape, **measure_turn(self._device, spec, self._floors, sizes)}
+
+        what = f"{sizes.num_new} tokens behind {sizes.num_cached}"
+        return self._part(f"attention {shape}, {what}, batch {sizes.batch}", "turn", measure)
 
     def _update(self, shape: str) -> Part:
         plan, spec = self._plan, self._plan.shapes[shape]

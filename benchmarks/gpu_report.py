@@ -24,12 +24,13 @@ def _both(first: Callable[[Figures], str], second: Callable[[Figures], str]) -> 
     return lambda f: f"{first(f)} / {second(f)}"
 
 
-MS, GB, TERA = 1e3, 1e-9, 1e-12
+US, MS, GB, TERA = 1e6, 1e3, 1e-9, 1e-12
 
 TITLES = {
     "floors": "Floors, measured in this run",
     "decode": "Decode, beside reading weights and KV once",
     "prefill": "Prefill, beside the matrix units",
+    "turn": "Attention of short prompts behind long contexts, one layer, beside the longer floor",
     "suspend": "Suspend and resume, beside the bare pinned copy",
     "update": "Weight updates, beside a copy on the device",
     "generation": "Generation, beside transformers with the same weights and beside the floor",
@@ -57,6 +58,12 @@ COLUMNS: dict[str, list[Column]] = {
         ("tokens", lambda f: str(f["num_prompts"] * f["prompt_len"])),
         ("tokens/s", _number("tokens_per_s", 1, ".0f")),
         ("TFLOP/s", _number("flops_per_s", TERA, ".0f")),
+        ("share of floor", _number("share_of_floor", 1, ".2f")),
+    ],
+    "turn": [
+        ("attention, us", _number("attention_s", US, ".0f")),
+        ("reading KV once, us", _number("memory_floor_s", US, ".0f")),
+        ("products, us", _number("products_floor_s", US, ".0f")),
         ("share of floor", _number("share_of_floor", 1, ".2f")),
     ],
     "suspend": [

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu
+from benchmarks.gpu_attention import TurnSizes
 from benchmarks.gpu_device import MeasuredDevice
 from benchmarks.gpu_engines import pool_config, random_model
 from benchmarks.gpu_floors import FloorSizes
@@ -44,6 +45,7 @@ PLAN = Plan(
     num_warm_up=2,
     num_steps=4,
     prefill=PrefillSizes(num_prompts=3, prompt_len=40),
+    turns=(TurnSizes(batch=2, num_cached=300, num_new=5, num_calls=2),),
     update_shape="tiny",
     num_updates=2,
     suspend_shape="tiny",
@@ -63,6 +65,7 @@ PLAN = Plan(
 )
 NAMES = [
     "floors",
+    "attention tiny, 5 tokens behind 300, batch 2",
     "decode tiny, batch 3",
     "decode tiny, batch 1",
     "prefill tiny",
@@ -134,6 +137,12 @@ def test_speeds_and_shares_follow_from_the_seconds(figures: dict[str, Any]) -> N
         num_bytes = f["weight_bytes_per_step"] + f["kv_bytes_per_step"]
         assert f["floor_s"] == pytest.approx(num_bytes / memory)
         assert f["share_of_floor"] == pytest.approx(f["floor_s"] / f["step_s"])
+    f = figures["attention tiny, 5 tokens behind 300, batch 2"]
+    assert f["kv_bytes"] == 2 * 305 * kv_bytes_per_token(TINY) // TINY.num_layers
+    assert f["flops"] == 4 * TINY.num_heads * TINY.head_dim * 2 * (5 * 300 + 15)
+    products_s = f["flops"] / floors["matmul_flops_per_s"]
+    longer = max(f["kv_bytes"] / memory, products_s)
+    assert f["share_of_floor"] == pytest.approx(longer / f["attention_s"])
     f = figures["prefill tiny"]
     assert f["tokens_per_s"] == pytest.approx(120 / f["seconds"])
     assert f["flops"] == prefill_flops(TINY, 40, 3)
