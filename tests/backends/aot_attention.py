@@ -145,9 +145,11 @@ def odd_arguments(case: Configuration) -> set[str]:
 
 def wanted_programs(case: Configuration, dtype: str) -> int:
     """How many programs of a multiprocessor the launch counts on."""
+    sizes = case.constexprs
+    if case.kernel is prefill_attention_kernel:
+        return launch_choice(DTYPES[dtype], sizes["HEAD_DIM"], 1, False).num_resident
     if case.kernel is not decode_attention_kernel:
         return 1
-    sizes = case.constexprs
     group_size = 1 if sizes["BLOCK_M"] == 16 else sizes["BLOCK_M"]
     return launch_choice(DTYPES[dtype], sizes["HEAD_DIM"], group_size, True).num_resident
 

@@ -146,7 +146,7 @@ def prefill_attention_kernel(
     num_heads = num_kv_heads * group_size
     head_M = (token_M.to(tl.int64) * num_heads + kv_head * group_size) + rows_M % group_size
     context_len = tl.load(context_lens + row)
-    # Rows that pad the tile see as much as its last token: a row that sees nothing would give NaN.
+    # Rows that pad the tile see as much as its last token.
     position_M = tl.minimum(context_len - end_token + token_M, context_len - 1)
     last_token = tl.minimum(first_token + block_q, end_token) - 1
     first_position = context_len - end_token + first_token

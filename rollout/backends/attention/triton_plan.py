@@ -103,42 +103,26 @@ class TritonPlan:
         """
         key = window, block_n, block_q, num_tokens, num_kv_heads, num_resident, table_tokens
         if key not in self._prefill:
-            rows_Q, tokens_Q, lengths_Q = self._ordered_tiles(window, block_n, block_q, num_tokens)
-            num_tiles, device = rows_Q.shape[0], rows_Q.device
+            tiles_3Q = self._ordered_tiles(window, block_n, block_q, num_tokens)
             if window is not None:
                 table_tokens = min(table_tokens, window + block_q + block_n)
             may_cut = table_tokens > WORTH_CUTTING * block_n
-            num_programs = num_tiles * num_kv_heads + may_cut * SURPLUS_PARTS * num_resident
-            first_programs_F, num_split, tiles_P = (
-                torch.empty(size, dtype=torch.int32, device=device)
-                for size in (num_tiles + 1, 1, num_programs)
-            )
-            cut_tiles_kernel[(1,)](
-                *(first_programs_F, num_split, lengths_Q, num_tiles, num_kv_heads),
-                *(num_resident, WORTH_CUTTING),
-                BLOCK=BLOCK,
-            )
-            program_tiles_kernel[(triton.cdiv(num_programs, BLOCK),)](
-                *(tiles_P, first_programs_F, num_tiles, num_programs), BLOCK=BLOCK
-            )
-            self._prefill[key] = PrefillPlan(
-                rows_Q=rows_Q,
-                tokens_Q=tokens_Q,
-                first_programs_F=first_programs_F,
-                num_split=num_split,
-                tiles_P=tiles_P,
-                num_partials=may_cut * min(CUT_PARTS * num_resident, num_programs),
-            )
+            self._prefill[key] = _programs(tiles_3Q, num_kv_heads, num_resident, may_cut)
         return self._prefill[key]
 
     def _ordered_tiles(
         self, window: int | None, block_n: int, block_q: int, num_tokens: int
-    ) -> tuple[Tensor, ...]:
-        """(row, first token, context tiles) of each query tile [Q], by falling context tiles."""
+    ) -> Tensor:
+        """Row, first token and context tiles of each query tile [3, Q], by falling context tiles.
+
+        Kernels are compiled again for pointers that are no multiple of 16 bytes: these are.
+        """
         first_row, device = self._num_decode_rows, self._context_lens_R.device
         num_rows = self._context_lens_R.shape[0] - first_row
         num_tiles = num_tokens // block_q + num_rows
-        tiles_3Q, ordered_3Q = torch.empty((2, 3, num_tiles), dtype=torch.int32, device=device)
+        shape = 2, 3, triton.cdiv(num_tiles, 4) * 4
+        wide = torch.empty(shape, dtype=torch.int32, device=device)
+        tiles_3Q, ordered_3Q = wide[0, :, :num_tiles], wide[1, :, :num_tiles]
         grid = (triton.cdiv(num_tiles, BLOCK),)
         query_tiles_kernel[grid](
             *(*tiles_3Q, self._query_starts_E, self._context_lens_R),
@@ -148,7 +132,37 @@ class TritonPlan:
             BLOCK=BLOCK,
         )
         order_tiles_kernel[grid](*(*ordered_3Q, *tiles_3Q, num_tiles), BLOCK=BLOCK, BLOCK_J=BLOCK_J)
-        return tuple(ordered_3Q)
+        return ordered_3Q
+
+
+def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: bool) -> PrefillPlan:
+    """Give each of the ordered tiles its programs, and partials only if contexts may be cut."""
+    num_tiles = tiles_3Q.shape[1]
+    num_programs, num_partials = num_tiles * num_kv_heads, 0
+    if may_cut:
+        num_programs += SURPLUS_PARTS * num_resident
+        num_partials = min(CUT_PARTS * num_resident, num_programs)
+    rows_Q, tokens_Q, lengths_Q = tiles_3Q
+    first_programs_F, num_split, tiles_P = (
+        torch.empty(size, dtype=torch.int32, device=tiles_3Q.device)
+        for size in (num_tiles + 1, 1, num_programs)
+    )
+    cut_tiles_kernel[(1,)](
+        *(first_programs_F, num_split, lengths_Q, num_tiles, num_kv_heads),
+        *(num_resident, WORTH_CUTTING),
+        BLOCK=BLOCK,
+    )
+    program_tiles_kernel[(triton.cdiv(num_programs, BLOCK),)](
+        *(tiles_P, first_programs_F, num_tiles, num_programs), BLOCK=BLOCK
+    )
+    return PrefillPlan(
+        rows_Q=rows_Q,
+        tokens_Q=tokens_Q,
+        first_programs_F=first_programs_F,
+        num_split=num_split,
+        tiles_P=tiles_P,
+        num_partials=num_partials,
+    )
 
 
 @triton.jit
@@ -309,13 +323,13 @@ def cut_tiles_kernel(
 def _part_size(
     tile_lengths, total, num_tiles, num_kv_heads, num_resident, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Most context tiles of a part: the first that fits of the mean of a program and up to 7/32
-    more, for parts in one wave; then of half of that for two waves, and so on. Parts that are not
-    more than the programs of w waves end within w times the size.
+    """Most context tiles of a part. For one wave of parts: the mean of a program's, or up to 7/32
+    more, the least with which there is a program for each; else for two waves, with half of that,
+    and so on. As many parts as w waves have programs end within w times their size.
 
-    If none fits, a quarter of the mean: the last part ends that much after the mean at most. Then
-    there are at most 4 `num_resident` parts beyond one of each tile and head. Tiles that are cut
-    are longer than a part, and so have at most 8 `num_resident` parts.
+    If there are too many for four waves, a quarter of the mean: the last part ends that much after
+    the mean at most. Then there are at most 4 `num_resident` parts beyond one of each tile and
+    head. Tiles that are cut are longer than a part, and have at most 8 `num_resident` of them.
     """
     choice_C = tl.arange(0, _WAVES * _SIZES)
     waves_C = choice_C // _SIZES + 1
