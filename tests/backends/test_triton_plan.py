@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.forward_batch import PLAIN, AttentionTraits
 from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
+from tests.tiny_models import IS_LONG
 
 pytest.importorskip("triton")
 
@@ -228,7 +229,7 @@ contexts = st.tuples(st.integers(0, 100_000), st.integers(1, 300))
     rows=4 * [(32_768, 128)], long_row=(32_768, 128), block_q=32, num_kv_heads=8, num_resident=132,
     window=None,
 )  # fmt: skip
-@settings(max_examples=12)
+@settings(max_examples=400 if IS_LONG else 12)
 def test_prefill_behind_long_contexts_is_cut_into_even_work(
     rows: list[tuple[int, int]],
     long_row: tuple[int, int],
