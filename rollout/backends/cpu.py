@@ -13,9 +13,7 @@ from rollout.backends.base import AttentionBackend, Backend, Ops
 from rollout.backends.buffers import MemoryBackend
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.limits import memory_limit_bytes
-from rollout.backends.memory.device import DeviceMemory
-from rollout.backends.memory.host_arena import MappedHostArena
-from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.memory.host import DeviceMemory, MappedHostArena, ReservedMemory
 from rollout.backends.native.decoder import native_decoder
 from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library

@@ -26,8 +26,7 @@ from rollout.backends.executors.graph_shapes import (
     Ladder,
     make_ladder,
 )
-from rollout.backends.memory.device import DeviceMemory
-from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.memory.host import DeviceMemory, ReservedMemory
 from rollout.backends.step_tensors import (
     INPUT_TYPES,
     LAYOUT_TYPES,

@@ -14,8 +14,7 @@ import torch
 
 from rollout.backends.base import Backend
 from rollout.backends.cpu import cpu_backend
-from rollout.backends.memory.device import DeviceMemory
-from rollout.backends.memory.reserved import ReservedMemory
+from rollout.backends.memory.host import DeviceMemory, ReservedMemory
 from rollout.backends.select import create_backend
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError

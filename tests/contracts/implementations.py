@@ -16,11 +16,9 @@ from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import HostArena, MemoryBackend
 from rollout.backends.memory.cuda_device import CudaDeviceMemory
 from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.device import DeviceMemory
-from rollout.backends.memory.host_arena import MappedHostArena
+from rollout.backends.memory.host import DeviceMemory, MappedHostArena, ReservedMemory
 from rollout.backends.memory.memory_saver import MemorySaverMemory
 from rollout.backends.memory.pinned_host import PinnedHostArena
-from rollout.backends.memory.reserved import ReservedMemory
 from rollout.backends.memory.unified import UnifiedMemory
 from rollout.backends.memory.vmm import VirtualMemory
 from rollout.backends.native.kernels import Kernels

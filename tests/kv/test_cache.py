@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.backends.base import CacheSpec
 from rollout.backends.cpu import cpu_backend
-from rollout.backends.memory.host_arena import MappedHostArena
+from rollout.backends.memory.host import MappedHostArena
 from rollout.kv import cache as kv_cache
 from rollout.kv.cache import KVCache
 from tests.contracts.residency import process_resident_bytes

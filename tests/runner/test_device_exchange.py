@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.cpu import cpu_backend
-from rollout.backends.memory.host_arena import MappedHostArena
+from rollout.backends.memory.host import MappedHostArena
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import ReorderedSlot, TensorSlot, WeightSlot
 from rollout.models.loading import open_model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.backends.base import Backend
 from rollout.backends.cpu import cpu_backend
-from rollout.backends.memory.host_arena import MappedHostArena
+from rollout.backends.memory.host import MappedHostArena
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import WeightUpdateError
 from rollout.layers.weight_slot import TensorSlot
