@@ -127,20 +127,20 @@ def read_source(
     check: Callable[[], None],
     holder: Holder,
     *,
-    own_hashes: Mapping[str, Tensor] | None,
+    wants_own: bool,
 ) -> SourceParts:
-    """Read the tensors of a full update. `own_hashes`: `own` of the share is wanted, too, and of
-    some tensors was hashed before `holder` took them.
+    """Read the tensors of a full update. `wants_own`: `own` of the share is wanted, too.
 
     `check` is called before each tensor. Raises WeightUpdateError naming the tensor at fault.
     """
     source = checked_source(given, table, holder)
+    hashes = dict(holder.own_hashes)  # of whole tensors: what is held from here on are parts
     pieces = kept_pieces(source, table, holder)
     fingerprints = hashed_pieces(pieces, table, hasher, check)
     own: dict[str, Fingerprint] = {}
-    if own_hashes is not None:
-        as_given = {name: tensor for name, tensor in given.items() if name not in own_hashes}
-        own = _own_fingerprints(as_given, fingerprints, table, hasher, check) | fetched(own_hashes)
+    if wants_own:
+        as_given = {name: tensor for name, tensor in given.items() if name not in hashes}
+        own = _own_fingerprints(as_given, fingerprints, table, hasher, check) | fetched(hashes)
     return SourceParts(pieces=pieces, share=WeightShare(pieces=fingerprints, own=own))
 
 

@@ -325,8 +325,7 @@ class ServedWeights:
         if isinstance(named_tensors, LoraAdapter):
             return self._adapted(named_tensors, check, holder, wants_own=wants_own)
         given, table = by_name(named_tensors, holder), self._model.weight_table()
-        own_hashes = holder.own_hashes if wants_own else None
-        source = read_source(given, table, self._hasher, check, holder, own_hashes=own_hashes)
+        source = read_source(given, table, self._hasher, check, holder, wants_own=wants_own)
         return source, AdaptedWeights()
 
     def _adapted(

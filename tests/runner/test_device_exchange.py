@@ -377,6 +377,15 @@ def test_what_a_sender_announced_is_checked_before_a_stream_is_cast(dtype: torch
         served.stage(reused(weights), source_checksum=altered)
 
 
+@pytest.mark.parametrize("case", ["phi3", "glm4", "qwen3"])
+def test_what_a_sender_announced_is_of_whole_tensors_where_ranks_cast_parts(case: str) -> None:
+    """The first two families have weights of which a rank keeps several ranges."""
+    weights = {name: tensor.double() for name, tensor in weights_of(case, 2).items()}
+    group = served_by(trainer(case, 1), size=2)
+    group.update(weights, own_checksum(weights))
+    assert group.checksum() == served_by(trainer(case, 2)).checksum()
+
+
 def test_tied_weights_may_come_under_both_names_of_a_stream() -> None:
     tied = next(case for case in FAMILY_CASES if trainer(case, 1).config.tie_word_embeddings)
     (served,) = served_by(trainer(tied, 1)).ranks
