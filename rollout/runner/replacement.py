@@ -123,11 +123,15 @@ class Overwriting:
         a cast takes memory of its own: of at most `piece_bytes`, or one row."""
         self._slots, self._tensors, self._piece_bytes = slots, tensors, piece_bytes
         self._backups = backups
-        self._num_writes, self._backup = num_writes, backups.backup(num_writes)
+        self._num_writes: int | None = None
+        self._backup: WeightBackup | HostBackup | None = None
+        self.prepare(num_writes)
 
     def prepare(self, num_writes: int) -> None:
         if self._num_writes != num_writes:
-            self._backup = self._backups.backup(num_writes)
+            self._num_writes = self._backup = None  # before there is another one
+            with blaming("backing up the weights"):
+                self._backup = self._backups.backup(num_writes)
             self._num_writes = num_writes
 
     def replace(self) -> None:
@@ -137,6 +141,7 @@ class Overwriting:
                     piece.slot.write(piece.rows, piece.first_row)
 
     def restore(self) -> None:
+        assert self._backup is not None, "no prepare before the commit"
         self._backup.restore()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollout.backends.cpu import cpu_backend
 from rollout.backends.memory.host import MappedHostArena
-from rollout.errors import WeightUpdateError
+from rollout.errors import ConfigError, WeightUpdateError
 from rollout.layers.weight_slot import ReorderedSlot, TensorSlot, WeightSlot
 from rollout.models.loading import open_model
 from rollout.models.weight_stream import WeightStream
@@ -384,6 +384,38 @@ def test_what_a_sender_announced_is_of_whole_tensors_where_ranks_cast_parts(case
     group = served_by(trainer(case, 1), size=2)
     group.update(weights, own_checksum(weights))
     assert group.checksum() == served_by(trainer(case, 2)).checksum()
+
+
+def test_a_backup_that_no_longer_serves_makes_room_for_the_one_that_replaces_it() -> None:
+    arenas: list[MappedHostArena] = []
+    (served,) = served_by(trainer("qwen3", 1), arenas=arenas).ranks
+    first, second = (served.stage(weights_of("qwen3", seed)) for seed in (2, 3))
+    num_arenas = len(arenas)
+    served.commit(first, None)
+    del first
+    served.commit(second, None)
+    assert len(arenas) == num_arenas
+
+
+def test_a_backup_that_cannot_be_made_is_made_at_the_next_commit() -> None:
+    group = served_by(trainer("qwen3", 1))
+    (served,), before = group.ranks, bytes_of(group)
+    first, second = (served.stage(weights_of("qwen3", seed)) for seed in (2, 3))
+    served.commit(first, None)
+    after_first = bytes_of(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MappedHostArena, "reserve", no_memory)
+        with pytest.raises(WeightUpdateError, match="made up"):
+            served.commit(second, None)
+    assert_same(bytes_of(group), after_first)
+    served.undo(first)
+    served.commit(second, None)
+    served.undo(second)
+    assert_same(bytes_of(group), before)
+
+
+def no_memory(arena: MappedHostArena, num_bytes: int) -> Tensor:
+    raise ConfigError("made up")
 
 
 def test_tied_weights_may_come_under_both_names_of_a_stream() -> None:
