@@ -5,7 +5,7 @@ Shape letters: V vocabulary, E hidden size, D head dim, P positions, L kept toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +97,12 @@ class FusedDecoder(Protocol):
 
         `tables` are (cos_PD, sin_PD) of each rope. Returns None, and has done nothing, where the
         layers must run one by one.
+        """
+        ...
+
+    def allow(self, buckets: Collection[int]) -> None:
+        """Run no passes but those with these numbers of rows, as indices of BUCKETS. Ranks of a
+        group must run the same ones: sums in one call are of another dtype.
         """
         ...
 

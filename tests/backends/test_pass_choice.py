@@ -203,6 +203,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SMALL, WIDE, HEAD = torch.ones(24, 32), torch.ones(64, 32), torch.ones(40, 32)
 LAYERS = [SMALL, WIDE, WIDE]
 OTHER_CALLS = 18
+ALL_BUCKETS = frozenset(range(len(BUCKETS)))
 MICROSECOND = 1e-6
 
 
@@ -282,6 +283,23 @@ def test_a_rank_with_another_share_runs_the_pass_as_rank_0_does(
     follower.take_choices(lead.choices())
     follower.choose([SMALL, HEAD, HEAD], [SMALL, HEAD, HEAD], OTHER_CALLS)
     assert products_chosen(follower, SMALL) == products_chosen(follower, HEAD) == {product}
+
+
+def test_where_rank_0_leaves_the_pass_a_rank_with_another_share_leaves_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its weights have one compiled product: in one call it would add up other numbers."""
+    small = {"plain": 1.0, "native-a": 900.0, "native-b": 900.0}
+    lead = selection(shaped(small=small, wide={"native-a": 1.0}))
+    assert lead.fused_buckets() == ALL_BUCKETS
+    lead.choose(LAYERS, LAYERS, OTHER_CALLS)
+    assert products_chosen(lead, WIDE) == {"native-a"} != products_chosen(lead, SMALL)
+    monkeypatch.setattr("rollout.backends.products.cache.private_folder", lambda name: tmp_path)
+    follower = selection(shaped(head={"native-a": 1.0}))
+    follower.take_choices(lead.choices())
+    follower.choose([HEAD, WIDE], [HEAD, WIDE], OTHER_CALLS)
+    assert products_chosen(follower, HEAD) == products_chosen(follower, WIDE) == {"native-a"}
+    assert lead.fused_buckets() == follower.fused_buckets() == frozenset()
 
 
 def test_the_table_says_what_runs_the_pass() -> None:
@@ -369,3 +387,22 @@ def test_decode_steps_of_a_tiny_model_run_in_one_call_when_products_were_just_me
     assert decoder.ran[1] >= 5
     assert decoder.ran[5] >= 5
     assert not decoder.left
+
+
+def test_passes_that_are_not_allowed_in_one_call_run_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels()  # skips without a compiler
+    monkeypatch.setenv("ROLLOUT_TUNE", "native")
+    engine = tiny_engine(tiny_model("qwen3"), dtype="float32", num_threads=1)
+    decoder: Any = engine.build.model.fused
+    assert decoder.explain() == "for any number of rows"
+    counted = engine.build.model.fused = CountedDecoder(decoder)
+    for num_allowed in (len(BUCKETS), 0):
+        decoder.allow(frozenset(range(num_allowed)))
+        counted.ran.clear()
+        params = SamplingParams(num_tokens_to_generate=3, ignore_eos=True)
+        engine.add_request([1, 2, 3], params)
+        drain(engine)
+        assert bool(counted.ran) == bool(num_allowed)
+    assert decoder.explain().startswith("never: the layers run one by one")

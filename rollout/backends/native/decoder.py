@@ -104,7 +104,7 @@ class NativeDecoder:
         self._decoder = DecoderArgs()
         self._floats: list[Tensor] = []  # copies of norms and biases
         self._seen: Any = None
-        self._buckets: frozenset[int] = frozenset()
+        self._allowed, self._buckets = frozenset(range(len(BUCKETS))), frozenset[int]()
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
         """Final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
@@ -127,6 +127,10 @@ class NativeDecoder:
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
+    def allow(self, buckets: Collection[int]) -> None:
+        """Run no passes but those with these numbers of rows."""
+        self._allowed, self._seen = frozenset(buckets), None
+
     def explain(self) -> str:
         """Such as "for 1 to 64 rows; for others the layers run one by one, as ..."."""
         if not self.handles:
@@ -140,14 +144,16 @@ class NativeDecoder:
         return f"for {_rows_of(buckets)} rows; for others {others}"
 
     def _product(self) -> tuple[NativeProduct | None, frozenset[int]]:
-        """The product that all weights are packed for, and the buckets that it serves alone."""
+        """The product that all weights are packed for, and the allowed buckets that it serves
+        alone.
+        """
         kinds = {handle.packing for handle in self.handles}
         product = kinds.pop() if len(kinds) == 1 else None
         if not isinstance(product, NativeProduct):
             return None, frozenset()
         return product, frozenset(
             bucket
-            for bucket in range(len(BUCKETS))
+            for bucket in self._allowed
             if all(handle.products[bucket] is product for handle in self.handles)
         )
 

@@ -59,6 +59,7 @@ class CpuOps(TorchOps):
         else:
             fused_weights = [handle.weight_NK for handle in fused.handles]
             self._products.choose(weights, fused_weights, fused.num_other_calls)
+            fused.allow(self._products.fused_buckets())
         for handle in handles:
             handle.use(self._products.products_for(handle.weight_NK))
         trim_heap()  # weights were reordered piece by piece

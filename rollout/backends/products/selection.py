@@ -14,6 +14,7 @@ from rollout.backends.products.cache import TimesCache
 from rollout.backends.products.candidates import BUCKETS, PLAIN, Product
 from rollout.backends.products.choice import (
     FORWARD_PASS,
+    ONE_BY_ONE,
     Choice,
     FusedPass,
     Measured,
@@ -93,6 +94,15 @@ class ProductSelection:
     def products_for(self, weight_NK: Tensor) -> list[Product]:
         """Return the product of each bucket of BUCKETS that was chosen for this weight, [N, K]."""
         return [self._candidates[name] for name in self._in_use[_key(weight_NK)].products]
+
+    def fused_buckets(self) -> frozenset[int]:
+        """The buckets in which passes may run in one call: all, where nothing is measured."""
+        of_pass = self._in_use.get(FORWARD_PASS)
+        return frozenset(
+            bucket
+            for bucket in range(len(BUCKETS))
+            if of_pass is None or of_pass.products[bucket] != ONE_BY_ONE
+        )
 
     def choose_for(
         self,
