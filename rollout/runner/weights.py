@@ -166,7 +166,8 @@ class ServedWeights:
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
     ) -> StagedWeights:
-        """Check names, shapes, dtypes and values, pack, and back up; the model is not changed.
+        """Check names, shapes, dtypes and values, pack, and back up what is not to be exchanged;
+        the model is not changed.
 
         A rank of a group takes its parts, and leaves the checks of values to `accept`. The host
         waits for each device once. Sharded tensors are gathered, in the order of their names, which
@@ -193,7 +194,7 @@ class ServedWeights:
             by_address = {slots[n].address: given[p] for n, p in origins.items() if p in given}
             return StagedWeights(
                 packed=self._pack(by_address, check),
-                replacement=self._replacement(chosen, holder, num_writes),
+                replacement=self._replacement(chosen, holder),
                 num_writes=num_writes,
                 num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in chosen.items()),
                 bases=adapted.bases,
@@ -217,16 +218,15 @@ class ServedWeights:
         hash_own = partial(self._hasher.of_whole, turn=0) if hashes_own else None
         return HostStage(self._room, table, slots, self._piece_bytes, hash_own)
 
-    def _replacement(
-        self, chosen: Mapping[str, Tensor], holder: Holder, num_writes: int
-    ) -> Replacement:
+    def _replacement(self, chosen: Mapping[str, Tensor], holder: Holder) -> Replacement:
         """What is to replace the weights that are not repacked, by their new values."""
         slots = self._model.weight_slots()
         tensors = {name: values for name, values in chosen.items() if not slots[name].is_repacked}
         if isinstance(holder, HostStage) and holder.has_any_of(tensors):
             device = next(self._model.parameters()).device
             return Exchange(slots, holder, holder.settled(tensors), self._piece_bytes, device)
-        return Overwriting(slots, tensors, self._backups, num_writes, self._piece_bytes)
+        # What serves now, which an update that was committed meanwhile may have brought.
+        return Overwriting(slots, tensors, self._backups, self._num_writes, self._piece_bytes)
 
     def accept(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
@@ -255,8 +255,8 @@ class ServedWeights:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
         Returns the number of bytes written. If anything is raised, weights and version are those
-        from before: the commit restores the backup made while staging, or one made now if another
-        update was written since. Raises WeightUpdateError.
+        from before: the commit takes an exchange back, or restores the backup made while staging,
+        or one made now if another update was written since. Raises WeightUpdateError.
         """
         new_version = next_version(self.version, version)
         if staged.is_spent:

@@ -414,6 +414,24 @@ def test_a_backup_that_cannot_be_made_is_made_at_the_next_commit() -> None:
     assert_same(bytes_of(group), before)
 
 
+@pytest.mark.parametrize("is_device", [True, False])
+def test_a_backup_is_of_what_serves_when_it_is_made(is_device: bool) -> None:
+    """Another update is committed while this one is staged, and taken back after."""
+    group = served_by(trainer("qwen3", 1), is_device=is_device)
+    (served,), before = group.ranks, bytes_of(group)
+    other = [served.stage(in_turn("qwen3"))]
+
+    def commit_the_other() -> None:
+        if served.version == 0:
+            served.commit(other[0], None)
+
+    staged = served.stage(weights_of("qwen3", 3), commit_the_other)
+    served.undo(other[0])
+    served.commit(staged, None)
+    served.undo(staged)
+    assert_same(bytes_of(group), before)
+
+
 def no_memory(arena: MappedHostArena, num_bytes: int) -> Tensor:
     raise ConfigError("made up")
 
