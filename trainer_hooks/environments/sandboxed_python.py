@@ -88,15 +88,21 @@ def main(arguments: list[str]) -> int:
     has_namespaces = _make_namespaces()
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    end_of_life, life = os.pipe()
     child = os.fork()
     if not child:
+        os.close(life)  # nobody but the parent has it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         try:
+            _die_with_parent()
+            if _is_closed(end_of_life):
+                os._exit(1)  # the parent had ended before: nobody will send the signal
             os._exit(_be_program(settings, program, has_namespaces))
         except BaseException as error:
             print(f"not run: {error!r}", flush=True)
         finally:
             os._exit(1)
+    os.close(end_of_life)
     if signal.sigwait(awaited) == signal.SIGTERM:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -105,7 +111,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _be_program(settings: dict[str, Any], program: bytes, has_namespaces: bool) -> int:
-    _die_with_parent()
     given = _protect(settings, has_namespaces)
     if not program:
         print(json.dumps(given))
@@ -160,6 +165,17 @@ def _protect(settings: dict[str, Any], has_namespaces: bool) -> list[str]:
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _is_closed(end_of_pipe: int) -> bool:
+    """Whether nobody can write there any more. Closes this end."""
+    os.set_blocking(end_of_pipe, False)
+    try:
+        return os.read(end_of_pipe, 1) == b""
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(end_of_pipe)
 
 
 def _make_namespaces() -> bool:

@@ -289,11 +289,47 @@ def test_the_programs_end_with_the_process_that_runs_them(tmp_path: Path) -> Non
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", source], env=environment) as trainer:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 120
         while len(processes_with(str(tmp_path))) < 2:  # the one that waits, and the program
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         trainer.kill()
-    while processes_with(str(tmp_path)):
+    assert_all_end(str(tmp_path))
+
+
+def test_a_program_ends_whose_parent_was_killed_before_it_could_ask_to_die_with_it(
+    tmp_path: Path,
+) -> None:
+    source = (
+        "import os, signal, sys, time\n"
+        "from trainer_hooks.environments import sandboxed_python\n"
+        "parent, die_with_parent = os.getpid(), sandboxed_python._die_with_parent\n"
+        "def too_late(*given):\n"
+        "    if os.getpid() != parent:\n"
+        "        os.kill(parent, signal.SIGKILL)\n"
+        "        while os.getppid() == parent:\n"
+        "            time.sleep(0.01)\n"
+        "    die_with_parent(*given)\n"
+        "sandboxed_python._die_with_parent = too_late\n"
+        "sandboxed_python._make_namespaces = lambda: False\n"  # so that it can kill its parent
+        "sandboxed_python.main(sys.argv[1:])\n"
+    )
+    settings = asdict(LIMITS) | {"directory": str(tmp_path), "required": []}
+    ended = subprocess.run(
+        [sys.executable, "-c", source, json.dumps(settings)],
+        input=b"import time; time.sleep(1e6)",
+        timeout=120,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert_all_end(str(tmp_path))
+
+
+def assert_all_end(text: str) -> None:
+    """Programs whose command line has `text` end. What does not is killed."""
+    deadline_s = time.monotonic() + 60
+    while left := processes_with(text):
+        if time.monotonic() > deadline_s:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
