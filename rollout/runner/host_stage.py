@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,30 +18,34 @@ from rollout.models.plain_tensors import is_sharded
 from rollout.models.weights import WeightTable
 from rollout.runner.weight_update import HOST_COPIES
 
-_ALIGNMENT = 64  # bytes, of each place
+_ALIGNMENT = 64  # bytes, of each place: a cache line, and what vector loads like
 
 
 class HostRoom:
     """Host memory for one copy of a device's weights, page-locked once and used again.
 
-    One user has it at a time. Who comes while it is in use gets memory of its own.
+    One user has it at a time. Who comes while it is in use gets memory of its own. Updates may be
+    staged in one thread and committed in another.
     """
 
     def __init__(self, create_arena: Callable[[], HostArena]) -> None:
         self._create_arena, self._arena = create_arena, create_arena()
         self._user: Callable[[], object | None] = lambda: None
+        self._turn = threading.Lock()
 
     def taken_by(self, user: object) -> HostArena:
         """Return the arena, which is the user's as long as it lives or until `give_back`."""
-        if self._user() is not None:
-            self._arena = self._create_arena()
-        self._user = weakref.ref(user)
-        return self._arena
+        with self._turn:
+            if self._user() is not None:
+                self._arena = self._create_arena()
+            self._user = weakref.ref(user)
+            return self._arena
 
     def give_back(self, user: object) -> None:
         """Let others have what `user` has, who does not use it any more."""
-        if self._user() is user:
-            self._user = lambda: None
+        with self._turn:
+            if self._user() is user:
+                self._user = lambda: None
 
 
 class HostStage:
@@ -98,8 +103,12 @@ class HostStage:
         try:
             yield
         except BaseException:
-            self._room.give_back(self)
+            self.release()
             raise
+
+    def release(self) -> None:
+        """Let others have the room: what is held here is not used any more."""
+        self._room.give_back(self)
 
     def _own_storages(self) -> set[int]:
         return {_storage(place) for place in self._places.values()}

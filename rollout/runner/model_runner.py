@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.forward_batch import ForwardBatch, SamplingBatch
 from rollout.backends.ops.logits_processing import sample_processed
-from rollout.backends.ops.sampling import joined, token_ranks
+from rollout.backends.ops.sampling import concatenated, token_ranks
 from rollout.backends.step_tensors import HostArray, StepInputs, StepLayout
 from rollout.kv.cache import KVCache
 from rollout.models.causal_lm import CausalLM
@@ -201,7 +201,7 @@ class ModelRunner:
             if layout.score_ranks:
                 scores = replace(scores, ranks_P=token_ranks(logits_PV, targets_P))
             parts.append(scores)
-        return joined(parts)
+        return concatenated(parts)
 
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:

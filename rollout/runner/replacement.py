@@ -188,7 +188,8 @@ class Exchange:
         `stage`. Of the bucket, which is on `device`, half has so many bytes, or one row.
         """
         assert all(values[name].dtype == slots[name].dtype for name in values), "a lossy exchange"
-        self._stage, self._device = stage, device  # whose memory is in use until both go
+        self._device = device
+        self._stage = stage  # else another update would be given its room
         self._pieces = [
             piece
             for name, rows in values.items()

@@ -9,9 +9,9 @@ from torch import Tensor
 from rollout.backends.base import Backend
 from rollout.backends.memory.residency import resident_bytes
 from rollout.models.causal_lm import CausalLM
+from rollout.runner.host_stage import aligned
 
 _BUFFER = "weights"
-_ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
 
 class WeightMemory:
@@ -115,6 +115,6 @@ def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield (name, (first byte, end)) of each parameter; tied ones come once."""
     end = 0
     for name, parameter in model.named_parameters():
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        start = aligned(end)
         end = start + parameter.nbytes
         yield name, (start, end)

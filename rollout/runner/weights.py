@@ -222,9 +222,11 @@ class ServedWeights:
         """What is to replace the weights that are not repacked, by their new values."""
         slots = self._model.weight_slots()
         tensors = {name: values for name, values in chosen.items() if not slots[name].is_repacked}
-        if isinstance(holder, HostStage) and holder.has_any_of(tensors):
-            device = next(self._model.parameters()).device
-            return Exchange(slots, holder, holder.settled(tensors), self._piece_bytes, device)
+        if isinstance(holder, HostStage):
+            if holder.has_any_of(tensors):
+                device = next(self._model.parameters()).device
+                return Exchange(slots, holder, holder.settled(tensors), self._piece_bytes, device)
+            holder.release()
         # What serves now, which an update that was committed meanwhile may have brought.
         return Overwriting(slots, tensors, self._backups, self._num_writes, self._piece_bytes)
 
@@ -256,8 +258,10 @@ class ServedWeights:
 
         Returns the number of bytes written. If anything is raised, weights and version are those
         from before: the commit takes an exchange back, or restores the backup made while staging,
-        or one made now if another update was written since. Raises WeightUpdateError.
+        or one made now if another update was written since. Raises WeightUpdateError,
+        EngineStateError while the memory is released.
         """
+        self.require_resident("commit an update")
         new_version = next_version(self.version, version)
         if staged.is_spent:
             raise WeightUpdateError(
