@@ -137,8 +137,7 @@ class Ops(Protocol[Handle]):
     ) -> None:
         """Choose how `linear` and `experts` compute for these, all of a model; it may take seconds.
 
-        What makes a pass of `fused` run, or not, is chosen for the whole pass.
-
+        Products of a pass that `fused` may run in one call are chosen together.
         Handles may then hold packed copies of their weights, which `refresh` brings up to date.
         Handles that are not tuned work as well. The choice never changes afterwards.
         """

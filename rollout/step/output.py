@@ -7,7 +7,7 @@ with experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic
 
 from numpy.typing import NDArray
@@ -73,7 +73,7 @@ def _converted(
     result: SampleResult[Array] | ScoreResult[Array], convert: Callable[[Array], Other]
 ) -> dict[str, Any]:
     return {
-        name: convert(array)
-        for name in result.__slots__
-        if (array := getattr(result, name)) is not None
+        field.name: convert(array)
+        for field in fields(result)
+        if (array := getattr(result, field.name)) is not None
     }

@@ -47,7 +47,7 @@ def test_engines_fed_one_inbox_make_equal_plans(part: int) -> None:
         first, second = live(config, inbox), live(config, inbox)
         assert first == second
         num_plans += len(first)
-    assert num_plans > 5 * NUM_SCHEDULES / NUM_PARTS
+    assert num_plans > NUM_SCHEDULES / NUM_PARTS  # more than one a schedule
 
 
 def test_another_inbox_makes_other_plans() -> None:

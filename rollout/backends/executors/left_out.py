@@ -6,7 +6,7 @@ Shape letters: S samples of the step, K of them that are drawn once more; L logi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ def with_more(result: StepOutput, more: StepOutput, samples: HostArray) -> StepO
 def _merged(samples: SampleResult, drawn: SampleResult, places: HostArray) -> SampleResult:
     """All samples, with what `drawn` has at these places of them."""
     merged: dict[str, Any] = {}
-    for name in samples.__slots__:
+    for name in (field.name for field in fields(samples)):
         known, new = getattr(samples, name), getattr(drawn, name)
         if new is not None:
             shape = (len(samples.token_ids_S), *new.shape[1:])

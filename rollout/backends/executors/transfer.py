@@ -106,9 +106,9 @@ def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
 def first_samples(samples: SampleResult[Tensor], count: int) -> SampleResult[Tensor]:
     """Those without the ones from `count` on."""
     arrays: Any = {
-        name: array[:count]
-        for name in samples.__slots__
-        if (array := getattr(samples, name)) is not None
+        field.name: array[:count]
+        for field in fields(samples)
+        if (array := getattr(samples, field.name)) is not None
     }
     return SampleResult(**arrays)
 

@@ -10,7 +10,7 @@ Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,15 +38,16 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         _sample_chunk(logits_SV[start:end].float(), _rows(sampling, start, end))
         for start, end in _chunks(logits_SV)
     ]
-    return joined(parts)
+    return concatenated(parts)
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def concatenated(parts: Sequence[Part]) -> Part:
     """The results of rows one after the other in one. What the parts lack it lacks, too."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    columns = {name: [getattr(part, name) for part in parts] for name in first.__slots__}
+    names = [field.name for field in fields(first)]
+    columns = {name: [getattr(part, name) for part in parts] for name in names}
     arrays: Any = {
         name: torch.cat(column) for name, column in columns.items() if column[0] is not None
     }
@@ -71,7 +72,7 @@ def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tenso
                 logprobs_P=logprobs_R, top_ids_PN=top_ids_RN, top_logprobs_PN=top_logprobs_RN
             )
         )
-    return joined(parts)
+    return concatenated(parts)
 
 
 def token_ranks(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
