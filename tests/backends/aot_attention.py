@@ -49,7 +49,7 @@ POINTERS = {
     "ordered_lengths": "*i32",
     "first_programs": "*i32",
     "program_tiles": "*i32",
-    "num_split": "*i32",
+    "num_cut": "*i32",
 }
 # Of the model's dtype.
 TENSORS = ("q", "k", "v", "q_out", "out", "cache", "q_norm", "k_norm", "sinks")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout import DynamicInferenceEngine
+from rollout import DynamicInferenceEngine, SamplingParams
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import MemoryBackend
@@ -26,7 +26,7 @@ from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch,
 from rollout.backends.step_tensors import Fetch
 from rollout.step.output import StepOutput, map_arrays
 from tests.backends.fake_graphs import FakeTorchCuda
-from tests.tiny_models import tiny_engine
+from tests.tiny_models import Margins, drain, prompt_of, tiny_engine
 
 CPU = torch.device("cpu")
 
@@ -159,3 +159,26 @@ def graph_engine(
     monkeypatch.setattr("rollout.engine.rank.create_backend", create_backend)
     engine = tiny_engine(model, **config)
     return engine, made[0], device
+
+
+def check_a_life_with_a_suspend(engine: DynamicInferenceEngine, model: Any) -> None:
+    """A group and a request, greedy, drawn and truncated, are suspended on their way: all tokens
+    are those of the oracle.
+    """
+    params = [
+        SamplingParams(num_tokens_to_generate=20, seed=i, temperature=t, top_p=p)
+        for i, (t, p) in enumerate([(0.0, 0.0), (1.0, 0.0), (0.8, 0.9)])
+    ]
+    engine.add_group(prompt_of(21, seed=0), params)
+    engine.add_request(prompt_of(9, seed=1), params[1])
+    finished = {record.request_id: record.merge() for _ in range(8) for record in engine.step()}
+    engine.pause()
+    engine.suspend("offload")
+    engine.resume()
+    engine.unpause()
+    finished |= drain(engine)
+    margins = Margins()
+    for request in finished.values():
+        margins.compare_with_oracle(model, request)
+    margins.check()
+    assert margins.num_tokens == 80

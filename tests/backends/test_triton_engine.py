@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollout import SamplingParams
 from rollout.backends.executors.graph_shapes import GraphShape, Ladder
-from tests.backends.repeating_device import graph_engine
+from tests.backends.repeating_device import check_a_life_with_a_suspend, graph_engine
 from tests.contracts.on_device import device_ops
 from tests.family_cases import family_model
-from tests.tiny_models import Margins, drain, prompt_of, tiny_model
+from tests.tiny_models import tiny_model
 
 pytest.importorskip("triton")
 
@@ -59,21 +58,5 @@ def test_tokens_are_those_of_the_trainers_model(
         memory_kind="reserved",
         **config,
     )
-    params = [
-        SamplingParams(num_tokens_to_generate=20, seed=i, temperature=t, top_p=p)
-        for i, (t, p) in enumerate([(0.0, 0.0), (1.0, 0.0), (0.8, 0.9)])
-    ]
-    engine.add_group(prompt_of(21, seed=0), params)
-    engine.add_request(prompt_of(9, seed=1), params[1])
-    finished = {record.request_id: record.merge() for _ in range(8) for record in engine.step()}
-    engine.pause()
-    engine.suspend("offload")
-    engine.resume()
-    engine.unpause()
-    finished |= drain(engine)
-    margins = Margins()
-    for request in finished.values():
-        margins.compare_with_oracle(model, request)
-    margins.check()
-    assert margins.num_tokens == 80
+    check_a_life_with_a_suspend(engine, model)
     assert executor.num_captures > 0

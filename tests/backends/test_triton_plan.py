@@ -133,7 +133,7 @@ def test_ragged_prompts_keep_all_multiprocessors_busy_to_the_end() -> None:
     block_q, num_kv_heads, num_slots = 16, 8, 264
     spans = [(new, new) for new in news]
     plan = prefill_of(spans, block_q=block_q, num_kv_heads=num_kv_heads, num_resident=num_slots)
-    assert plan.num_split.item() == 0
+    assert plan.num_cut.item() == 0
     costs = program_costs(spans, plan, block_q=block_q, num_kv_heads=num_kv_heads)
     assert makespan(costs, num_slots) <= BALANCE
     in_batch_order = [
@@ -207,7 +207,7 @@ def program_costs(
         assert min(length, 1) <= num_parts <= length
         bounds = [length * part // max(1, num_parts) for part in range(num_parts + 1)]
         costs += num_kv_heads * [end - start for start, end in pairwise(bounds)]
-        assert (num_parts > 1) == (tile < plan.num_split.item())
+        assert (num_parts > 1) == (tile < plan.num_cut.item())
         assert num_parts <= 1 or end <= plan.num_partials
     assert set(tiles[len(costs) :]) <= {-1}
     return costs
@@ -274,7 +274,7 @@ def test_whole_prompts_are_not_cut(
     """Models of 8 KV heads on 132 multiprocessors, with context tiles of 64 tokens."""
     spans = num_prompts * [(prompt_len, prompt_len)]
     plan = prefill_of(spans, block_q=128 // group_size, window=window, num_kv_heads=8, block_n=64)
-    assert plan.num_split.item() == 0
+    assert plan.num_cut.item() == 0
 
 
 def counted_work(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
@@ -343,7 +343,7 @@ def test_interpreted_parts_of_prefill_do_the_work_that_the_model_counts(
     assert [work[program] for program in range(len(plan.tiles_P))] == costs + [0] * (
         len(plan.tiles_P) - len(costs)
     )
-    assert plan.num_split.item() > 0
+    assert plan.num_cut.item() > 0
     assert makespan(costs, num_programs) <= BALANCE
     assert torch.equal(out, attended(mix, num_programs, traits))
 

@@ -175,16 +175,16 @@ def prefill_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_kv_heads", "group_size", "block_q"])
 def merge_prefill_kernel(
-    out, partial_out, partial_lse, query_starts, tile_rows, tile_tokens, first_programs, num_split,
+    out, partial_out, partial_lse, query_starts, tile_rows, tile_tokens, first_programs, num_cut,
     num_kv_heads, group_size, block_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The parts of the first `num_split` query tiles, weighted. The programs, of any number, take
+    """The parts of the first `num_cut` query tiles, weighted. The programs, of any number, take
     turns: each takes one query head of one token.
     """
     size = block_q * group_size
     item = tl.program_id(0)
-    num_items = tl.load(num_split) * num_kv_heads * size
+    num_items = tl.load(num_cut) * num_kv_heads * size
     dims_D = tl.arange(0, BLOCK_D)
     while item < num_items:
         member = item % size

@@ -246,7 +246,7 @@ class TritonPagedAttention:
         )
         if num_parts:
             merge_prefill_kernel[(MERGES_PER_PROGRAM * num_resident,)](
-                *(out_THD, partial_out, partial_lse, *tiles, plan.num_split),
+                *(out_THD, partial_out, partial_lse, *tiles, plan.num_cut),
                 *(num_kv_heads, group_size, block_q),
                 HEAD_DIM=head_dim,
                 BLOCK_D=_padded(head_dim),

@@ -43,9 +43,9 @@ class PrefillPlan:
     rows_Q: Tensor  # -1 for tiles that are left over
     tokens_Q: Tensor  # the first of each tile
     first_programs_F: Tensor  # of each tile; then where all end
-    num_split: Tensor  # [1]: tiles that are cut
+    num_cut: Tensor  # [1]: tiles that are cut
     tiles_P: Tensor  # of each program, -1 for surplus ones
-    num_partials: int  # programs that may compute a part, the first ones; 0 if nothing is cut
+    num_partials: int  # programs that may compute a part, the first ones; 0 if nothing may be cut
 
 
 class TritonPlan:
@@ -143,12 +143,12 @@ def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: b
         num_programs += SURPLUS_PARTS * num_resident
         num_partials = min(CUT_PARTS * num_resident, num_programs)
     rows_Q, tokens_Q, lengths_Q = tiles_3Q
-    first_programs_F, num_split, tiles_P = (
+    first_programs_F, num_cut, tiles_P = (
         torch.empty(size, dtype=torch.int32, device=tiles_3Q.device)
         for size in (num_tiles + 1, 1, num_programs)
     )
     cut_tiles_kernel[(1,)](
-        *(first_programs_F, num_split, lengths_Q, num_tiles, num_kv_heads),
+        *(first_programs_F, num_cut, lengths_Q, num_tiles, num_kv_heads),
         *(num_resident, WORTH_CUTTING),
         BLOCK=BLOCK,
     )
@@ -159,7 +159,7 @@ def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: b
         rows_Q=rows_Q,
         tokens_Q=tokens_Q,
         first_programs_F=first_programs_F,
-        num_split=num_split,
+        num_cut=num_cut,
         tiles_P=tiles_P,
         num_partials=num_partials,
     )
@@ -276,7 +276,7 @@ def order_tiles_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_kv_heads", "num_resident", "worth"])
 def cut_tiles_kernel(
-    first_programs, num_split, tile_lengths, num_tiles, num_kv_heads, num_resident, worth,
+    first_programs, num_cut, tile_lengths, num_tiles, num_kv_heads, num_resident, worth,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many parts each query tile's context has, as the first program of each; by one program.
@@ -306,7 +306,7 @@ def cut_tiles_kernel(
     if latest - total > tl.maximum(total // 4, worth * num_resident):
         size = _part_size(tile_lengths, total, num_tiles, num_kv_heads, num_resident, BLOCK)
     num_programs = tl.zeros([], tl.int32)
-    num_cut = tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
     for first in tl.range(0, num_tiles, BLOCK):
         tile_B = first + tl.arange(0, BLOCK)
         is_tile_B = tile_B < num_tiles
@@ -314,9 +314,9 @@ def cut_tiles_kernel(
         end_B = num_programs + tl.cumsum(parts_B) * num_kv_heads
         tl.store(first_programs + tile_B, end_B - parts_B * num_kv_heads, mask=is_tile_B)
         num_programs += tl.sum(parts_B) * num_kv_heads
-        num_cut += tl.sum((parts_B > 1).to(tl.int32))
+        count += tl.sum((parts_B > 1).to(tl.int32))
     tl.store(first_programs + num_tiles, num_programs)
-    tl.store(num_split, num_cut)
+    tl.store(num_cut, count)
 
 
 @triton.jit
