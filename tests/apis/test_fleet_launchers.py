@@ -99,5 +99,5 @@ def test_a_launch_that_is_refused_ends_the_coordinator() -> None:
     launcher, others = RefusingLauncher(), fleet_pids()
     with pytest.raises(ConfigError, match="no room"):
         AsyncLLM(directory(), None, CONFIG, launcher=launcher)
-    assert fleet_pids() == others
+    assert {*fleet_pids()} <= {*others}  # those of an earlier test may end meanwhile
     assert launcher.num_closed == 1
