@@ -23,7 +23,8 @@ pytest.importorskip("triton")
 from rollout.backends.ops import triton_sampling
 from tests.backends.truncation_model import LOWEST, thresholds
 
-NUM_INTERPRETED = 2_000 if IS_LONG else 75
+# Rows of each part, which can run beside each other: some 25 ms a row.
+NUM_PARTS, NUM_INTERPRETED = (20, 5_000) if IS_LONG else (1, 75)
 NUM_MODELLED = 100_000 if IS_LONG else 3_000
 ROWS_PER_BATCH = 25
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,8 +87,9 @@ def assert_as_the_model(logits_SV: Tensor, sampling: SamplingBatch) -> None:
     np.testing.assert_array_equal(last_tie_S.cpu().numpy(), expected_ties_S)
 
 
-def test_thresholds_of_the_kernels_are_those_of_their_model() -> None:
-    generator = np.random.default_rng(0)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_thresholds_of_the_kernels_are_those_of_their_model(part: int) -> None:
+    generator = np.random.default_rng(part)
     for _ in range(NUM_INTERPRETED // ROWS_PER_BATCH):
         assert_as_the_model(*random_batch(generator))
 
