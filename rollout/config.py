@@ -65,6 +65,7 @@ MEMORY_KINDS = ("auto", "device", "reserved", "vmm", "torch_memory_saver")
 STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver")
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
+MAX_THREADS = 1024
 
 
 # Names of vLLM and SGLang.
@@ -237,6 +238,11 @@ class InferenceConfig:
             *("num_cuda_graphs", "cuda_graph_mixed_prefill_count"),
         ):
             _check_at_least(self, name, 0)
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(
+                f"num_threads={self.num_threads} must be at most {MAX_THREADS}; no more than the "
+                "processors of the machine are of use"
+            )
         if self.unified_memory_level not in (0, 1):
             raise ConfigError(
                 f"unified_memory_level={self.unified_memory_level} must be 0 or 1: higher levels "
@@ -256,6 +262,8 @@ class InferenceConfig:
             raise ConfigError(
                 f"schedule_conservativeness={self.schedule_conservativeness} must be 0 or more"
             )
+        if not isinstance(self.device, str):
+            raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)

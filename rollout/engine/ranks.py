@@ -19,7 +19,7 @@ from rollout.child_process import ChildProcess, pickled
 from rollout.config import InferenceConfig
 from rollout.engine.lead_muscle import LeadMuscle, end_processes
 from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of, sizes_of
-from rollout.models.loading import without_shards
+from rollout.models.loading import spec_of, without_shards
 from rollout.parallel.channel import LeadChannel, raise_first
 from rollout.parallel.wire import SocketWire
 
@@ -39,9 +39,12 @@ def start_group(
     config = _config_of_rank(config)
     size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
     start_s = config.tensor_parallel_start_timeout_s
-    children = [ChildProcess(_MODULE) for _ in range(1, size)]
+    spec_of(model, config.dtype).local(0, size)  # refuses before any process is there
+    children: list[ChildProcess] = []
     with contextlib.ExitStack() as undo:
         undo.callback(end_processes, children)
+        for _ in range(1, size):
+            children.append(ChildProcess(_MODULE))  # one by one: all that started end with an error
         # Others, as a metrics writer of this process, are for rank 0 alone.
         of_followers = config.replace(metrics_writer=None, logging_step_interval=0)
         sent = pickled(

@@ -65,13 +65,22 @@ def open_model(
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
-        model = CausalLM(_with_dtype(source, dtype).local(rank, size), device)
+        model = CausalLM(spec_of(source, dtype).local(rank, size), device)
         return model, partial(model.randomize, seed)
     if isinstance(source, CausalLM) and _is_as_wanted(source, dtype, device, Shard(rank, size)):
         return source, None
     spec, tensors, origin = _contents_of(source, dtype)
     model = CausalLM(spec.local(rank, size), device)
     return model, lambda: copy_weights(model.weight_table(), tensors, origin)
+
+
+def spec_of(
+    source: str | Path | nn.Module | ModelSpec, dtype: torch.dtype | str = "auto"
+) -> ModelSpec:
+    """Return the spec of the whole model that `open_model` would make. Raises ModelError."""
+    if isinstance(source, ModelSpec):
+        return _with_dtype(source, dtype)
+    return _contents_of(source, dtype)[0]
 
 
 def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:

@@ -138,8 +138,12 @@ def test_a_pool_is_as_large_as_the_rank_with_the_least_room(
         assert engine.build.sizes.num_blocks == engine.kv.num_blocks < 88
 
 
-def test_a_model_that_cannot_be_cut_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="tensor_parallel_size=3"), engine_of(model_of(0, 0), 3):
+@pytest.mark.parametrize("size", [3, 2**70])
+def test_a_model_that_cannot_be_cut_is_refused_by_name_before_a_process_starts(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "ChildProcess", None)
+    with pytest.raises(ModelError, match=f"_size={size}"), engine_of(model_of(0, 0), size):
         pass
 
 
