@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from rollout.kv.cache import BlockIds, KVCache
 from rollout.parallel.collectives import ONE_RANK, Collectives
@@ -17,6 +19,9 @@ from rollout.runner.weights import ServedWeights
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,19 @@ class MemoryUse:
     def __add__(self, other: MemoryUse) -> MemoryUse:
         sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
         return MemoryUse(**dict(zip(self.__slots__, sums, strict=True)))
+
+
+def _on_the_device(
+    verb: Callable[Concatenate[Muscle, _P], _R],
+) -> Callable[Concatenate[Muscle, _P], _R]:
+    """Have a verb's kernels launched on the engine's device: another may be the thread's own."""
+
+    @functools.wraps(verb)
+    def run(self: Muscle, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._runner.as_current():
+            return verb(self, *args, **kwargs)
+
+    return run
 
 
 class Muscle:
@@ -67,54 +85,63 @@ class Muscle:
         """Steps captured so far; 0 where steps run eagerly."""
         return self._runner.num_graph_captures
 
+    @_on_the_device
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start a step; the function returned waits for its result. See ModelRunner.launch."""
-        with self._runner.as_current():
-            return self._runner.launch(plan)
+        return self._runner.launch(plan)
 
+    @_on_the_device
     def warm_up(self) -> int:
         """Capture ahead what steps would capture when they first need it. Returns how many."""
-        with self._runner.as_current():
-            return self._runner.warm_up()
+        return self._runner.warm_up()
 
+    @_on_the_device
     def after_suspend(self) -> dict[str, int]:
         """Memory was released. Returns bytes that stay beside the KV and the weights, by name."""
         return self._runner.after_suspend()
 
+    @_on_the_device
     def after_resume(self) -> int:
         """All memory is here again. Returns how many captured steps are lost."""
         return self._runner.after_resume()
 
     # ---- the KV cache; see KVCache
 
+    @_on_the_device
     def offload_kv(self, block_ids: BlockIds) -> int:
         """Copy these blocks to the host. Returns bytes."""
         return self.kv.offload(block_ids)
 
+    @_on_the_device
     def onload_kv(self) -> int:
         """Bring all offloaded blocks back in place. Returns bytes."""
         return self.kv.onload(self.kv.offloaded_blocks)
 
+    @_on_the_device
     def discard_kv(self, block_ids: BlockIds) -> int:
         """Forget these offloaded blocks. Returns bytes freed."""
         return self.kv.discard(block_ids)
 
+    @_on_the_device
     def release_kv(self) -> int:
         """Give the memory back; the contents are lost. Returns bytes."""
         return self.kv.release()
 
+    @_on_the_device
     def restore_kv(self) -> int:
         """Reserve the memory again; the contents are undefined. Returns bytes."""
         return self.kv.restore()
 
     # ---- the weights; see ServedWeights
 
+    @_on_the_device
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
         """Verify and prepare an update, from any thread; nothing changes."""
         return self.weights.stage(named_tensors, check, source_checksum)
 
+    @_on_the_device
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
         """Serve a staged update as `version`. Returns bytes written."""
         return self.weights.commit(staged, version)
@@ -123,14 +150,17 @@ class Muscle:
         """Serve the same weights as `version`."""
         self.weights.set_version(version)
 
+    @_on_the_device
     def weights_checksum(self) -> str:
         """A checksum of all weights."""
         return self.weights.checksum()
 
+    @_on_the_device
     def release_weights(self, *, discard: bool) -> int:
         """Release the memory, after a copy to the host unless `discard`. Returns bytes."""
         return self.weights.release(discard=discard)
 
+    @_on_the_device
     def restore_weights(self) -> int:
         """Reserve the memory again, with the values that were kept. Returns bytes copied."""
         return self.weights.restore()
@@ -175,6 +205,7 @@ class Muscle:
         """What all ranks of the engine use, in their order."""
         return (self.rank_use(),)
 
+    @_on_the_device
     def close(self) -> None:
         """Give up the KV cache, on the device and on the host. May be tried again."""
         try:

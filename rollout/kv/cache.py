@@ -138,8 +138,10 @@ class KVCache:
         No block is both a source and a target. What lies behind these tokens in a target is
         undefined then.
         """
-        ids = np.array([sources, targets, lengths], dtype=np.int64)
-        source_K, target_K, length_K = torch.from_numpy(ids).to(self._pool.device).unbind()
+        ids_3K = torch.from_numpy(np.array([sources, targets, lengths], dtype=np.int64))
+        if self._pool.is_cuda:
+            ids_3K = ids_3K.pin_memory()  # else the host would wait for the step before
+        source_K, target_K, length_K = ids_3K.to(self._pool.device, non_blocking=True)
         if self._copy_tokens is not None:
             self._copy_tokens(self._pool, source_K, target_K, length_K, self._strips)
             return

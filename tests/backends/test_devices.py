@@ -140,7 +140,7 @@ def test_the_local_launcher_gives_each_engine_its_own(monkeypatch: pytest.Monkey
 # ---- threads
 
 
-def test_whatever_thread_steps_launches_on_the_engines_device(
+def test_whatever_thread_steps_or_stages_launches_on_the_engines_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread begins with device 0, and a trainer's has its own."""
@@ -154,14 +154,17 @@ def test_whatever_thread_steps_launches_on_the_engines_device(
         yield
         is_current = False
 
+    def watched(call: Any) -> Any:
+        def watch(*arguments: Any, **named: Any) -> Any:
+            launched.append(is_current)
+            return call(*arguments, **named)
+
+        return watch
+
     backend = cpu_backend("device")
-    launch = backend.executor.launch
-
-    def watched(*arguments: Any) -> Any:
-        launched.append(is_current)
-        return launch(*arguments)
-
-    monkeypatch.setattr(backend.executor, "launch", watched)
+    monkeypatch.setattr(backend.executor, "launch", watched(backend.executor.launch))
+    for name in ("fingerprint", "copy_with_fingerprint"):
+        monkeypatch.setattr(backend.ops, name, watched(getattr(backend.ops, name)))
     made = replace(backend, as_current=as_current)
     monkeypatch.setattr("rollout.engine.rank.create_backend", lambda *_: made)
     engine = tiny_engine(tiny_model("qwen3", seed=8))
@@ -169,6 +172,9 @@ def test_whatever_thread_steps_launches_on_the_engines_device(
     while engine.has_unfinished_requests():
         engine.step()
     assert len(launched) >= 3
+    engine.update_weights(tiny_model("qwen3", seed=9).state_dict(), in_flight=True)
+    assert engine.weights_checksum()
+    assert len(launched) >= 5
     assert all(launched)
     assert not is_current
 

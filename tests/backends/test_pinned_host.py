@@ -22,30 +22,31 @@ def runtime() -> FakeRuntime:
     return FakeRuntime()
 
 
-def test_an_arena_grows_by_chunks_and_locks_each_page_once(runtime: FakeRuntime) -> None:
+def test_an_arena_has_whole_chunks_and_locks_each_page_once(runtime: FakeRuntime) -> None:
     arena = PinnedHostArena(runtime, chunk_bytes=4096)
     first = arena.reserve(9000).fill_(3)
     address = first.data_ptr()
     assert runtime.library.registered == {address: 12288}
     again = arena.reserve(12288)
     assert (again.data_ptr(), bool((again[:9000] == 3).all())) == (address, True)
-    assert arena.reserve(12289).data_ptr() == address
-    assert runtime.library.registered == {address: 12288, address + 12288: 4096}
-    assert runtime.library.names() == ["cudaHostRegister"] * 2
-    assert arena.num_bytes == 16384
+    assert runtime.library.names() == ["cudaHostRegister"]
+    assert arena.num_bytes == 12288
 
 
-def test_pages_are_unlocked_before_an_arena_moves_to_more_room(runtime: FakeRuntime) -> None:
+def test_an_arena_that_grows_is_locked_anew_as_one_range(runtime: FakeRuntime) -> None:
+    """CUDA refuses a copy that reaches from one locked range into the next with
+    cudaErrorInvalidValue, however close they lie.
+    """
     arena = PinnedHostArena(runtime, chunk_bytes=4096)
-    first = arena.reserve(4096).data_ptr()
-    second = arena.reserve(8192).data_ptr()
+    first = arena.reserve(9000).data_ptr()
+    second = arena.reserve(12289).data_ptr()
     assert [call[:2] for call in runtime.library.calls] == [
         ("cudaHostRegister", first),
         ("synchronize",),
         ("cudaHostUnregister", first),
         ("cudaHostRegister", second),
     ]
-    assert runtime.library.registered == {second: 8192}
+    assert runtime.library.registered == {second: 16384}
 
 
 def test_an_arena_that_grows_a_thousand_times_is_locked_anew_a_few_times(
@@ -55,8 +56,8 @@ def test_an_arena_that_grows_a_thousand_times_is_locked_anew_a_few_times(
     for size in range(4096, 1000 * 4096, 4096):
         arena.reserve(size)
     locked = [call[2] for call in runtime.library.calls if call[0] == "cudaHostRegister"]
-    assert sum(locked) < 2 * 1024 * 4096
-    assert runtime.library.names().count("cudaHostUnregister") < 1024
+    assert len(locked) < 40
+    assert max(locked) < 1.25 * 1000 * 4096
 
 
 def test_an_arena_without_bytes_locks_none(runtime: FakeRuntime) -> None:
@@ -95,7 +96,7 @@ def test_pages_that_cannot_be_locked_are_a_config_error_and_are_gone(
 ) -> None:
     arena = PinnedHostArena(runtime)
     runtime.library.fails["cudaHostRegister"] = code
-    with pytest.raises(ConfigError, match=r"5000 bytes.*cudaHostRegister.*buffer_size_gb"):
+    with pytest.raises(ConfigError, match=r"\d+ bytes.*cudaHostRegister.*buffer_size_gb"):
         arena.reserve(5000)
     assert arena.num_bytes == arena.release() == 0
     runtime.library.fails.clear()
@@ -122,7 +123,8 @@ def test_exactly_the_arenas_own_bytes_are_locked(steps: list[tuple[str, int]]) -
             assert arena.release() == held
         else:
             arena.discard(0, size)
-        assert sum(runtime.library.registered.values()) == arena.num_bytes
+        locked = list(runtime.library.registered.values())
+        assert locked == ([arena.num_bytes] if arena.num_bytes else [])  # in one range
     arena.release()
     assert runtime.library.registered == {}
 

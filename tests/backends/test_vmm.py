@@ -96,6 +96,15 @@ def test_memory_that_the_device_refuses_is_a_config_error_with_both_figures(
     assert memory.restore("a").numel() == 64 * MIB
 
 
+def test_addresses_that_the_driver_refuses_are_a_config_error(runtime: FakeRuntime) -> None:
+    memory = VirtualMemory(runtime)
+    runtime.driver_library.fails["cuMemAddressReserve"] = OUT_OF_MEMORY
+    with pytest.raises(ConfigError, match=rf"{2 * MIB} bytes of addresses.*'a'.*'device'"):
+        memory.allocate("a", 1 * MIB)
+    runtime.driver_library.fails.clear()
+    assert memory.allocate("a", 1 * MIB).numel() == 1 * MIB
+
+
 def test_what_torch_keeps_for_later_is_asked_for_before_a_refusal(runtime: FakeRuntime) -> None:
     runtime.free, runtime.in_cache = 1 * MIB, 8 * MIB
     assert VirtualMemory(runtime).allocate("a", 5 * MIB).numel() == 5 * MIB

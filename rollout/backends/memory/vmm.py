@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from rollout.backends.memory.cuda_driver import CudaDriver
-from rollout.backends.memory.cuda_runtime import CudaRuntime, too_large
+from rollout.backends.memory.cuda_runtime import CudaRuntime, require_free, too_large
 from rollout.errors import ConfigError
 
 
@@ -38,11 +38,7 @@ class VirtualMemory:
         """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
         assert name not in self._tensors, f"buffer {name!r} exists"
         with self._runtime.as_current():
-            region = _Region(
-                self._runtime.driver,
-                self._runtime.device.index,
-                -(-max(1, num_bytes) // self._granularity) * self._granularity,
-            )
+            region = self._region(name, max(1, num_bytes))
             try:
                 self._back(name, region)
             except BaseException:
@@ -72,6 +68,18 @@ class VirtualMemory:
         with self._runtime.as_current():
             self._back(name, self._regions[name])
         return self._tensors[name]
+
+    def _region(self, name: str, num_bytes: int) -> _Region:
+        num_bytes = -(-num_bytes // self._granularity) * self._granularity
+        # Addresses for more than there is may be refused with an error that does not say so.
+        require_free(self._runtime, name, num_bytes)
+        try:
+            return _Region(self._runtime.driver, self._runtime.device.index, num_bytes)
+        except MemoryError as error:
+            raise ConfigError(
+                f"no {num_bytes} bytes of addresses to be had for buffer {name!r} ({error}); use "
+                "memory_kind='device' with static_kv_memory_pointers=False"
+            ) from error
 
     def _back(self, name: str, region: _Region) -> None:
         try:
