@@ -21,6 +21,7 @@ LIMIT_BYTES = 64 << 20  # what travels to such a machine
 PACKAGES = (
     "antlr4-python3-runtime",
     "hydra-core",
+    "msgspec",
     "omegaconf",
     "pytest-timeout",
     "pyzmq",

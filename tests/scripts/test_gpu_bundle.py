@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from importlib.metadata import packages_distributions, requires
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +16,7 @@ from scripts.gpu_bundle import (
     ROOT,
     fetch_command,
     make_plan,
+    normalised,
     parse_wheel,
     pinned_versions,
     requirements,
@@ -39,6 +45,20 @@ UNFIT = (
     "pyzmq-27.3.0-cp311-cp311-manylinux_2_28_x86_64.whl",
     "pyzmq-27.3.0-py2-none-any.whl",
 )
+# What such a machine has of what pyproject.toml asks for.
+ALREADY_THERE = {
+    *("aiohttp", "coverage", "hypothesis", "jinja2", "matplotlib", "msgpack", "numpy", "peft"),
+    *("prometheus-client", "pyarrow", "pytest", "pytest-xdist", "rich", "safetensors"),
+    *("tokenizers", "torch", "transformers", "triton", "typing-extensions", "uvloop"),
+}
+IMPORT_WITHOUT = """
+import sys
+from importlib import import_module
+absent, wanted = (words.split(",") for words in sys.argv[1:])
+sys.modules.update(dict.fromkeys(absent))  # to import one is a ModuleNotFoundError
+for module in wanted:
+    import_module(module)
+"""
 OLD = "pyzmq-26.0.0-cp312-abi3-manylinux_2_28_x86_64.whl"
 UNWANTED = "wandb-0.31.0-py3-none-any.whl"
 
@@ -68,6 +88,23 @@ def test_a_package_without_a_pin_is_named() -> None:
         requirements(
             "antlr4_python3.runtime==4.9.3\nhydra-core==1\npyzmq==2\nTorch_Memory_Saver==1\n"
         )
+
+
+def test_what_the_check_imports_is_there_or_in_the_bundle() -> None:
+    """All else that pyproject.toml asks for is taken away."""
+    asked = requires("rollout-engine") or []
+    names = {normalised(re.split(r"[^\w.-]", line)[0]) for line in asked}
+    absent_packages = names - ALREADY_THERE - set(PACKAGES)
+    absent = [
+        module
+        for module, owners in packages_distributions().items()
+        if {normalised(owner) for owner in owners} & absent_packages
+    ]
+    assert absent, "wandb, for one"
+    modules = [f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("gpu*.py")]
+    command = [sys.executable, "-c", IMPORT_WITHOUT, ",".join(absent), ",".join(modules)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pins_are_read_without_markers_and_comments() -> None:
