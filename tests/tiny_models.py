@@ -107,7 +107,8 @@ def tiny_engine(
     change_backend: ChangeBackend | None = None,
     **config: Any,
 ) -> InspectedEngine:
-    """An engine with small blocks and a pool of `num_blocks` of them.
+    """An engine with small blocks and a pool of `num_blocks` of them, on the CPU unless it is told
+    otherwise: also where there is a device.
 
     `before_forward` gets the batch of each forward pass, and may raise. `change_backend` returns
     the backend to use in place of the one it gets.
@@ -116,6 +117,7 @@ def tiny_engine(
         "block_size_tokens": BLOCK_SIZE,
         "max_sequence_length": MAX_LENGTH,
         "materialize_only_last_token_logits": False,
+        "device": "cpu",
     } | config
     if "buffer_size_gb" not in fields:
         fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"] or 64)

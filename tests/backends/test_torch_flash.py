@@ -32,6 +32,16 @@ from tests.tiny_models import tiny_model
 
 pytest.importorskip("torch.nn.attention.varlen")
 
+
+def has_varlen() -> bool:
+    try:
+        torch_varlen()
+    except ConfigError:
+        return False
+    return True
+
+
+needs_varlen = pytest.mark.skipif(not has_varlen(), reason="torch_flash wants torch 2.13")
 LADDER = Ladder(
     decode=(GraphShape(num_decode_rows=4),),
     mixed=(GraphShape(num_decode_rows=4, num_prefill_rows=2, num_prefill_tokens=24),),
@@ -77,6 +87,7 @@ def test_padding_and_host_arrays_do_not_matter(mix: Mix, window: int | None) -> 
     torch.testing.assert_close(in_graph.kv[0][1:], batch.kv[0][1:], rtol=0, atol=0, equal_nan=True)
 
 
+@needs_varlen
 @pytest.mark.parametrize(
     "mix",
     [
@@ -121,6 +132,7 @@ def test_torch_without_block_tables_is_refused_by_name(monkeypatch: pytest.Monke
 # ---- the cache
 
 
+@needs_varlen
 def test_a_block_is_token_major_and_forks_copy_one_strip_a_layer() -> None:
     spec = make_spec(
         block_size=256, num_kv_heads=8, head_dim=128, num_layers=3, dtype=torch.bfloat16
@@ -132,6 +144,7 @@ def test_a_block_is_token_major_and_forks_copy_one_strip_a_layer() -> None:
     )
 
 
+@needs_varlen
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -190,6 +203,7 @@ def test_tokens_are_those_of_the_trainers_model(
 # ---- on a device
 
 
+@needs_varlen
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 1, 100])

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from rollout.backends.attention.triton_paged import TritonPagedAttention
 from rollout.backends.ops.triton_copy import copy_tokens, copy_tokens_reference
 
+HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 7
 QWEN3_8B = CacheSpec(
     num_layers=36, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, block_size=256
@@ -59,7 +60,9 @@ def test_the_kernel_copies_what_the_reference_copies(
     columns = source_K, target_K[: len(lengths)], length_K
     copy_tokens_reference(expected_BN, *columns, strips)
     if lengths:
-        copy_tokens(pool_BN, *columns, strips)
+        on_device_BN = pool_BN.to(HOME)
+        copy_tokens(on_device_BN, *(column.to(HOME) for column in columns), strips)
+        pool_BN = on_device_BN.cpu()
     assert torch.equal(pool_BN, expected_BN)
 
 

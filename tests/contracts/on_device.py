@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.backends.forward_batch import SamplingBatch
+from rollout.backends.ops.fingerprint import Places
 from rollout.backends.ops.triton_ops import TritonOps
 from rollout.step.output import SampleResult, ScoreResult
 
@@ -53,8 +54,8 @@ class DeviceOps(TritonOps):
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
         return to_cpu(super().score(self._moved(logits_PV), self._moved(targets_P), top_n))
 
-    def fingerprint(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return to_cpu(super().fingerprint(self._moved(x), dtype))
+    def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
+        return to_cpu(super().fingerprint(self._moved(x), dtype, places))
 
     def _moved(self, value: Any) -> Any:
         """A tensor's copy with the same gaps between its rows; anything else as it is."""

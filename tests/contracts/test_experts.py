@@ -251,7 +251,10 @@ def test_ways_are_chosen_when_a_model_is_prepared(monkeypatch: pytest.MonkeyPatc
     """Not in its first step, under the clock of its requests."""
     kernels()  # skips without a compiler
     monkeypatch.setenv("ROLLOUT_TUNE", "native")
-    backend, model = create_backend(InferenceConfig(num_threads=1)), build_model(tiny_mixture())
+    backend, model = (
+        create_backend(InferenceConfig(device="cpu", num_threads=1)),
+        build_model(tiny_mixture()),
+    )
     assert "experts" not in backend.ops.explain()
     model.prepare(backend)
     assert "experts" in backend.ops.explain()
