@@ -142,7 +142,8 @@ def test_torch_sees_the_arena_as_pinned() -> None:
 @pytest.mark.gpu
 def test_bytes_travel_through_the_arena_and_back() -> None:
     arena = PinnedHostArena(CudaRuntime(torch.device("cuda")))
-    source = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8, device="cuda")
+    arena.reserve(100 << 20)  # then it grows, over what was the edge of the locked range
+    source = torch.randint(0, 256, (200 << 20,), dtype=torch.uint8, device="cuda")
     view = arena.reserve(source.numel())
     view.copy_(source, non_blocking=True)
     back = torch.empty_like(source).copy_(view, non_blocking=True)
