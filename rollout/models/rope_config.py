@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import ModelError
-from rollout.layers.rope import RopeSpec, yarn_scale
+from rollout.layers.rope import ROPE_KINDS, RopeSpec, yarn_scale
 
 DEFAULT_THETA = 10_000.0
 FULL, SLIDING = "full_attention", "sliding_attention"  # names of layer types
@@ -23,7 +23,8 @@ _KNOWN = frozenset(
 
 
 def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> RopeSpec:
-    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (v4).
+    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (v4), which
+    wins where both are set.
 
     `layer_type` names the layers in a config with ropes per type. In v4's notation these are scaled
     in full attention alone, and `rope_local_base_freq` is the theta of sliding attention. Raises
@@ -103,42 +104,72 @@ def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
 def _parameters(
     config: Mapping[str, Any], layer_type: str | None
 ) -> tuple[Mapping[str, Any], float]:
-    """(parameters of layers of this type, theta where they have none)."""
+    """(parameters of layers of this type, theta where they have none).
+
+    As in transformers, `rope_scaling` takes the place of `rope_parameters` as a whole; only where
+    these are per layer type, it is added to those of full attention.
+    """
     theta = config.get("rope_theta") or DEFAULT_THETA
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    is_nested = any(isinstance(value, Mapping) for value in parameters.values())
+    given, scaling = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
+    is_nested = any(isinstance(value, Mapping) for value in given.values())
     if layer_type is None:
-        if is_nested:
+        parameters = scaling or given
+        if any(isinstance(value, Mapping) for value in parameters.values()):
             raise ModelError(
                 f"rope parameters per layer type ({sorted(parameters)}) are not supported in this "
                 "family; its layers share one set"
             )
         return parameters, theta
-    local = config.get("rope_local_base_freq") or theta
-    if is_nested:
-        return parameters.get(layer_type) or {}, local if layer_type == SLIDING else theta
-    return ({}, local) if layer_type == SLIDING else (parameters, theta)
+    if given and not is_nested:
+        raise ModelError(
+            f"rope_parameters={dict(given)} must be per layer type, {FULL!r} and {SLIDING!r}, in "
+            "this family"
+        )
+    own = _mapping(given, layer_type)
+    if layer_type == SLIDING:
+        return own, config.get("rope_local_base_freq") or theta
+    return {**own, **scaling}, theta
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object at `key`, which is empty where nothing is said. Raises ModelError."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"{key}={value!r} in the config must be an object")
+    return value or {}
 
 
 def _common(
     parameters: Mapping[str, Any], config: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
     """Fields of RopeSpec that every kind may have."""
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _kind(parameters)
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is None and config.get("rotary_dim"):
         partial = config["rotary_dim"] / config["head_dim"]
     common = {
         "theta": theta,
-        "kind": "longrope" if kind == "su" else kind,  # the first name of longrope
+        "kind": kind,
         "partial": 1.0 if partial is None else float(partial),
         "query_growth": float(parameters.get("llama_4_scaling_beta") or 0.0),
     }
     if kind != "default":
         common["mscale_all_dim"] = float(parameters.get("mscale_all_dim") or 0.0)
-    if common["query_growth"] or common["kind"] in ("llama3", "yarn", "longrope"):
+    if common["query_growth"] or kind in ("llama3", "yarn", "longrope"):
         common["original_max_positions"] = _original_max_positions(parameters, config)
     return common
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    """The rope's type: `rope_type`, or `type`, its older name. Raises ModelError if either is not
+    known, though transformers reads the second only where the first is absent.
+    """
+    names = [parameters[key] for key in ("rope_type", "type") if key in parameters]
+    kinds = ["longrope" if name == "su" else name for name in names]  # its first name
+    for kind in kinds:
+        if kind not in ROPE_KINDS:
+            raise ModelError(f"rope type {kind!r} is not supported; supported: {ROPE_KINDS}")
+    return kinds[0] if kinds else "default"
 
 
 def _longrope(

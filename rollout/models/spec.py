@@ -352,14 +352,15 @@ class ModelSpec:
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The config with keys by their first names, and the family's values for those it lacks.
 
-    As in transformers, a `rope_scaling` of None says nothing.
+    As in transformers, a rope that is None says nothing.
     """
     aliased = {
         rule.name: config[rule.alias]
         for rule in family.values.values()
         if isinstance(rule, Key) and rule.alias in config
     }
-    said = {key: value for key, value in config.items() if (key, value) != ("rope_scaling", None)}
+    unset = {key for key in ("rope_parameters", "rope_scaling") if config.get(key) is None}
+    said = {key: value for key, value in config.items() if key not in unset}
     return {**family.defaults, **aliased, **said}
 
 

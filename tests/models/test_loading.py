@@ -56,6 +56,17 @@ def test_saved_directory_gives_the_logits_of_its_model(
     assert_close(logits_TV, hf_logits(saved, PROMPT), rtol=1e-4, atol=1e-4)
 
 
+def test_a_scaling_added_to_a_saved_config_gives_the_logits_that_transformers_gives(
+    directory: Path,
+) -> None:
+    """As the Qwen model card says; transformers 5 has saved `rope_parameters`, and they stay."""
+    assert "rope_parameters" in json.loads((directory / "config.json").read_text())
+    edit_json(directory / "config.json", rope_scaling=YARN_ROPE)
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    logits_TV = logits_of(build_model(directory), PROMPT)
+    assert_close(logits_TV, hf_logits(loaded, PROMPT), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,40 @@ def test_a_rope_scaling_of_none_means_what_transformers_takes_it_for(family: str
     ours = {key: value for key, value in theirs.items() if key != "rope_parameters"}
     spec = ModelSpec.from_hf_config(ours | {"rope_scaling": None})
     assert spec == ModelSpec.from_hf_config(theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 7e5}])
+def test_a_rope_scaling_beside_rope_parameters_means_what_transformers_takes_it_for(
+    family: str, theta: dict[str, float]
+) -> None:
+    """As where somebody adds a scaling to a config that transformers 5 has saved."""
+    saved = tiny_config(family, **FAMILY_CASES[family]).to_dict()
+    kind = LONGROPE if family == "phi3" else {"rope_type": "linear"}  # which knows no other
+    saved |= {"rope_scaling": kind | {"factor": 3.0} | theta}
+    theirs = AutoConfig.for_model(**deepcopy(saved)).to_dict()
+    spec = ModelSpec.from_hf_config(saved)
+    assert spec == ModelSpec.from_hf_config(theirs)
+    assert (spec.rope.kind, spec.rope.factor) == (kind["rope_type"], 3.0)
+
+
+def test_a_rope_type_that_is_not_known_is_refused_wherever_it_stands() -> None:
+    magic = {"type": "magic"}
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    for rope in (
+        {"rope_scaling": magic},
+        {"rope_parameters": magic},
+        {"rope_parameters": plain | magic},
+        {"rope_parameters": plain, "rope_scaling": magic},
+    ):
+        with pytest.raises(ModelError, match="rope type 'magic' is not supported"):
+            ModelSpec.from_hf_config(QWEN2_V4 | rope)
+    for family in ("olmo3", "gemma3_text"):
+        config = tiny_config(family, **FAMILY_CASES[family]).to_dict()
+        with pytest.raises(ModelError, match="rope type 'magic' is not supported"):
+            ModelSpec.from_hf_config(config | {"rope_scaling": magic})
+        with pytest.raises(ModelError, match=r"rope_parameters.* must be per layer type"):
+            ModelSpec.from_hf_config(config | {"rope_parameters": plain})
 
 
 def test_yarn_attention_factor_follows_the_paper_unless_given() -> None:

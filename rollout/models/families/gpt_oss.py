@@ -31,7 +31,7 @@ GPT_OSS = Family(
         "head_dim": 64,
         "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5,
-        "rope_scaling": _YARN,
+        "rope_parameters": _YARN,
         "rope_theta": 150_000.0,
         "sliding_window": 128,
         "swiglu_alpha": 1.702,

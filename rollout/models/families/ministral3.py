@@ -16,7 +16,7 @@ MINISTRAL3 = Family(
     name="ministral3",
     title="Ministral 3 (text)",
     architecture="Ministral3ForCausalLM",
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_scaling": _YARN},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _YARN},
     keys=frozenset({"sliding_window", "llama_4_scaling_beta"}),
     windows=same_window,
 )
