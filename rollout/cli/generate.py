@@ -26,15 +26,24 @@ from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
 # `seed` is the config's; requests derive theirs from it. What a sample brings is chosen by options.
 _CHOSEN = ("seed", "return_log_probs", "return_prompt_tokens", "streaming", "streaming_interval")
 SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_CHOSEN)
+# Elsewhere `max_tokens` limits the output, and here a field of the config has this name: it is
+# written as in the configs of training jobs.
+_STEP_TOKENS = "engine.max_tokens"
 _HINTS = {name: hint for name, hint in SAMPLING_HINTS.items() if name != "n"} | CONFIG_HINTS
+_HINTS |= {
+    "max_tokens": f"num_tokens_to_generate (and {_STEP_TOKENS} for the tokens of one step)",
+    "max_num_batched_tokens": _STEP_TOKENS,
+}
 
 
 def run(words: Sequence[str]) -> int:
     """Returns 1 if a request failed, else 0."""
     given = _parser().parse(words)
     of_llm, sampling, more = read_settings(
-        given.settings, llm_kinds(), SAMPLING_KINDS, {"n": int, "priority": int}, hints=_HINTS
+        given.settings, _engine_kinds(), SAMPLING_KINDS, {"n": int, "priority": int}, hints=_HINTS
     )
+    if _STEP_TOKENS in of_llm:
+        of_llm["max_tokens"] = of_llm.pop(_STEP_TOKENS)
     wanted = OutputColumns(
         token_ids=given.token_ids, log_probs=given.logprobs, versions=given.versions
     )
@@ -50,6 +59,13 @@ def run(words: Sequence[str]) -> int:
             return _generate(llm, prompts, params, more, wanted, output, is_json=given.json)
 
 
+def _engine_kinds() -> Kinds:
+    """The settings of an LLM, with the name that `max_tokens` has here."""
+    kinds = dict(llm_kinds())
+    kinds[_STEP_TOKENS] = kinds.pop("max_tokens")
+    return kinds
+
+
 def _parser() -> Parser:
     parser = Parser(
         "generate",
@@ -59,6 +75,7 @@ def _parser() -> Parser:
     parser.epilog = (
         MODEL_HELP + "  and every field of SamplingParams, such as temperature=0.7\n"
         "  n=N                   samples of each prompt\n"
+        f"  {_STEP_TOKENS}=N   most tokens of one step of the engine\n"
     )
     parser.add_argument("--input", metavar="FILE", help="prompts (stdin)")
     parser.add_argument("--output", metavar="FILE", help="samples, as JSON lines (stdout)")

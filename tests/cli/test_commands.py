@@ -50,6 +50,8 @@ def test_mistakes_are_one_line_and_exit_with_2(capsys: pytest.CaptureFixture[str
         (["bench", model, "block_size_tokens=3"], "must be a power of two"),
         (["bench", "serving"], "url is missing"),
         (["generate", "--input"], "expected one argument"),
+        (["generate", model, "max_tokens=4"], "max_tokens is num_tokens_to_generate (and engine."),
+        (["generate", model, "max_num_batched_tokens=4"], "is engine.max_tokens here"),
     ):
         assert main(words) == 2, words
         shown = capsys.readouterr()
@@ -94,6 +96,7 @@ def test_generate_gives_what_llm_gives(
 ) -> None:
     give_stdin(monkeypatch, {"prompt": [1, 2, 3], "task": "a"}, {"prompt_token_ids": [7]})
     words = ["generate", f"model={directory()}", *SMALL, "seed=5", "num_tokens_to_generate=6"]
+    words.append("engine.max_tokens=4")  # a step's, which changes no output
     assert main([*words, "n=2", "--token-ids", "--logprobs", "--versions", "--json"]) == 0
     shown = capsys.readouterr()
     rows = lines_of(shown.out)
