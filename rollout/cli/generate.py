@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     template = chat_template_of(of_llm.get("tokenizer") or require(of_llm, "model", "DIR"))
     with ExitStack() as files:
         lines = files.enter_context(_opened(given.input, "r")) if given.input else sys.stdin
-        prompts = list(read_prompts(lines, template))
+        prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
         output = files.enter_context(_opened(given.output, "w")) if given.output else sys.stdout
         with make_llm(of_llm) as llm:
             if llm.tokenizer is None and any(isinstance(line.prompt, str) for line in prompts):

@@ -32,11 +32,15 @@ class OutputColumns:
 
 
 def read_prompts(
-    lines: Iterable[str], apply_chat_template: Callable[[list[Any]], str]
+    lines: Iterable[str],
+    apply_chat_template: Callable[[list[Any]], str],
+    *,
+    source: str,
 ) -> Iterator[PromptLine]:
-    """Yield the prompts of `lines`: of JSON lines if the first one is an object, else of text.
+    """Yield the prompts of `lines`: of JSON lines if the first one begins with "{", else of text.
 
-    Blank lines are left out. Raises UsageError, which names the line.
+    Blank lines are left out. `source` is what errors call the lines. Raises UsageError, which names
+    the line.
     """
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):
@@ -44,37 +48,32 @@ def read_prompts(
         if not text.strip():
             continue
         if is_json is None:
-            is_json = _is_object(text)
+            is_json = text.lstrip().startswith("{")
         yield (
-            _of_json(text, number, apply_chat_template)
+            _of_json(text, f"{source}, line {number}", apply_chat_template)
             if is_json
             else PromptLine(prompt=text, columns={})
         )
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
-def _of_json(text: str, number: int, apply_chat_template: Callable[[list[Any]], str]) -> PromptLine:
+def _of_json(text: str, where: str, apply_chat_template: Callable[[list[Any]], str]) -> PromptLine:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"line {number} is no JSON: {error}") from error
+        raise UsageError(
+            f'{where} is no JSON: {error}; lines are objects, as the first begins with "{{"'
+        ) from error
     given = [key for key in _PROMPT_KEYS if isinstance(row, dict) and row.get(key) is not None]
     if len(given) != 1:
-        raise UsageError(f"line {number} must be an object with one of {', '.join(_PROMPT_KEYS)}")
+        raise UsageError(f"{where} must be an object with one of {', '.join(_PROMPT_KEYS)}")
     key = given[0]
     prompt = row[key]
     if key == "messages":
         if not (isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)):
-            raise UsageError(f"line {number}: messages must be a list of objects")
+            raise UsageError(f"{where}: messages must be a list of objects")
         prompt = apply_chat_template(prompt)
     elif not _is_prompt(prompt):
-        raise UsageError(f"line {number}: {key} must be text or a list of token ids")
+        raise UsageError(f"{where}: {key} must be text or a list of token ids")
     return PromptLine(prompt=prompt, columns={k: v for k, v in row.items() if v is not None})
 
 
