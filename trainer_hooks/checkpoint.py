@@ -22,9 +22,12 @@ _DIRECTORY_NAME = re.compile(r"step_(\d+)")
 NUM_KEPT = 2  # checkpoints that stay, unless the caller says otherwise
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"
+_PARAMETERS_FILE = "optimizer.json"  # what kind of optimizer that is, and of which parameters
 _RNG_FILE = "rng_state.pt"
 _SCHEDULER_FILE = "scheduler.pt"
 _OWN_FILE = "own_state.pt"
+# What torch.load raises for files that were cut short, by where they end.
+_TORN = (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError)
 
 
 class SavesPretrained(Protocol):
@@ -95,6 +98,9 @@ def save_checkpoint(
     if tokenizer is not None:
         tokenizer.save_pretrained(str(staging))
     torch.save(optimizer.state_dict(), staging / _OPTIMIZER_FILE)
+    if hasattr(optimizer, "param_groups"):
+        described = json.dumps(_described(optimizer))
+        (staging / _PARAMETERS_FILE).write_text(described, encoding="utf-8")
     torch.save(_random_states(), staging / _RNG_FILE)
     if scheduler is not None:
         torch.save(scheduler.state_dict(), staging / _SCHEDULER_FILE)
@@ -115,17 +121,21 @@ def find_checkpoint(root: Path | str) -> Path | None:
 
 
 def read_trainer_state(checkpoint: Path | str) -> TrainerState:
-    """The state saved in a checkpoint. Raises ConfigError if the directory is none."""
+    """The state saved in a checkpoint. Raises ConfigError if the directory is none, or torn."""
     path = Path(checkpoint) / _STATE_FILE
     if not path.exists():
         raise ConfigError(f"{checkpoint} is no checkpoint of a trainer: it has no {_STATE_FILE}")
-    return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise _torn(path, error) from error
 
 
 def read_own_state(checkpoint: Path | str) -> Any:
     """The `own_state` saved in a checkpoint; None if there is none.
 
-    Raises ConfigError for objects of classes of their own, which are never unpickled.
+    Raises ConfigError for objects of classes of their own, which are never unpickled, and for a
+    file that was cut short.
     """
     path = Path(checkpoint) / _OWN_FILE
     if not path.exists():
@@ -134,8 +144,11 @@ def read_own_state(checkpoint: Path | str) -> Any:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"own_state holds more than tensors, numbers, text, lists and dicts: {error}"
+            f"own_state holds more than tensors, numbers, text, lists and dicts, or {path} was cut "
+            f"short: {error}"
         ) from error
+    except _TORN as error:
+        raise _torn(path, error) from error
 
 
 def load_checkpoint(
@@ -146,29 +159,78 @@ def load_checkpoint(
     """Restore `optimizer`, `scheduler` and all random states; returns the state.
 
     The policy is loaded by `from_pretrained(checkpoint)`, before its optimizer is made.
-    Raises ConfigError if the directory is no checkpoint, one of a run with other parameters, or one
-    without a scheduler.
+    Raises ConfigError, and restores nothing, if the directory is no checkpoint, one of a run with
+    another optimizer or other parameters, one without a scheduler, or if a file was cut short.
     """
-    state = read_trainer_state(checkpoint)
-    saved = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True)
-    try:
-        optimizer.load_state_dict(saved)
-    except ValueError as error:
-        own, theirs = (
-            [len(group["params"]) for group in groups]
-            for groups in (optimizer.param_groups, saved["param_groups"])
-        )
-        raise ConfigError(
-            f"{checkpoint} has an optimizer of {theirs} parameters per group, this run one of "
-            f"{own}; resume with the settings that the run began with, or start a run of its own"
-        ) from error
+    root = Path(checkpoint)
+    state = read_trainer_state(root)
+    saved = _read_tensors(root / _OPTIMIZER_FILE)
+    random_states = _read_tensors(root / _RNG_FILE)
+    if scheduler is not None and not (root / _SCHEDULER_FILE).exists():
+        raise ConfigError(f"{checkpoint} was saved without a scheduler; load it without one")
+    of_scheduler = {} if scheduler is None else _read_tensors(root / _SCHEDULER_FILE)
+    _require_same_parameters(root, saved, optimizer)
+    optimizer.load_state_dict(saved)
     if scheduler is not None:
-        path = Path(checkpoint) / _SCHEDULER_FILE
-        if not path.exists():
-            raise ConfigError(f"{checkpoint} was saved without a scheduler; load it without one")
-        scheduler.load_state_dict(torch.load(path, weights_only=True))
-    _restore_random_states(torch.load(Path(checkpoint) / _RNG_FILE, weights_only=True))
+        scheduler.load_state_dict(of_scheduler)
+    _restore_random_states(random_states)
     return state
+
+
+def _require_same_parameters(
+    root: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer | StatefulOptimizer
+) -> None:
+    """Raise ConfigError for the state of another optimizer, or of one of other parameters.
+
+    Checkpoints that were saved before their shapes were compare the numbers of parameters alone.
+    """
+    remedy = "resume with the settings that the run began with, or start a run of its own"
+    own, theirs = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if own != theirs:
+        raise ConfigError(
+            f"{root} has an optimizer of {theirs} parameters per group, this run one of {own}; "
+            f"{remedy}"
+        )
+    path = root / _PARAMETERS_FILE
+    if not path.exists():
+        return
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+        kind, shapes = described["kind"], described["shapes"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _torn(path, error) from error
+    mine = _described(optimizer)
+    if kind != mine["kind"]:
+        raise ConfigError(f"{root} has an optimizer {kind}, this run {mine['kind']}; {remedy}")
+    for index, (shape, wanted) in enumerate(zip(shapes, mine["shapes"], strict=True)):
+        if shape != wanted:
+            raise ConfigError(
+                f"{root} has the shape {shape} for parameter {index} of its optimizer, this run "
+                f"{wanted}; {remedy}"
+            )
+
+
+def _described(optimizer: Any) -> dict[str, Any]:
+    """Kind and shapes of parameters, in the order of the optimizer's state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kind = getattr(optimizer, "kind", type(optimizer).__name__)
+    return {"kind": kind, "shapes": [[*each.shape] for each in parameters]}
+
+
+def _read_tensors(path: Path) -> Any:
+    """What torch.save wrote. Raises ConfigError naming a file that is missing or cut short."""
+    try:
+        return torch.load(path, weights_only=True)
+    except _TORN as error:
+        raise _torn(path, error) from error
+
+
+def _torn(path: Path, error: Exception) -> ConfigError:
+    reason = f"{type(error).__name__}: {error}"
+    return ConfigError(f"{path} is missing or was cut short ({reason}); use an earlier checkpoint")
 
 
 class WeightsVersionCounter:
@@ -176,12 +238,19 @@ class WeightsVersionCounter:
 
     A trainer that resumes from an older checkpoint must not use a version again that an engine has
     seen with other weights: rollouts of the lost steps may still carry it.
-    `floor`: the highest version known from elsewhere, of a checkpoint say.
+    `floor`: the highest version known from elsewhere, of a checkpoint say. Raises ConfigError for
+    a file that holds no number.
     """
 
     def __init__(self, path: Path | str, floor: int = 0) -> None:
         self._path = Path(path)
-        recorded = int(self._path.read_text(encoding="utf-8")) if self._path.exists() else 0
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else "0"
+        if not text.strip().isdecimal():
+            raise ConfigError(
+                f"{path} holds {text!r}, not the highest weights version of the run; write that "
+                "number there, or one that is surely higher"
+            )
+        recorded = int(text)
         self._highest = max(recorded, floor)
 
     @property

@@ -67,6 +67,11 @@ class WholeOptimizer:
         self._optimizer = optimizer
 
     @property
+    def kind(self) -> str:
+        """What checkpoints call it: the optimizer's own name, as where no rank holds parts."""
+        return type(self._optimizer).__name__
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer."""
         return self._optimizer.param_groups

@@ -11,7 +11,13 @@ import torch
 from torch.optim import lr_scheduler
 
 from rollout.errors import ConfigError
-from trainer_hooks import TrainerState, find_checkpoint, load_checkpoint, save_checkpoint
+from trainer_hooks import (
+    TrainerState,
+    WeightsVersionCounter,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from trainer_hooks.checkpoint import read_own_state, read_trainer_state
 
 
@@ -66,6 +72,51 @@ def test_a_checkpoint_of_a_run_with_other_parameters_is_refused(tmp_path: Path) 
     with_critic = [{"params": SavedPolicy().parameters()}, {"params": SavedPolicy().parameters()}]
     with pytest.raises(ConfigError, match=r"step_000001.*\[2\].*\[2, 2\].*settings that the run"):
         load_checkpoint(checkpoint, torch.optim.AdamW(with_critic))
+
+
+def test_a_checkpoint_of_other_shapes_or_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """Of as many parameters; what is refused restores nothing."""
+    checkpoint = save(tmp_path, 1)
+    shapes = [parameter.shape for parameter in SavedPolicy().parameters()]
+    wider = [torch.nn.Parameter(torch.zeros(*shape, 2)) for shape in shapes]
+    others = [torch.optim.AdamW(wider), torch.optim.SGD(SavedPolicy().parameters())]
+    messages = [r"step_000001 has the shape .* for parameter 0", "optimizer AdamW, this run SGD"]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for optimizer, message in zip(others, messages, strict=True):
+        with pytest.raises(ConfigError, match=message):
+            load_checkpoint(checkpoint, optimizer)
+        assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    policy = SavedPolicy()
+    optimizer, state = trained(policy), TrainerState(step=1, weights_version=1)
+    scheduler = SCHEDULERS["cosine"](optimizer)
+    checkpoint = save_checkpoint(
+        tmp_path, state, policy, optimizer, scheduler=scheduler, own_state={"a": torch.ones(9)}
+    )
+
+    def read(name: str) -> Any:
+        if name == "own_state.pt":
+            return read_own_state(checkpoint)
+        return load_checkpoint(checkpoint, optimizer, scheduler)
+
+    names = ("optimizer.pt", "optimizer.json", "rng_state.pt", "scheduler.pt", "own_state.pt")
+    for name in (*names, "trainer_state.json"):
+        path = checkpoint / name
+        content = path.read_bytes()
+        for length in (0, 3, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:length])
+            with pytest.raises(ConfigError, match=name):
+                read(name)
+        path.write_bytes(content)
+    load_checkpoint(checkpoint, optimizer, scheduler)
+    for text in ("", "\n", "4x"):
+        (tmp_path / "version").write_text(text)
+        with pytest.raises(ConfigError, match="version holds"):
+            WeightsVersionCounter(tmp_path / "version")
 
 
 def test_the_highest_step_is_found_and_older_ones_are_dropped(tmp_path: Path) -> None:
