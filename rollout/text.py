@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from rollout.errors import ConfigError
+
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
 _MAX_PENDING_BYTES = 3
@@ -62,14 +64,20 @@ class HFTokenizer:
         """Load `tokenizer.json` of a model directory, and its end and begin tokens.
 
         Their ids come from `tokenizer_config.json`, else `generation_config.json` or `config.json`.
-        Raises ValueError without `tokenizer.json`, ImportError without the package `tokenizers`.
+        Raises ConfigError without `tokenizer.json` and for a file that cannot be read, ImportError
+        without the package `tokenizers`.
         """
         import tokenizers
 
         root = Path(directory)
         if not (root / "tokenizer.json").is_file():
-            raise ValueError(f"{root} holds no tokenizer.json; save a fast tokenizer there")
-        tokenizer = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
+            raise ConfigError(f"{root} holds no tokenizer.json; save a fast tokenizer there")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
+        except Exception as error:  # the package raises no narrower class
+            raise ConfigError(
+                f"{root / 'tokenizer.json'} cannot be read ({error}); download or save it again"
+            ) from error
         return cls(
             tokenizer,
             eos_id=_special_id(root, tokenizer, "eos_token"),
@@ -203,5 +211,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in `path`, empty if there is no such file."""
     if not path.is_file():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content

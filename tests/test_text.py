@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.errors import ConfigError
 from rollout.text import HFTokenizer, IncrementalDetokenizer, Tokenizer, as_tokenizer
 
 
@@ -165,5 +166,14 @@ def test_directory_names_its_end_token(tmp_path, file_name, content):
 
 
 def test_directory_without_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        HFTokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, content):
+    space_stripping_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/{name}"):
         HFTokenizer.from_directory(tmp_path)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import ModelError
-from rollout.models.spec import union_of_ids
+from rollout.models.spec import end_ids_of, union_of_ids
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -73,7 +73,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     if generation_path.is_file():
         generation = read_json(generation_path)
         config["eos_token_id"] = union_of_ids(
-            config.get("eos_token_id"), generation.get("eos_token_id")
+            end_ids_of(config, str(directory / CONFIG_FILE)),
+            end_ids_of(generation, str(generation_path)),
         )
     return config
 

@@ -39,7 +39,9 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
     if unknown := sorted(key for key in parameters.keys() - _KNOWN if parameters[key]):
         name, value = unknown[0], parameters[unknown[0]]
         raise ModelError(f"rope parameter {name}={value!r} is not supported")
-    common = _common(parameters, config, float(parameters.get("rope_theta") or theta))
+    if parameters.get("rope_theta"):
+        theta = _number(parameters, "rope_theta")
+    common = _common(parameters, config, float(theta))
     kind = common["kind"]
     if kind == "linear":
         return RopeSpec(**common, factor=_number(parameters, "factor"))
@@ -109,7 +111,7 @@ def _parameters(
     As in transformers, `rope_scaling` takes the place of `rope_parameters` as a whole; only where
     these are per layer type, it is added to those of full attention.
     """
-    theta = config.get("rope_theta") or DEFAULT_THETA
+    theta = _number(config, "rope_theta") if config.get("rope_theta") else DEFAULT_THETA
     given, scaling = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     is_nested = any(isinstance(value, Mapping) for value in given.values())
     if layer_type is None:

@@ -107,6 +107,12 @@ class ModelSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ModelError(f"{name}={value!r} must be a positive integer")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_unset = value is None and field.type == "float | None"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if field.type in ("float", "float | None") and not (is_number or is_unset):
+                raise ModelError(f"{field.name}={value!r} must be a number")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -144,21 +150,17 @@ class ModelSpec:
             "head_dim": config.get("head_dim") or hidden_size // num_heads,
             "intermediate_size": _size(config, "intermediate_size"),
             "max_position_embeddings": _size(config, "max_position_embeddings"),
-            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
             "activation": activation_of(config, family),
-            "eos_token_ids": tuple(union_of_ids(config.get("eos_token_id"))),
+            "eos_token_ids": tuple(end_ids_of(config, "the config")),
             "dtype": parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
         }
         values |= _layers_from_hf(config, family, values["num_layers"])
         if family.has_latent_attention:
             dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
             values |= {"latent": dims, "head_dim": dims.qk_rope_head_dim}
-        for name, rule in family.values.items():
-            if not isinstance(rule, Key):
-                values[name] = rule
-            elif rule.name in config:
-                values[name] = rule.read(config[rule.name])
+        values |= _values_of_family(config, family)
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
         return cls(family=family.name, **values)
@@ -404,6 +406,32 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{key}={value!r} in the config must be a positive integer")
     return value
+
+
+def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields that the family fixes, or reads from keys. Raises ModelError naming a key whose
+    value cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for name, rule in family.values.items():
+        if not isinstance(rule, Key):
+            values[name] = rule
+        elif rule.name in config:
+            try:
+                values[name] = rule.read(config[rule.name])
+            except (TypeError, ValueError) as error:
+                value = config[rule.name]
+                raise ModelError(f"{rule.name}={value!r} in the config: {error}") from error
+    return values
+
+
+def end_ids_of(config: Mapping[str, Any], origin: str) -> list[int]:
+    """The end tokens that a config names. Raises ModelError for what are no token ids."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ModelError(f"eos_token_id={value!r} in {origin} must be a token id or a list of them")
+    return union_of_ids(ids)
 
 
 def union_of_ids(*values: int | Sequence[int] | None) -> list[int]:

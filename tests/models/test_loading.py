@@ -154,6 +154,13 @@ def test_end_tokens_are_those_of_both_configs(directory: Path) -> None:
     assert build_model(directory).spec.eos_token_ids == (5, 3, 4)
 
 
+def test_an_end_token_that_is_none_is_named_with_its_file(directory: Path) -> None:
+    for name in ("generation_config.json", "config.json"):
+        edit_json(directory / name, eos_token_id="x")
+        with pytest.raises(ModelError, match=rf"eos_token_id='x' in .*/{name} must be a token id"):
+            build_model(directory)
+
+
 def test_end_tokens_of_a_transformers_model_are_those_of_both_its_configs() -> None:
     model = hf_model("llama", eos_token_id=7)
     model.generation_config.eos_token_id = 2

@@ -388,6 +388,14 @@ def test_older_configs_of_windowed_families_give_the_same_layers() -> None:
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"head_dim": 63}, "head_dim=63"),
         ({"torch_dtype": "int8"}, "'int8'.*bfloat16"),
+        ({"rope_parameters": 3}, "rope_parameters=3 in the config must be an object"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' in the config must be an object"),
+        ({"rope_theta": "x"}, "rope.*theta='x' must be a number"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+        ({"eos_token_id": "x"}, "eos_token_id='x' in the config must be a token id"),
+        ({"eos_token_id": [1, "x"]}, r"eos_token_id=\[1, 'x'\] in the config"),
     ],
 )
 def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], message: str) -> None:
