@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import rollout
+import trainer_hooks
 from docs.site_hooks import ROOT, about_fields, class_in, fields_table, on_page_markdown
-from rollout import InferenceConfig, SamplingParams
+from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
 
+API_PAGE = ROOT / "docs" / "reference" / "api.md"
 CONFIGS = {
     InferenceConfig: "rollout/config.py",
     SamplingParams: "rollout/sampling_params.py",
@@ -34,6 +39,20 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "reference" / "configuration" / "index.html").read_text(encoding="utf-8")
     assert "block_size_tokens" in page
     assert "https://fonts" not in start, "nothing is fetched from other sites"
+
+
+@pytest.mark.parametrize("package", [rollout, trainer_hooks], ids=lambda each: each.__name__)
+def test_the_page_of_the_api_has_every_public_name(package: ModuleType) -> None:
+    shown = API_PAGE.read_text(encoding="utf-8").splitlines()
+    assert [name for name in package.__all__ if f"::: {package.__name__}.{name}" not in shown] == []
+
+
+@pytest.mark.parametrize("llm", [LLM, AsyncLLM], ids=lambda llm: llm.__name__)
+def test_the_page_of_the_api_has_every_public_method(llm: type) -> None:
+    page = API_PAGE.read_text(encoding="utf-8")
+    listed = re.search(rf"::: rollout\.{llm.__name__}\n.*members: \[(.*)\]", page)
+    assert listed is not None
+    assert listed[1].split(", ") == [name for name in vars(llm) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
