@@ -124,10 +124,6 @@ class PrefixIndex:
         """Return every block that has a key, also those that cannot be found any more."""
         return list(self._by_key.values())
 
-    def entry_of(self, block: int) -> IndexedBlock | None:
-        """Return the entry of a block; None if it has no key."""
-        return self._by_block[block]
-
     def is_current(self, entry: IndexedBlock) -> bool:
         """Return whether the block can be found, if its KV is young enough: no new generation has
         begun since it entered the index, and it was not dropped.

@@ -1,5 +1,6 @@
 """The metrics of a step under other systems' names, and the page that lists them."""
 
+import fnmatch
 import math
 from collections import Counter
 from pathlib import Path
@@ -19,13 +20,20 @@ from trainer_hooks.metrics import (
     step_metrics,
 )
 from trainer_hooks.metrics.histogram import NUM_BINS, histogram_columns
-from trainer_hooks.metrics.names import markdown_table, metric_name
+from trainer_hooks.metrics.names import METRIC_NAMES, MetricName, markdown_table
 from trainer_hooks.producer.batches import batch_metrics
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
 from trainer_hooks.rollouts import as_rollout
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def metric_name(name: str) -> MetricName | None:
+    """The entry of a metric, by its own name before that of a family; None if there is none."""
+    exact = [entry for entry in METRIC_NAMES if entry.name == name]
+    families = [entry for entry in METRIC_NAMES if fnmatch.fnmatchcase(name, entry.name)]
+    return next(iter(exact + families), None)
 
 
 def two_groups() -> RolloutBatch:

@@ -267,13 +267,6 @@ METRIC_NAMES = (
 )
 
 
-def metric_name(name: str) -> MetricName | None:
-    """The entry of a metric, by its own name before that of a family; None if there is none."""
-    exact = [entry for entry in METRIC_NAMES if entry.name == name]
-    families = [entry for entry in METRIC_NAMES if fnmatch.fnmatchcase(name, entry.name)]
-    return next(iter(exact + families), None)
-
-
 def markdown_table() -> str:
     """METRIC_NAMES as the table of docs/metrics.md."""
     header = ("ours", "TRL", "verl", "Megatron-LM", "unit", "axis", "meaning")
