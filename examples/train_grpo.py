@@ -369,6 +369,8 @@ class Training:
             step += 1
             trained = await self.train(batch, step)
             with account.spend("update"):
+                if "weights" in settings.weight_sync.release:  # a push needs their memory
+                    await self.llm.resume(only="weights")
                 await self.learner.push(weight_sync, self.versions.reserve())
             self.producer.refresh_version()  # the engines begin the batches that it allows
             evaluated: dict[str, float] = {}

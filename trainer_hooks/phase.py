@@ -16,6 +16,7 @@ from rollout.runner.weight_update import WeightUpdateReport
 from trainer_hooks.weight_sync import NamedParameters
 
 Command = tuple[str, Callable[[], Any]]
+_RESUMES = "resume_weights", "resume"
 
 
 class Suspendable(Protocol):
@@ -36,8 +37,9 @@ class Suspendable(Protocol):
         """PAUSED -> SUSPENDED; returns a SuspendReport."""
         ...
 
-    def resume(self) -> Any:
-        """SUSPENDED -> PAUSED; returns a ResumeReport."""
+    def resume(self, only: str | None = None) -> Any:
+        """SUSPENDED -> PAUSED, or stay SUSPENDED with only this memory back; returns a
+        ResumeReport."""
         ...
 
     def unpause(self) -> Any:
@@ -108,7 +110,7 @@ class GenerationPhase:
         seconds = self._seconds
         return PhaseTimings(
             update_s=seconds.get("update", 0.0),
-            resume_s=seconds.get("resume", 0.0) + seconds.get("unpause", 0.0),
+            resume_s=sum(seconds.get(name, 0.0) for name in (*_RESUMES, "unpause")),
             generate_s=seconds.get("generate", 0.0),
             suspend_s=seconds.get("pause", 0.0) + seconds.get("suspend", 0.0),
         )
@@ -120,8 +122,11 @@ class GenerationPhase:
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """The report of the resume; None if the engine was not suspended."""
-        return self._reports.get("resume")
+        """The report of the resume, of the weights' and the rest's together where they came apart;
+        None if the engine was not suspended.
+        """
+        reports = [self._reports[name] for name in _RESUMES if name in self._reports]
+        return _together(reports) if reports else None
 
     @property
     def suspend_report(self) -> SuspendReport | None:
@@ -137,7 +142,7 @@ class GenerationPhase:
         try:
             self._run(self._entry_commands(asynchronous=False))
         except BaseException:
-            self._run(self._exit_commands())
+            self._run(self._undo_commands())
             raise
         self._generate_start_s = time.perf_counter()
         return self
@@ -150,7 +155,7 @@ class GenerationPhase:
         try:
             await self._arun(self._entry_commands(asynchronous=True))
         except BaseException:
-            await self._arun(self._exit_commands())
+            await self._arun(self._undo_commands())
             raise
         self._generate_start_s = time.perf_counter()
         return self
@@ -165,6 +170,9 @@ class GenerationPhase:
             weight_sync, named_parameters = self._push
             if self._llm.state is EngineState.RUNNING:
                 yield "pause", self._llm.pause
+            # Weights can be written only where they have memory. The rest waits for the push.
+            if self._llm.state is EngineState.SUSPENDED and "weights" in self._release:
+                yield "resume_weights", lambda: self._llm.resume(only="weights")
             push = weight_sync.apush if asynchronous else weight_sync.push
             yield "update", lambda: push(named_parameters, self._version)
         if self._llm.state is EngineState.SUSPENDED:
@@ -177,7 +185,16 @@ class GenerationPhase:
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
         if self._llm.state is EngineState.PAUSED:
-            yield "suspend", lambda: self._llm.suspend(self._mode, self._release)
+            yield "suspend", self._suspend
+
+    def _undo_commands(self) -> Iterator[Command]:
+        """The commands after an entry that failed: whatever it has brought back is released."""
+        if self._llm.state is EngineState.SUSPENDED and "resume_weights" in self._reports:
+            yield "suspend", self._suspend
+        yield from self._exit_commands()
+
+    def _suspend(self) -> Any:
+        return self._llm.suspend(self._mode, self._release)
 
     def _run(self, commands: Iterator[Command]) -> None:
         for name, command in commands:
@@ -195,6 +212,22 @@ class GenerationPhase:
         self._reports[name] = report
 
 
+def _together(reports: Sequence[ResumeReport]) -> ResumeReport:
+    """Return what several resumes, one after the other, did together."""
+    owners = sorted({owner for report in reports for owner in report.restored_by_owner})
+    return ResumeReport(
+        mode=reports[-1].mode,
+        seconds=sum(report.seconds for report in reports),
+        bytes_restored=sum(report.bytes_restored for report in reports),
+        restored_by_owner={
+            owner: sum(report.restored_by_owner.get(owner, 0) for report in reports)
+            for owner in owners
+        },
+        graphs_recaptured=sum(report.graphs_recaptured for report in reports),
+        num_requests_recomputed=sum(report.num_requests_recomputed for report in reports),
+    )
+
+
 def generation_phase(
     llm: Suspendable,
     weight_sync: PushesWeights | None = None,
@@ -210,7 +243,9 @@ def generation_phase(
     engine and go on in the next phase, under its weights. Whatever is raised, in the block or by a
     refused push, leaves the engine suspended. It may be running, paused or suspended before.
     `mode`: the KVCacheManagementMode of the suspend; None takes the engine's. `release`: what the
-    suspend gives back, "kv_cache" and "weights".
+    suspend gives back, "kv_cache" and "weights". With "weights", which is for an engine that an
+    earlier phase of this `release` left suspended too, entry resumes the weights before the push
+    and the rest after it.
 
         with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)

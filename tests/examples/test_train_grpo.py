@@ -69,10 +69,12 @@ def test_a_run_leaves_curve_metrics_summary_and_a_policy_that_transformers_loads
 def test_each_engine_and_way_to_push_keeps_the_bound_and_accounts_for_all_time(
     tmp_path: Path, num_engines: int, mode: str, bound: int
 ) -> None:
+    releases = {"weight_sync__release": "[kv_cache,weights]"} if mode == "suspend" else {}
     settings = tiny_settings(
         num_engines=num_engines,
         weight_sync=mode,
         producer__max_staleness_versions=bound,
+        **releases,
         **WITH_KL,
     )
     run_seed(tmp_path, settings, seed=0)

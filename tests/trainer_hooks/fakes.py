@@ -10,7 +10,7 @@ import torch
 from rollout.config import KVCacheManagementMode
 from rollout.engine.reports import ResumeReport, SuspendReport
 from rollout.engine.state import EngineState, StateMachine
-from rollout.errors import WeightUpdateError
+from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.requests import DynamicInferenceRequest, Status
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, by_name
 from rollout.sampling_params import SamplingParams
@@ -19,8 +19,14 @@ from rollout.sampling_params import SamplingParams
 class FakeLLM:
     """The control verbs of LLM on the engine's own state machine; weights are kept by name."""
 
-    def __init__(self, state: EngineState = EngineState.RUNNING, weights_version: int = 0) -> None:
+    def __init__(
+        self,
+        state: EngineState = EngineState.RUNNING,
+        weights_version: int = 0,
+        released: Sequence[str] = (),
+    ) -> None:
         self._machine = StateMachine(state)
+        self.released = set(released)
         self.weights_version = weights_version
         self.weights: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
@@ -39,17 +45,29 @@ class FakeLLM:
         self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
     ) -> SuspendReport:
         self._run("suspend")
+        self.released.update(release)
         self.suspended_with = mode, release
         return SuspendReport(mode="default" if mode is None else mode.value)
 
-    def resume(self) -> ResumeReport:
-        self._run("resume")
-        return ResumeReport(mode="default")
+    def resume(self, only: str | None = None) -> ResumeReport:
+        restored = self.released & {only} if only else set(self.released)
+        self.released -= restored
+        if self.released:
+            self.calls.append(f"resume {only}")
+        else:
+            self._run("resume")
+        return ResumeReport(
+            mode="default",
+            bytes_restored=len(restored),
+            restored_by_owner=dict.fromkeys(sorted(restored), 1),
+        )
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None
     ) -> WeightUpdateReport:
         self._machine.require(EngineState.PAUSED, EngineState.SUSPENDED, to="update weights")
+        if "weights" in self.released:
+            raise EngineStateError("resume(only='weights') first")
         self.calls.append("update")
         weights = by_name(named_tensors)
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
@@ -80,8 +98,8 @@ class FakeAsyncLLM(FakeLLM):
     ) -> SuspendReport:
         return super().suspend(mode, release)
 
-    async def resume(self) -> ResumeReport:  # type: ignore[override]
-        return super().resume()
+    async def resume(self, only: str | None = None) -> ResumeReport:  # type: ignore[override]
+        return super().resume(only)
 
     async def update_weights(  # type: ignore[override]
         self, named_tensors: NamedTensors, version: int | None = None

@@ -5,11 +5,13 @@ import asyncio
 import pytest
 import torch
 
+from rollout import LLM, SamplingParams
 from rollout.config import KVCacheManagementMode
 from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, WeightUpdateError
+from tests.tiny_models import tiny_model
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
-from trainer_hooks import InProcessWeightSync, generation_phase
+from trainer_hooks import InProcessWeightSync, WeightSync, generation_phase
 
 RUNNING, PAUSED, SUSPENDED = EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED
 WEIGHTS = {"w": torch.ones(2)}
@@ -44,6 +46,61 @@ def test_without_weights_the_engine_just_runs(before: EngineState, entry: list[s
         assert llm.calls == entry
     assert llm.state is SUSPENDED
     assert phase.update_report is None
+
+
+@pytest.mark.parametrize("release", [("kv_cache", "weights"), ("weights",), ("kv_cache",)])
+def test_released_weights_come_back_before_the_push_and_the_rest_after_it(
+    release: tuple[str, ...],
+) -> None:
+    llm = FakeLLM(SUSPENDED, released=release)
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, release=release) as phase:
+        assert llm.state is RUNNING
+        assert not llm.released
+    entry = {
+        ("kv_cache", "weights"): ["resume weights", "update", "resume", "unpause"],
+        ("weights",): ["resume", "update", "unpause"],
+        ("kv_cache",): ["update", "resume", "unpause"],
+    }[release]
+    assert llm.calls == [*entry, "pause", "suspend"]
+    assert llm.released == {*release}
+    assert phase.resume_report is not None
+    assert phase.resume_report.restored_by_owner == dict.fromkeys(release, 1)
+
+
+def test_a_refused_push_gives_the_memory_of_the_weights_back() -> None:
+    both = "kv_cache", "weights"
+
+    async def use(llm: FakeAsyncLLM) -> None:
+        async with generation_phase(llm, InProcessWeightSync(llm), broken, release=both):
+            pytest.fail("the block must not run")
+
+    broken = {"w": torch.tensor([float("nan")])}
+    llm, async_llm = FakeLLM(SUSPENDED, released=both), FakeAsyncLLM(SUSPENDED, released=both)
+    with pytest.raises(WeightUpdateError):
+        generation_phase(llm, InProcessWeightSync(llm), broken, release=both).__enter__()
+    with pytest.raises(WeightUpdateError):
+        asyncio.run(use(async_llm))
+    for each in (llm, async_llm):
+        assert each.state is SUSPENDED
+        assert each.released == {*both}
+
+
+@pytest.mark.parametrize("release", [("kv_cache", "weights"), ("weights",)])
+def test_phases_of_an_engine_that_releases_its_weights_follow_each_other(
+    release: tuple[str, ...],
+) -> None:
+    policy, greedy = tiny_model(), SamplingParams(temperature=0.0, num_tokens_to_generate=3)
+    config = {"block_size_tokens": 8, "max_sequence_length": 32, "buffer_size_gb": 0.01}
+    with LLM(policy, **config) as llm:
+        before = llm.generate([[1, 2]], greedy)
+        for version in (1, 2):
+            with generation_phase(llm, WeightSync(llm), policy, release=release) as phase:
+                after = llm.generate([[1, 2]], greedy)
+            assert llm.weights_version == version
+            assert [r.generated_tokens for r in after] == [r.generated_tokens for r in before]
+            assert set(llm.engine.memory_status().released) == {*release}
+        assert phase.resume_report is not None
+        assert phase.resume_report.restored_by_owner["weights"] > 0
 
 
 def test_version_none_is_the_next_one() -> None:
