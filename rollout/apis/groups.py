@@ -1,8 +1,10 @@
-"""RolloutGroup, and Groups: the submitted groups, finished or not."""
+"""RolloutGroup; Groups: the submitted groups, finished or not; OneThread: who may wait for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rollout.errors import EngineStateError
@@ -82,3 +84,26 @@ class Groups:
     def take_finished(self, count: int) -> list[RolloutGroup]:
         """Up to `count` finished groups, oldest completion first."""
         return [self.take(group_id) for group_id in list(self._finished)[:count]]
+
+
+class OneThread:
+    """Is held by the thread that generates, as often as it likes; any other is refused.
+
+    One thread's steps would end the requests of another, which waits for them in the engine.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def calling(self, verb: str) -> Iterator[None]:
+        """Raise EngineStateError if another thread is inside."""
+        if not self._lock.acquire(blocking=False):
+            raise EngineStateError(
+                f"cannot {verb} while another thread is in generate, submit or collect of this "
+                "LLM: one thread generates; AsyncLLM takes requests of many tasks at once"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()

@@ -20,7 +20,7 @@ from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.engine_host import EngineHost
 from rollout.apis.fleet_runtime import FleetRuntime
-from rollout.apis.groups import Groups, RolloutGroup
+from rollout.apis.groups import Groups, OneThread, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
 from rollout.config import InferenceConfig, KVCacheManagementMode
@@ -54,8 +54,9 @@ class LLM:
     With `pg_collection`, the processes of its group `tp` make an LLM each and call the same verbs,
     which return the same on all of them: see docs/tensor_parallel.md.
 
-    One thread generates. Any other may call the control verbs meanwhile: they take effect between
-    two steps, and an update is verified and prepared while steps go on.
+    One thread generates: while it is in generate, submit or collect, these raise EngineStateError
+    in any other. The control verbs may be called meanwhile: they take effect between two steps, and
+    an update is verified and prepared while steps go on.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class LLM:
             own = tokenizer_of(model, tokenizer)
             self._runtime, self._ranks = runtime_of(model, own, config, weights_version)
         self.tokenizer = self._runtime.tokenizer
-        self._groups = Groups()
+        self._groups, self._one_thread = Groups(), OneThread()
         self._directory = str(model) if isinstance(model, str | Path) else None
         self._host: EngineHost | None = None  # while an engine of this process is served
         self._serving_turn = threading.Lock()  # held to begin and end serving
@@ -120,7 +121,10 @@ class LLM:
         raises, its requests are aborted.
         """
         groups, is_single = as_groups(prompts, sampling_params, n)
-        with self._submitted(groups, priority) as group_ids:
+        with (
+            self._one_thread.calling("generate"),
+            self._submitted(groups, priority) as group_ids,
+        ):
             with _progress_bar(progress, len(groups) * n) as advance:
                 self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
             requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
@@ -137,7 +141,7 @@ class LLM:
     ) -> list[int]:
         """Queue n samples of each prompt and return at once, with one group id per prompt."""
         groups, _ = as_groups(prompts, sampling_params, n)
-        with self._submitted(groups, priority) as group_ids:
+        with self._one_thread.calling("submit"), self._submitted(groups, priority) as group_ids:
             return group_ids
 
     @on_all_ranks
@@ -151,11 +155,12 @@ class LLM:
         """
         if num_groups is not None and num_groups < 0:
             raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
-        wanted = self._groups.num_submitted if num_groups is None else num_groups
-        wanted = min(wanted, self._groups.num_submitted)
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._work_until(lambda: self._groups.num_finished >= wanted, deadline=deadline)
-        return self._groups.take_finished(wanted)
+        with self._one_thread.calling("collect"):
+            wanted = self._groups.num_submitted if num_groups is None else num_groups
+            wanted = min(wanted, self._groups.num_submitted)
+            deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+            self._work_until(lambda: self._groups.num_finished >= wanted, deadline=deadline)
+            return self._groups.take_finished(wanted)
 
     @on_all_ranks
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:

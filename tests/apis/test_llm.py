@@ -233,6 +233,45 @@ def test_a_generate_that_raises_leaves_nothing_but_what_submit_queued(
     assert llm.generate([4], PARAMS).generated_length == 6
 
 
+def test_one_thread_generates_and_another_is_refused_until_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, refused, aborted = llm_of(), [], []
+    step, (other,) = llm.engine.step, llm.submit([9], PARAMS)
+
+    def call_all() -> None:
+        for call in (
+            lambda: llm.generate([4], PARAMS),
+            lambda: llm.submit([4], PARAMS),
+            llm.collect,
+        ):
+            with pytest.raises(
+                EngineStateError, match=r"cannot (\w+) while another.*AsyncLLM"
+            ) as e:
+                call()
+            refused.append(str(e.value).split()[1])
+
+    def step_with_a_visitor() -> Any:
+        if not refused:
+            visitor = threading.Thread(target=call_all)
+            visitor.start()
+            visitor.join()
+            aborted.extend(llm.abort([other]))
+            assert len(llm.generate([6], PARAMS).generated_tokens) > 0  # of the same thread
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", step_with_a_visitor)
+        mine = llm.generate([3], PARAMS)
+    assert mine.prompt_tokens.tolist() == [3]
+    assert refused == ["generate", "submit", "collect"]
+    assert [group.group_id for group in aborted] == [other]
+    later = threading.Thread(target=lambda: refused.append(llm.generate([5], PARAMS).status.name))
+    later.start()
+    later.join()
+    assert refused[-1] == "COMPLETED"
+
+
 def test_collect_returns_after_its_timeout_with_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
