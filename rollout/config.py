@@ -262,6 +262,9 @@ class InferenceConfig:
             raise ConfigError(
                 f"schedule_conservativeness={self.schedule_conservativeness} must be 0 or more"
             )
+        # By its name: a config is made without torch.
+        if str(type(self.device)) == "<class 'torch.device'>":
+            object.__setattr__(self, "device", str(self.device))
         if not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
         _check_choice("dtype", self.dtype, DTYPES)

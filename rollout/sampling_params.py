@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from rollout.errors import InvalidRequestError
@@ -16,6 +18,7 @@ LOGPROBS_MODES = ("raw", "temperature", "processed")
 MIN_TEMPERATURE = 1e-5
 # Far above any vocabulary, and what all arrays of it can hold.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
+_MAX_INT64 = 2**63 - 1  # what fleets can send
 _MAX_BIAS = 100.0
 _MAX_STOP_TOKEN_IDS = 1024  # each drawn token is looked up among them
 _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
@@ -129,12 +132,12 @@ class SamplingParams:
         self._check_float("presence_penalty", -2.0, 2.0)
         self._check_float("frequency_penalty", -2.0, 2.0)
         self._check_int("top_k", 0, _MAX_TOP_K)
-        self._check_int("top_n_logprobs", 0)
-        self._check_int("streaming_interval", 1)
+        self._check_int("top_n_logprobs", 0, _MAX_INT64)
+        self._check_int("streaming_interval", 1, _MAX_INT64)
         self._check_int("min_tokens", 0, _MAX_TOKEN_ID)
-        self._check_int("num_tokens_to_generate", 1, optional=True)
-        self._check_int("num_tokens_total", 1, optional=True)
-        self._check_int("termination_id", -1, optional=True)
+        self._check_int("num_tokens_to_generate", 1, _MAX_INT64, optional=True)
+        self._check_int("num_tokens_total", 1, _MAX_INT64, optional=True)
+        self._check_int("termination_id", -1, _MAX_INT64, optional=True)
         # The widest integers msgpack can carry.
         self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
         for name in _SWITCHES:
@@ -202,6 +205,9 @@ class SamplingParams:
     def _check_float(self, name: str, low: float, high: float) -> None:
         """Raise InvalidRequestError unless `name` is a finite number in [low, high]."""
         value = getattr(self, name)
+        if isinstance(value, Real) and not isinstance(value, int | float):  # of numpy
+            value = float(value)
+            object.__setattr__(self, name, value)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not low <= value <= high:
             interval = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and >= {low:g}"
@@ -214,9 +220,12 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
+        if isinstance(value, Integral) and not isinstance(value, int):  # of numpy
+            value = operator.index(value)
+            object.__setattr__(self, name, value)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if not is_int or value < low or (high is not None and value > high):
-            interval = f">= {low}" if high is None else f"in [{low}, {high}]"
+            interval = f"in [{low}, {high}]" if high != _MAX_INT64 else f">= {low} and <= {high}"
             suffix = ", or None" if optional else ""
             raise InvalidRequestError(f"{name}={value!r} must be an integer {interval}{suffix}")
 

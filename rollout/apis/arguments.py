@@ -63,14 +63,26 @@ def _per_sample(
 ) -> list[list[SamplingParams]]:
     """For each prompt its n samples' parameters, each with a seed of its own if one was given.
 
-    Raises InvalidRequestError if a list does not have one entry per prompt.
+    Raises InvalidRequestError unless these are SamplingParams, one for all or for each prompt, and
+    `n` is an integer of at least 1.
     """
-    if n < 1:
-        raise InvalidRequestError(f"n={n} must be at least 1")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InvalidRequestError(f"n={n!r} must be an integer of at least 1")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         each = [sampling_params or SamplingParams()] * num_prompts
     else:
-        each = list(sampling_params)
+        is_list = isinstance(sampling_params, Iterable) and not isinstance(
+            sampling_params, str | Mapping
+        )
+        given: Any = sampling_params
+        each = list(given) if is_list else [given]
+        for params in each:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError(
+                    f"sampling_params={sampling_params!r:.200} must be SamplingParams, one for all "
+                    "prompts or a list with one for each: SamplingParams(temperature=0), not a "
+                    "dictionary"
+                )
         if len(each) != num_prompts:
             raise InvalidRequestError(
                 f"{len(each)} sampling_params for {num_prompts} prompts; give one for each, or one "
@@ -89,6 +101,11 @@ def config_with(
 
     `more_names`: other keywords that the user may have meant by an unknown one.
     """
+    if not isinstance(config, InferenceConfig | None):
+        raise ConfigError(
+            f"inference_config={config!r:.200} must be an InferenceConfig; fields of a dictionary "
+            "may be given as keywords, **fields"
+        )
     known = [field.name for field in dataclasses.fields(InferenceConfig)]
     for name, value in fields.items():
         if name in CONFIG_HINTS:

@@ -22,6 +22,7 @@ from rollout.text import Tokenizer
 
 Prompt = str | Sequence[int]
 Group = tuple[Prompt, Sequence[SamplingParams]]
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1  # what a fleet can send
 StopWordIds = tuple[tuple[int, ...], ...]
 
 
@@ -92,8 +93,10 @@ class InputProcessor:
         Raises InvalidRequestError if any request is malformed or an id is `in_use`; then no id and
         no seed is given out.
         """
-        if not isinstance(priority, int):
-            raise InvalidRequestError(f"priority={priority!r} must be an integer")
+        if not isinstance(priority, int) or not _MIN_INT64 <= priority <= _MAX_INT64:
+            raise InvalidRequestError(
+                f"priority={priority!r} must be an integer in [{_MIN_INT64}, {_MAX_INT64}]"
+            )
         checked = [self._checked_group(prompt, params_list) for prompt, params_list in groups]
         num_samples = sum(len(params_list) for _, params_list in groups)
         ids = iter(self._checked_ids(num_samples, request_ids, in_use))
@@ -238,6 +241,10 @@ class InputProcessor:
         for request_id in ids:
             if isinstance(request_id, bool) or not isinstance(request_id, int):
                 raise InvalidRequestError(f"request_ids={ids} must be integers")
+            if not _MIN_INT64 <= request_id <= _MAX_INT64:
+                raise InvalidRequestError(
+                    f"request id {request_id} must be in [{_MIN_INT64}, {_MAX_INT64}]"
+                )
         if len(ids) != count or len(set(ids)) != count:
             raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")
         for request_id in ids:

@@ -177,6 +177,8 @@ class DynamicInferenceRequestRecord:
         the first segment that knows them. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
+        if not self.requests:
+            raise EngineStateError("an empty record has nothing to merge; begin with from_request")
         first, last = self.requests[0], self.current
         prefilled = segment_of_prompt(self.requests)
         num_chunk_tokens = min(last.finished_chunk_token_count, len(first.prompt_tokens))
@@ -223,6 +225,11 @@ class DynamicInferenceRequestRecord:
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
         """Return the record that `serialize` wrote. Raises ProtocolError if it is not one."""
+        if not isinstance(obj, Mapping):
+            raise ProtocolError(
+                f"not an encoded record but a {type(obj).__name__}; pass the dictionary that "
+                "serialize returned"
+            )
         if obj.keys() != {"requests", "latency"}:
             raise ProtocolError(f"not an encoded record: it has the keys {sorted(obj)}")
         encoded = [*obj["requests"]]

@@ -116,6 +116,12 @@ class HostCopies:
 
 
 HOST_COPIES = HostCopies()
+_REMEDY = "pass the module, module.named_parameters() or a mapping of names to tensors"
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise WeightUpdateError(f"the name {name!r:.200} of a weight must be a string; {_REMEDY}")
 
 
 def by_name(named_tensors: NamedTensors, holder: Holder = HOST_COPIES) -> dict[str, Tensor]:
@@ -129,7 +135,11 @@ def by_name(named_tensors: NamedTensors, holder: Holder = HOST_COPIES) -> dict[s
     if isinstance(named_tensors, LoraAdapter):
         return dict(named_tensors.tensors)
     if isinstance(named_tensors, Mapping):
+        for name in named_tensors:
+            _require_name(name)
         return dict(named_tensors)
+    if isinstance(named_tensors, str | Tensor) or not isinstance(named_tensors, Iterable):
+        raise WeightUpdateError(f"named_tensors is a {type(named_tensors).__name__}; {_REMEDY}")
     is_read_once = isinstance(named_tensors, Iterator)
     copies = is_read_once and not (isinstance(named_tensors, WeightStream) and named_tensors.lasts)
     source: dict[str, Tensor] = {}
@@ -214,6 +224,11 @@ class _BlamedPairs(Iterator[tuple[str, Tensor]]):
             pair = next(self._pairs, None)
         if pair is None:
             raise StopIteration
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise WeightUpdateError(
+                f"named_tensors yields a {type(pair).__name__}, not (name, tensor); {_REMEDY}"
+            )
+        _require_name(pair[0])
         self._last = repr(pair[0])
         return pair
 
