@@ -18,7 +18,7 @@ LOGPROBS_MODES = ("raw", "temperature", "processed")
 MIN_TEMPERATURE = 1e-5
 # Far above any vocabulary, and what all arrays of it can hold.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
-_MAX_INT64 = 2**63 - 1  # what fleets can send
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # what a fleet can send
 _MAX_BIAS = 100.0
 _MAX_STOP_TOKEN_IDS = 1024  # each drawn token is looked up among them
 _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
@@ -132,14 +132,14 @@ class SamplingParams:
         self._check_float("presence_penalty", -2.0, 2.0)
         self._check_float("frequency_penalty", -2.0, 2.0)
         self._check_int("top_k", 0, _MAX_TOP_K)
-        self._check_int("top_n_logprobs", 0, _MAX_INT64)
-        self._check_int("streaming_interval", 1, _MAX_INT64)
+        self._check_int("top_n_logprobs", 0, MAX_INT64)
+        self._check_int("streaming_interval", 1, MAX_INT64)
         self._check_int("min_tokens", 0, _MAX_TOKEN_ID)
-        self._check_int("num_tokens_to_generate", 1, _MAX_INT64, optional=True)
-        self._check_int("num_tokens_total", 1, _MAX_INT64, optional=True)
-        self._check_int("termination_id", -1, _MAX_INT64, optional=True)
+        self._check_int("num_tokens_to_generate", 1, MAX_INT64, optional=True)
+        self._check_int("num_tokens_total", 1, MAX_INT64, optional=True)
+        self._check_int("termination_id", -1, MAX_INT64, optional=True)
         # The widest integers msgpack can carry.
-        self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
+        self._check_int("seed", MIN_INT64, 2**64 - 1, optional=True)
         for name in _SWITCHES:
             self._check_bool(name)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
@@ -213,9 +213,7 @@ class SamplingParams:
             interval = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and >= {low:g}"
             raise InvalidRequestError(f"{name}={value!r} must be {interval}")
 
-    def _check_int(
-        self, name: str, low: int, high: int | None = None, *, optional: bool = False
-    ) -> None:
+    def _check_int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         """Raise InvalidRequestError unless `name` is an integer in range, or a legal None."""
         value = getattr(self, name)
         if value is None and optional:
@@ -224,8 +222,8 @@ class SamplingParams:
             value = operator.index(value)
             object.__setattr__(self, name, value)
         is_int = isinstance(value, int) and not isinstance(value, bool)
-        if not is_int or value < low or (high is not None and value > high):
-            interval = f"in [{low}, {high}]" if high != _MAX_INT64 else f">= {low} and <= {high}"
+        if not is_int or not low <= value <= high:
+            interval = f">= {low} and <= {high}" if high == MAX_INT64 else f"in [{low}, {high}]"
             suffix = ", or None" if optional else ""
             raise InvalidRequestError(f"{name}={value!r} must be an integer {interval}{suffix}")
 

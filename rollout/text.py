@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rollout.errors import ConfigError
+from rollout.json_files import object_if_there
 
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
@@ -193,28 +193,15 @@ def complete_length(text: str) -> int:
 
 def _special_id(root: Path, tokenizer: Any, name: str) -> int | None:
     """Return the id of special token `name` ("eos_token", "bos_token") of a model directory."""
-    token = _read_json(root / "tokenizer_config.json").get(name)
+    token = object_if_there(root / "tokenizer_config.json").get(name)
     if isinstance(token, dict):
         token = token.get("content")
     if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
         return int(token_id)
     for file_name in ("generation_config.json", "config.json"):
-        token_id = _read_json(root / file_name).get(f"{name}_id")
+        token_id = object_if_there(root / file_name).get(f"{name}_id")
         if isinstance(token_id, list):
             token_id = token_id[0] if token_id else None
         if token_id is not None:
             return int(token_id)
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in `path`, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content

@@ -14,7 +14,7 @@ from rollout.generated_text import StopStrings
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import VLMInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import MAX_INT64, MIN_INT64, SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.seeds import mix_seed
@@ -22,7 +22,6 @@ from rollout.text import Tokenizer
 
 Prompt = str | Sequence[int]
 Group = tuple[Prompt, Sequence[SamplingParams]]
-_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1  # what a fleet can send
 StopWordIds = tuple[tuple[int, ...], ...]
 
 
@@ -93,9 +92,9 @@ class InputProcessor:
         Raises InvalidRequestError if any request is malformed or an id is `in_use`; then no id and
         no seed is given out.
         """
-        if not isinstance(priority, int) or not _MIN_INT64 <= priority <= _MAX_INT64:
+        if not isinstance(priority, int) or not MIN_INT64 <= priority <= MAX_INT64:
             raise InvalidRequestError(
-                f"priority={priority!r} must be an integer in [{_MIN_INT64}, {_MAX_INT64}]"
+                f"priority={priority!r} must be an integer in [{MIN_INT64}, {MAX_INT64}]"
             )
         checked = [self._checked_group(prompt, params_list) for prompt, params_list in groups]
         num_samples = sum(len(params_list) for _, params_list in groups)
@@ -241,9 +240,9 @@ class InputProcessor:
         for request_id in ids:
             if isinstance(request_id, bool) or not isinstance(request_id, int):
                 raise InvalidRequestError(f"request_ids={ids} must be integers")
-            if not _MIN_INT64 <= request_id <= _MAX_INT64:
+            if not MIN_INT64 <= request_id <= MAX_INT64:
                 raise InvalidRequestError(
-                    f"request id {request_id} must be in [{_MIN_INT64}, {_MAX_INT64}]"
+                    f"request id {request_id} must be in [{MIN_INT64}, {MAX_INT64}]"
                 )
         if len(ids) != count or len(set(ids)) != count:
             raise InvalidRequestError(f"request_ids={ids} must be {count} different ids")

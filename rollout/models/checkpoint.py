@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import ModelError
+from rollout.json_files import read_object
 from rollout.models.spec import end_ids_of, union_of_ids
 
 CONFIG_FILE = "config.json"
@@ -158,13 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object. Raises ModelError naming the file."""
     if not path.is_file():
         raise ModelError(f"{path} is missing; expected a Hugging Face model directory")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return read_object(path, ModelError)
 
 
 def _broken(path: Path, error: Exception) -> ModelError:

@@ -65,7 +65,7 @@ def open_model(
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
-        model = CausalLM(spec_of(source, dtype).local(rank, size), device)
+        model = CausalLM(_with_dtype(source, dtype).local(rank, size), device)
         return model, partial(model.randomize, seed)
     if isinstance(source, CausalLM) and _is_as_wanted(source, dtype, device, Shard(rank, size)):
         return source, None

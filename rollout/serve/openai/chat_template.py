@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollout.errors import ConfigError
+from rollout.json_files import object_if_there
 from rollout.serve.errors import ApiError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -72,7 +73,7 @@ def load_template(directory: str | None, given: str | None) -> ChatTemplate | No
     source = given
     if directory is not None:
         root = Path(directory)
-        config = _read_json(root / "tokenizer_config.json")
+        config = object_if_there(root / "tokenizer_config.json")
         if source is None and (root / "chat_template.jinja").is_file():
             source = (root / "chat_template.jinja").read_text(encoding="utf-8")
         elif source is None:
@@ -89,13 +90,6 @@ def load_template(directory: str | None, given: str | None) -> ChatTemplate | No
         raise ConfigError(f"the chat template cannot be read: {fault}") from fault
     tokens = {name: _text_of(config.get(name)) for name in _SPECIAL_TOKENS}
     return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
 
 
 def _template_in(entry: Any) -> str | None:
