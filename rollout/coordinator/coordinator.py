@@ -100,6 +100,7 @@ class DataParallelInferenceCoordinator:
         self._parent_pid: int | None = None
         self._stop_reason: str | None = None
         self._is_serving, self._has_ended, self._awake_at = False, False, math.inf
+        self._unreached: Outgoing = []
         with contextlib.ExitStack() as undo:
             self._waker = Waker()
             undo.callback(self._waker.close)
@@ -227,10 +228,22 @@ class DataParallelInferenceCoordinator:
 
     def _turn(self) -> None:
         """Handle the frames that have arrived and the timers that are due; send the results."""
-        now = self._now()
         self._router.flush()
+        self._hear()
+        now = self._now()
+        self._send(self._core.tick(now), now)
+        while self._unreached:
+            # Who cannot be reached may have said goodbye before, which has arrived by now.
+            unreached, self._unreached = self._unreached, []
+            self._hear()
+            now = self._now()
+            for identity, message in unreached:
+                self._send(self._core.undelivered(identity, message, None, now), now)
+
+    def _hear(self) -> None:
+        """Handle frames that have arrived, and send the results."""
+        now = self._now()
         outgoing: Outgoing = []
-        # Also if a timer woke this turn: an unreachable engine may have said goodbye before.
         for identity, frame in self._router.receive(_BATCH):
             # A new time for each frame: a lease at its sender began no later than now.
             now = self._now()
@@ -239,11 +252,11 @@ class DataParallelInferenceCoordinator:
                 self._send(outgoing, now)
                 outgoing = []
         self._send(outgoing, now)
-        self._send(self._core.tick(now), now)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        """Send each peer its messages, small ones together. The core is told of those that fail,
-        and may send others instead."""
+        """Send each peer its messages, small ones together. The core is told at once of those that
+        no frame can carry, and may send others instead. Those that reach nobody are kept for the
+        end of the turn."""
         while outgoing:
             by_peer: dict[bytes, list[Message]] = {}
             for identity, message in outgoing:
@@ -251,7 +264,11 @@ class DataParallelInferenceCoordinator:
             outgoing = []
             for identity, messages in by_peer.items():
                 for message, fault in self._send_to(identity, messages):
-                    if not self._has_ended:  # a peer that has gone needs no goodbye
+                    if self._has_ended:  # a peer that has gone needs no goodbye
+                        continue
+                    if fault is None:
+                        self._unreached.append((identity, message))
+                    else:
                         outgoing += self._core.undelivered(identity, message, fault, now)
 
     def _send_to(

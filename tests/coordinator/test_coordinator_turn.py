@@ -14,7 +14,7 @@ from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.key_gate import Refusals
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
-from rollout.coordinator.protocol.messages import Connect, Message
+from rollout.coordinator.protocol.messages import Connect, Disconnect, Message
 from tests.coordinator.fake_engine import FakeEngine
 
 ENGINES = [FakeEngine(b"engine%d" % number, bytes([number]) * 16) for number in range(3)]
@@ -134,4 +134,28 @@ def test_peers_that_have_gone_before_the_end_are_no_alarm(
 
     run_one_turn(monkeypatch, socket, all_leave)
     assert [identity for identity, _ in socket.sent] == [engine.identity for engine in ENGINES]
+    assert not caplog.records
+
+
+def test_an_engine_that_says_goodbye_while_it_is_sent_something_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its goodbye arrives before the connection ends, but perhaps after the turn has received."""
+
+    class Leaving(ScriptedSocket):
+        def send(self, identity: bytes, *arguments: Any, **options: Any) -> bool:
+            if not self.sent:
+                self.incoming.append((identity, Disconnect(reason="the engine stops")))
+                self.reaches_anybody = False
+            return super().send(identity, *arguments, **options)
+
+    socket = Leaving([(ENGINES[0].identity, ENGINES[0].registration())])
+    lost: list[tuple[int, int]] = []
+
+    def count(coordinator: DataParallelInferenceCoordinator) -> None:
+        counters = coordinator.counters
+        lost.append((counters.num_engines_lost, counters.num_undelivered))
+
+    run_one_turn(monkeypatch, socket, count)
+    assert lost == [(1, 1)]
     assert not caplog.records
