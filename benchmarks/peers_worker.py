@@ -98,7 +98,7 @@ def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
 def cpu_seconds() -> float:
     """CPU seconds of all threads of this process and of its descendants, ended ones included."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    running = sum(_process_seconds(pid) for pid in _descendants(os.getpid()))
+    running = sum(process_seconds(pid) for pid in _descendants(os.getpid()))
     return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
@@ -119,7 +119,7 @@ def _descendants(ancestor: int) -> list[int]:
     return found
 
 
-def _process_seconds(pid: int) -> float:
+def process_seconds(pid: int) -> float:
     """Of a running process; its clock has the number that clock_getcpuclockid(3) computes."""
     try:
         return time.clock_gettime((~pid << 3) | 2)

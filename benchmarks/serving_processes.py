@@ -15,11 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.one_thread import thread_environment
-from benchmarks.peers_worker import KV_CACHE_GIB
+from benchmarks.peers_worker import KV_CACHE_GIB, process_seconds
 from rollout import InferenceConfig
 
 START_S = 900.0
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _VLLM_PORT = 8731
 
 
@@ -81,9 +80,7 @@ class ServerProcess:
         for pid in _with_children(self._process.pid):
             with suppress(OSError):  # it has ended
                 name = _name_of(pid, self._process.pid)
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                seconds = (int(fields[11]) + int(fields[12])) * _TICK_S
-                found[name] = found.get(name, 0.0) + seconds
+                found[name] = found.get(name, 0.0) + process_seconds(pid)
         return found
 
 
