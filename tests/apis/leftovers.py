@@ -105,12 +105,17 @@ def _environment(pid: int) -> list[str]:
 
 
 def _open_files(pid: int) -> list[str]:
-    """Names of files; one that is closed meanwhile, as that of this listing, is passed over."""
+    """Names of files; one that is closed meanwhile, as that of this listing, is passed over.
+
+    Memory files with their inodes: those of other fleets on the machine have the same names.
+    """
     folder, links = Path(f"/proc/{pid}/fd"), []
     with suppress(OSError):  # the process has just ended
         for name in os.listdir(folder):
             with suppress(OSError):
-                links.append(os.readlink(folder / name))
+                link = os.readlink(folder / name)
+                is_memory = link.startswith("/memfd:")
+                links.append(f"{link} {os.stat(folder / name).st_ino}" if is_memory else link)
     return links
 
 

@@ -43,7 +43,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     folder.mkdir()
     directory(), weights()
     shm_before = shared_memory()
-    inherited_ports = census(mark, os.getpid()).ports  # what other tests have left open here
+    inherited = census(mark, os.getpid())  # what other tests have left open here
     ours, theirs = _PROCESSES.Pipe()
     process = _PROCESSES.Process(target=_user, args=(end, theirs, mark, folder, log))
     start = time.monotonic()
@@ -54,11 +54,12 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
         socket = Path(ours.recv().removeprefix("ipc://"))
         started_s = time.monotonic() - start
         alive = census(mark, process.pid or 0)
-        assert alive.ports <= inherited_ports, "nobody but this user could find the fleet"
+        memory_files = alive.memory_files - inherited.memory_files
+        assert alive.ports <= inherited.ports, "nobody but this user could find the fleet"
         assert socket.parent.stat().st_mode & 0o777 == 0o700
         assert socket.is_socket()
         assert len(alive.pids) >= 3, "the user's, the coordinator's and the engine's"
-        assert len(alive.memory_files) == 1, "of the last weights"
+        assert len(memory_files) == 1, "of the last weights"
         ours.send("end")
         if end in SIGNALS:
             # Ctrl-C goes to all that a terminal has in the foreground.
@@ -72,7 +73,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
         process.kill()
         process.join()
     assert not socket.exists()
-    assert not holders(alive.memory_files)
+    assert not holders(memory_files)
     assert not unused(shared_memory() - shm_before)
     assert os.listdir(folder) == []
     # A busy machine may stop any process for a while, which its log may say.
@@ -82,7 +83,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     assert not said or end in SIGNALS, "a regular end is silent"
     print(
         f"\n{end}: {len(alive.pids)} processes, "
-        f"{len(alive.memory_files)} memory file; started in {started_s:.1f} s, all gone "
+        f"{len(memory_files)} memory file; started in {started_s:.1f} s, all gone "
         f"{gone_s:.2f} s after their parent"
     )
 
