@@ -19,10 +19,10 @@ MACHINE: dict[str, str | int] = {"cpu": "this one"}
 class PackedProduct(Product):
     """Keeps a clone as its packed copy, and multiplies with that."""
 
-    packs = True
-
-    def __init__(self, name: str, *, kind: str | None = None, unpacks: bool = True) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, *, kind: str | None = None, layout: str | None = None, unpacks: bool = True
+    ) -> None:
+        self.name, self.layout = name, layout or name
         self.kind = name if kind is None else kind
         self.unpacks, self.is_fused = unpacks, self.kind == "native"
 

@@ -24,12 +24,14 @@ from rollout.backends.products.choice import (
     ONE_BY_ONE,
     FusedPass,
     Measured,
+    Times,
     choose,
     choose_pass,
 )
 from tests.backends.fake_products import (
     PRODUCTS,
     FakeStopwatch,
+    PackedProduct,
     names_at,
     products_chosen,
     selection,
@@ -125,6 +127,25 @@ def test_a_pass_is_left_for_the_numbers_of_rows_where_that_is_faster() -> None:
     assert at == ["native-a", "native-a", ONE_BY_ONE, ONE_BY_ONE]
     choice = choose(weight, PRODUCTS, of_pass)
     assert names_at(1, 32, 33, 5000, products=choice.products) == ["native-a"] * 2 + ["plain"] * 2
+
+
+def test_products_that_share_a_packed_copy_take_turns_in_a_pass() -> None:
+    """As vectors for few rows and a matrix unit for many."""
+    wide = PackedProduct("native-wide", kind="native", layout="native-a")
+    candidates = [*PRODUCTS, wide]
+
+    def work(name: str, rows: int) -> float:
+        return {"native-a": 10.0 * rows, "native-wide": 30.0 + rows}.get(name, 1000.0 * rows)
+
+    weight = {
+        product.name: Times(call=1.0, work=tuple((work(product.name, n),) * 2 for n in BUCKETS))
+        for product in candidates
+    }
+    of_pass = choose_pass(pass_of(weight=4), {"weight": weight}, candidates)
+    at = names_at(1, 2, 8, 5000, products=of_pass.products)
+    assert at == ["native-a", "native-a", "native-wide", "native-wide"]
+    assert choose(weight, candidates, of_pass).products == of_pass.products
+    assert choose(weight, candidates).products == of_pass.products
 
 
 def test_where_a_pass_is_left_altogether_each_weight_has_its_own_copy() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,11 +14,11 @@ from rollout.backends.native.kernels import Kernels
 from rollout.backends.native.library import load_library
 from rollout.backends.ops.cpu import CpuOps
 from rollout.backends.products.cache import TimesCache
-from rollout.backends.products.candidates import LinearHandle, available_products
+from rollout.backends.products.candidates import BUCKETS, LinearHandle, available_products
 from rollout.backends.products.selection import ProductSelection
 from tests.contracts.implementations import tuned_handle
 
-PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512")
+PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512", "native-amx")
 
 all_products = pytest.mark.parametrize("name", PRODUCTS)
 
@@ -108,7 +110,7 @@ def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtyp
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["native-256", "native-512"])
+@pytest.mark.parametrize("name", ["native-256", "native-512", "native-amx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
     name: str, dtype: torch.dtype
@@ -117,8 +119,45 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
     handle = tuned_handle(ops, weight, randn(300, seed=1).to(dtype))
     x = randn(400, 96, seed=2).to(dtype)
     together = ops.linear(x, handle)
+    if name == "native-amx" and dtype == torch.float32:
+        assert handle.packed is None, "it is for bfloat16 alone"
+        return
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25, 64, 333):
         assert torch.equal(ops.linear(x[:num_rows], handle), together[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("name", ["native-256", "native-512", "native-amx"])
+@given(
+    num_rows=st.sampled_from([0, 1, 15, 16, 17, 32, 33, 513]),
+    has_bias=st.booleans(),
+    num_inputs=st.sampled_from([1, 31, 32, 33, 64, 95, 160, 257]),
+    num_outputs=st.sampled_from([1, 15, 31, 32, 33, 300]),
+)
+def test_bfloat16_is_multiplied_exactly_and_rounded_once(
+    name: str, num_rows: int, has_bias: bool, num_inputs: int, num_outputs: int
+) -> None:
+    """Apart from the rounding of sums in float32: half a unit of bfloat16's last place."""
+    ops = ops_with(name)
+    weight, bias = randn(num_outputs, num_inputs).bfloat16(), randn(num_outputs, seed=1).bfloat16()
+    x = randn(num_rows, num_inputs, seed=2).bfloat16()
+    handle = tuned_handle(ops, weight, bias if has_bias else None)
+    assert handle.packed is not None
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+    result = ops.linear(x, handle).double()
+    torch.testing.assert_close(result, expected, rtol=2**-8, atol=1e-4)
+
+
+def test_amx_rounds_x_to_nearest_even_and_keeps_what_is_no_number() -> None:
+    """2^-10 is lost beside 1; a tie goes to the even neighbour."""
+    ops = ops_with("native-amx")
+    handle = tuned_handle(ops, torch.tensor([[1.0, 1.0]]).bfloat16())
+    x = torch.tensor(
+        [[1 + 2**-10, -1], [1 + 3 * 2**-8, -1], [1 + 2**-8, -1], [float("nan"), 0], [1e38, 1e38]]
+    )
+    values = ops.linear(x, handle).flatten().tolist()
+    assert values[:3] == [0.0, 2**-6, 0.0]
+    assert math.isnan(values[3])
+    assert values[4] == pytest.approx(2e38, rel=0.01)
 
 
 @all_products
@@ -137,6 +176,30 @@ def test_it_is_the_same_on_several_threads(name: str) -> None:
 # ---- weights packed in their own memory
 
 native_products = pytest.mark.parametrize("name", ["native-256", "native-512"])
+
+
+def test_products_of_one_layout_share_the_packed_weight() -> None:
+    """As where AMX serves many rows, and vectors serve a few."""
+    ops, weight = ops_with("native-amx"), randn(96, 64).bfloat16()
+    amx, vectors = (
+        next(p for p in available_products(Kernels(load_library())) if p.name == name)
+        for name in ("native-amx", "native-512")
+    )
+    address = weight.data_ptr()
+    handle = ops.prepare_linear(weight, may_repack=True)
+    handle.use([vectors if rows <= 4 else amx for rows in BUCKETS])
+    assert handle.is_repacked
+    packed = handle.packed
+    handle.use([amx] * len(BUCKETS))
+    assert handle.packed is packed, "not packed again"
+    assert packed.address(0) == address
+    for num_rows in (1, 40):
+        x = randn(num_rows, 64, seed=1).bfloat16()
+        expected = x.double() @ packed.read(0, 96).double().T
+        result = ops.linear(x, handle).double()
+        torch.testing.assert_close(result, expected, rtol=2**-8, atol=1e-4)
+
+
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 

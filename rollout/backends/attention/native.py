@@ -21,12 +21,11 @@ from torch import Tensor
 from rollout.backends.attention.torch_sdpa import TorchPlan, TorchSdpaAttention
 from rollout.backends.base import Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
-from rollout.backends.native.kernels import AttentionArgs, Kernels
+from rollout.backends.native.kernels import TYPES, AttentionArgs, Kernels
 
 MAX_HEAD_DIM = 576
 MAX_GROUP = 240  # query heads per KV head
 _MIN_KV_BYTES_PER_THREAD = 1 << 20  # read in 50 us, which is what a second thread costs
-CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of paged_cache.h
 
 
 class NativePlan(TorchPlan):
@@ -130,7 +129,7 @@ def set_tensors(
     args.block_stride = cache.stride(0)
     args.tokens, args.heads, args.dim = q_THD.shape
     args.kv_heads, args.planes = k_TGD.shape[1], cache.shape[2]
-    args.token_type, args.cache_type = CACHE_TYPES[q_THD.dtype], CACHE_TYPES[cache.dtype]
+    args.token_type, args.cache_type = TYPES[q_THD.dtype], TYPES[cache.dtype]
 
 
 def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | None) -> None:
@@ -144,8 +143,8 @@ def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) ->
     """Heads of a multiple of 16, with gaps at most between tokens."""
     head_dim = cache.shape[-1]
     return (
-        cache.dtype in CACHE_TYPES
-        and q_THD.dtype in CACHE_TYPES
+        cache.dtype in TYPES
+        and q_THD.dtype in TYPES
         and q_THD.dtype == k_TGD.dtype == v_TGD.dtype
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM

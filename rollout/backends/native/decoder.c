@@ -61,6 +61,7 @@ struct pass {
     float *squares;                     /* [tokens, 2], in a group: the sums of q and of k */
     char *scratch;                      /* [threads, prefill_scratch_bytes()] */
     int64_t num_kept, rows, decode_rows, threads;
+    int64_t uses_amx;                   /* in all products, as in struct linear */
     struct attention attention;         /* of float32 tokens; without out, q, k, v, strides and cache */
 };
 
@@ -116,9 +117,13 @@ static void embed(const struct decoder *d, const struct pass *p, struct thread t
     add_up(d, t, p->residual, tokens * d->hidden);
 }
 
-static void multiply(const struct decoder *d, struct thread t, const struct weight *w, float *y,
+static void multiply(const struct decoder *d, const struct pass *p, struct thread t, const struct weight *w, float *y,
                      const float *x, int64_t tokens, int64_t inputs, int accumulate) {
-    struct linear a = {y, x, w->packed, w->bias, tokens, inputs, w->outputs, inputs, d->lanes, d->is_bfloat16, accumulate};
+    const struct linear a = {
+        .y = y, .x = x, .w = w->packed, .bias = w->bias, .tokens = tokens, .inputs = inputs, .outputs = w->outputs,
+        .x_stride = inputs, .lanes = d->lanes, .is_bfloat16 = d->is_bfloat16, .uses_amx = p->uses_amx,
+        .accumulate = accumulate,
+    };
     int64_t panels = (w->outputs + 2 * d->lanes - 1) / (2 * d->lanes);
     linear(&a, first_of(t, panels), end_of(t, panels));
     barrier(t);
@@ -237,13 +242,13 @@ static void feed_forward(const struct decoder *d, const struct pass *p, struct t
     const float *x = norm(d, t, p->normed, residual, weight, tokens);
     for (int64_t start = 0; start < tokens; start += most) {
         const int64_t count = tokens - start < most ? tokens - start : most;
-        multiply(d, t, &layer->gate_up, gate_up, x + start * d->hidden, count, d->hidden, 0);
+        multiply(d, p, t, &layer->gate_up, gate_up, x + start * d->hidden, count, d->hidden, 0);
         for (int64_t i = first_of(t, count); i < end_of(t, count); i++) {
             if (d->is_gelu) gelu_mul_row(active + i * size, gate_up + 2 * i * size, size);
             else silu_mul_row(active + i * size, gate_up + 2 * i * size, size);
         }
         barrier(t);
-        multiply(d, t, &layer->down, target + start * d->hidden, active, count, size, is_direct || layer->is_parallel);
+        multiply(d, p, t, &layer->down, target + start * d->hidden, active, count, size, is_direct || layer->is_parallel);
     }
     if (!is_direct) add_branch(d, p, t, layer->mlp_after, residual, tokens);
 }
@@ -263,7 +268,7 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
         a.cache = layer->cache, a.window = layer->window, a.sinks = layer->sinks;
         a.scale = layer->scale, a.softcap = layer->softcap;
         const float *x = norm(d, t, p->normed, residual, layer->attention_norm, tokens);
-        multiply(d, t, &layer->qkv, p->fused, x, tokens, d->hidden, 0);
+        multiply(d, p, t, &layer->qkv, p->fused, x, tokens, d->hidden, 0);
         if (layer->has_whole_norms && d->add_up) sum_squares(d, p, t, &a);
         enter_cache(d, p, t, layer, &a);
         attend(p, t, &a);
@@ -273,7 +278,7 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
             barrier(t);
             context = p->fused, residual = p->out, tokens = p->num_kept;
         }
-        multiply(d, t, &layer->output, is_direct ? residual : p->added, context, tokens, heads_size, is_direct);
+        multiply(d, p, t, &layer->output, is_direct ? residual : p->added, context, tokens, heads_size, is_direct);
         if (!is_direct && !layer->is_parallel) add_branch(d, p, t, layer->attention_after, residual, tokens);
         feed_forward(d, p, t, layer, residual, tokens);
     }

@@ -7,7 +7,7 @@ Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, Array, addressof, c_int64, c_void_p, cast
 from itertools import accumulate, groupby
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.native import CACHE_TYPES, MAX_GROUP, MAX_HEAD_DIM
+from rollout.backends.attention.native import MAX_GROUP, MAX_HEAD_DIM
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts
 from rollout.backends.native.kernels import (
+    TYPES,
     AttentionArgs,
     DecoderArgs,
     Kernels,
@@ -76,7 +77,7 @@ class GroupSums:
 
 
 class NativeDecoder:
-    """Implements `FusedDecoder` for passes whose products are all the compiled one.
+    """Implements `FusedDecoder` for passes in which one compiled product serves all weights.
 
     The addresses of the weights and caches are collected once, and again when they have moved.
     """
@@ -104,7 +105,8 @@ class NativeDecoder:
         self._decoder = DecoderArgs()
         self._floats: list[Tensor] = []  # copies of norms and biases
         self._seen: Any = None
-        self._allowed, self._buckets = frozenset(range(len(BUCKETS))), frozenset[int]()
+        self._allowed = frozenset(range(len(BUCKETS)))
+        self._products: Mapping[int, NativeProduct] = {}  # of the buckets that run here
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
         """Final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
@@ -119,11 +121,13 @@ class NativeDecoder:
             self._collect(tables, batch.kv)
             self._seen = generation, addresses
         num_kept = batch.logit_indices_L.shape[0]
-        if not {bucket_of(batch.token_ids_T.shape[0]), bucket_of(num_kept)} <= self._buckets:
+        bucket = bucket_of(batch.token_ids_T.shape[0])
+        if not {bucket, bucket_of(num_kept)} <= self._products.keys():
             assert not self._deterministic, "the layers one by one would give other bits"
             return None
         out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
-        self._forward(out_LE, batch)
+        # The product of all tokens serves the kept ones as well.
+        self._forward(out_LE, batch, uses_amx=self._products[bucket].uses_amx)
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
@@ -135,7 +139,7 @@ class NativeDecoder:
         """Such as "for 1 to 64 rows; for others the layers run one by one, as ..."."""
         if not self.handles:
             return f"never: the compiled kernels need {_what_is_supported(self._parts)}"
-        _, buckets = self._product()
+        buckets = self._find_products().keys()
         if len(buckets) == len(BUCKETS):
             return "for any number of rows"
         others = "the layers run one by one, as other products were chosen for their weights"
@@ -143,28 +147,27 @@ class NativeDecoder:
             return f"never: {others}"
         return f"for {_rows_of(buckets)} rows; for others {others}"
 
-    def _product(self) -> tuple[NativeProduct | None, frozenset[int]]:
-        """The product that all weights are packed for, and the allowed buckets that it serves
-        alone.
+    def _find_products(self) -> dict[int, NativeProduct]:
+        """By bucket, of those allowed, the compiled product that serves all weights. A weight has
+        one packed copy: all these products share it.
         """
-        kinds = {handle.packing for handle in self.handles}
-        product = kinds.pop() if len(kinds) == 1 else None
-        if not isinstance(product, NativeProduct):
-            return None, frozenset()
-        return product, frozenset(
-            bucket
-            for bucket in self._allowed
-            if all(handle.products[bucket] is product for handle in self.handles)
-        )
+        products = {}
+        for bucket in self._allowed:
+            serving = {handle.products[bucket] for handle in self.handles}
+            product = serving.pop() if len(serving) == 1 else None
+            if isinstance(product, NativeProduct):
+                products[bucket] = product
+        return products
 
     def _collect(self, tables: Sequence[tuple[Tensor, Tensor]], caches: Sequence[Tensor]) -> None:
         """Find out which buckets the kernels can run, and where everything is."""
         parts = self._parts
-        product, self._buckets = self._product()
-        if not all(cache.dtype in CACHE_TYPES for cache in caches):
-            self._buckets = frozenset()
-        if product is None or not self._buckets:
+        self._products = self._find_products()
+        if not all(cache.dtype in TYPES for cache in caches):
+            self._products = {}
+        if not self._products:
             return
+        product, *_ = self._products.values()  # all of them share the packed copies
         self._floats = []
         for args, layer, cache in zip(self._layers, parts.layers, caches, strict=True):
             self._collect_layer(args, layer, tables)
@@ -228,7 +231,7 @@ class NativeDecoder:
             packed.panels_PKW.data_ptr(), self._float(handle.bias_N), packed.num_outputs
         )
 
-    def _forward(self, out_LE: Tensor, batch: ForwardBatch) -> None:
+    def _forward(self, out_LE: Tensor, batch: ForwardBatch, *, uses_amx: bool) -> None:
         parts, num_tokens, num_kept = self._parts, batch.token_ids_T.shape[0], out_LE.shape[0]
         num_rows, num_threads = batch.context_lens_R.shape[0], torch.get_num_threads()
         sizes = self._room_sizes(num_tokens, num_kept)
@@ -241,7 +244,7 @@ class NativeDecoder:
         args = PassArgs(
             *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
             *(batch.logit_indices_L.data_ptr(), *places, num_kept, num_rows),
-            *(batch.num_decode_rows, num_threads),
+            *(batch.num_decode_rows, num_threads, uses_amx),
             AttentionArgs(
                 slots=batch.slots_T.data_ptr(),
                 tables=tables_RM.data_ptr(),
@@ -255,8 +258,8 @@ class NativeDecoder:
                 kv_heads=parts.num_kv_heads,
                 dim=parts.head_dim,
                 planes=2,
-                token_type=CACHE_TYPES[torch.float32],
-                cache_type=CACHE_TYPES[cache.dtype],
+                token_type=TYPES[torch.float32],
+                cache_type=TYPES[cache.dtype],
             ),
         )
         if self._sums is None:
@@ -355,7 +358,7 @@ def _is_supported(parts: DecoderParts) -> bool:
     """Float32 or bfloat16, whole vectors, and heads that the attention kernels take."""
     hidden_size, intermediate_size = _hidden_size(parts), parts.layers[0].down.num_inputs
     return (
-        parts.embedding.dtype in CACHE_TYPES
+        parts.embedding.dtype in TYPES
         and parts.num_heads // parts.num_kv_heads <= MAX_GROUP
         and hidden_size % _LANES == 0
         and intermediate_size % _LANES == 0

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of vectors.h
+
 _CACHE_LINE = 64
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
@@ -25,12 +27,12 @@ _SIGNATURES = {
     "pack_weights": "ppiiiiii",
     "unpack_weights": "ppiiiiii",
     "exchange": "ppiip",
-    "rms_norm": "pppiiiif",
-    "add_rms_norm": "pppppiif",
-    "rotary": "ppppiiii",
+    "rms_norm": "pppiiiifii",
+    "add_rms_norm": "pppppiifii",
+    "rotary": "ppppiiiii",
     "silu_mul": "ppii",
-    "gelu_mul": "ppii",
-    "layer_norm": "pppiif",
+    "gelu_mul": "ppiii",
+    "layer_norm": "pppiifii",
     "write_tokens": "p",
     "attend_decode_part": "piiii",
     "attend_prefill_part": "ppiiii",
@@ -43,7 +45,10 @@ _SIGNATURES = {
     "prefill_scratch_bytes": "",
     "sampling_scratch_bytes": "i",
     "linear_max_lanes": "",
+    "amx_is_usable": "",
 }
+
+_RETURNS_NUMBER = ("_bytes", "_lanes", "_at_once", "_usable")  # how names of such functions end
 
 
 class AttentionArgs(ctypes.Structure):
@@ -112,7 +117,7 @@ class PassArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
         *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "added", "squares")),
         ("scratch", c_void_p),
-        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads")),
+        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads", "uses_amx")),
         ("attention", AttentionArgs),
     )
 
@@ -123,7 +128,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, c_int64) for name in ("lanes", "is_bfloat16", "accumulate")),
+        *((name, c_int64) for name in ("lanes", "is_bfloat16", "uses_amx", "accumulate")),
     )
 
 
@@ -168,7 +173,7 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in arguments]
-            function.restype = c_int64 if name.endswith(("_bytes", "_lanes", "_at_once")) else None
+            function.restype = c_int64 if name.endswith(_RETURNS_NUMBER) else None
             setattr(self, name, function)
         self.version = Path(library._name).stem  # of the sources, the compiler and the CPU
         self._pool: ThreadPoolExecutor | None = None

@@ -1,49 +1,76 @@
-/* Norms, rotary embedding and the gated activation for layers that run one by one. */
+/* Norms, rotary embedding and the gated activation for layers that run one by one, in float32 or bfloat16: `type`
+   is that of all tensors that are not said to be of another. */
 
 #include "layers.h"
 
-/* x is [rows, heads, dim] with `row_stride` floats from row to row; out is contiguous. */
-EXPORT void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t heads,
-                     int64_t dim, int64_t row_stride, float eps) {
+/* function(..., type), with a type that the compiler knows. */
+#define WITH_TYPE(type, function, ...) \
+    do { \
+        if (type == BFLOAT16) function(__VA_ARGS__, BFLOAT16); \
+        else function(__VA_ARGS__, FLOAT32); \
+    } while (0)
+
+/* x is [rows, heads, dim] with `row_stride` elements from row to row; out is contiguous. */
+EXPORT void rms_norm(void *out, const void *x, const void *weight, int64_t rows, int64_t heads, int64_t dim,
+                     int64_t row_stride, float eps, int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
-        for (int64_t head = 0; head < heads; head++, out += dim) {
-            norm_row(out, x + row * row_stride + head * dim, weight, dim, eps);
+        for (int64_t head = 0; head < heads; head++) {
+            void *to = place_of(out, (row * heads + head) * dim, type);
+            const void *from = place_of(x, row * row_stride + head * dim, type);
+            WITH_TYPE(type, norm_row_as, to, from, weight, weight_type, dim, eps);
         }
     }
 }
 
 /* All [rows, dim] and contiguous. */
-EXPORT void layer_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t dim, float eps) {
-    for (int64_t row = 0; row < rows; row++) layer_norm_row(out + row * dim, x + row * dim, weight, dim, eps);
-}
-
-/* total = x + residual and its norm; all [rows, dim] and contiguous. */
-EXPORT void add_rms_norm(float *out, float *total, const float *x, const float *residual,
-                         const float *weight, int64_t rows, int64_t dim, float eps) {
+EXPORT void layer_norm(void *out, const void *x, const void *weight, int64_t rows, int64_t dim, float eps,
+                       int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
-        for (int64_t i = 0; i < dim; i += LANES) store(total + i, load(x + i) + load(residual + i));
-        norm_row(out, total, weight, dim, eps);
-        out += dim, total += dim, x += dim, residual += dim;
+        void *to = place_of(out, row * dim, type);
+        const void *from = place_of(x, row * dim, type);
+        WITH_TYPE(type, layer_norm_row_as, to, from, weight, weight_type, dim, eps);
     }
 }
 
-/* x is [tokens, heads, dim] with `stride` floats per token, cos and sin [tokens, dim]; dim / 2 is a
+INLINE void add_rows(void *total, const void *x, const void *residual, int64_t size, int64_t type) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        store_as(total, i, load_as(x, i, type) + load_as(residual, i, type), type);
+    }
+}
+
+/* total = x + residual and its norm; all [rows, dim] and contiguous. */
+EXPORT void add_rms_norm(void *out, void *total, const void *x, const void *residual, const void *weight,
+                         int64_t rows, int64_t dim, float eps, int64_t weight_type, int64_t type) {
+    for (int64_t row = 0; row < rows; row++) {
+        void *to = place_of(out, row * dim, type), *sum = place_of(total, row * dim, type);
+        const void *from = place_of(x, row * dim, type), *added = place_of(residual, row * dim, type);
+        WITH_TYPE(type, add_rows, sum, from, added, dim);
+        WITH_TYPE(type, norm_row_as, to, sum, weight, weight_type, dim, eps);
+    }
+}
+
+/* x is [tokens, heads, dim] with `stride` elements per token, cos and sin float32 [tokens, dim]; dim / 2 is a
    multiple of LANES; out is contiguous. */
-EXPORT void rotary(float *out, const float *x, const float *cos, const float *sin, int64_t tokens,
-                   int64_t heads, int64_t dim, int64_t stride) {
+EXPORT void rotary(void *out, const void *x, const float *cos, const float *sin, int64_t tokens, int64_t heads,
+                   int64_t dim, int64_t stride, int64_t type) {
     for (int64_t token = 0; token < tokens; token++, cos += dim, sin += dim) {
-        for (int64_t head = 0; head < heads; head++, out += dim) {
-            rotate_head(out, x + token * stride + head * dim, cos, sin, dim);
+        for (int64_t head = 0; head < heads; head++) {
+            void *to = place_of(out, (token * heads + head) * dim, type);
+            const void *from = place_of(x, token * stride + head * dim, type);
+            WITH_TYPE(type, rotate_head_as, to, from, cos, sin, dim);
         }
     }
 }
 
 /* gate_up is [rows, 2 * size] and contiguous: gelu(first half) * second half. */
-EXPORT void gelu_mul(float *out, const float *gate_up, int64_t rows, int64_t size) {
-    for (int64_t row = 0; row < rows; row++) gelu_mul_row(out + row * size, gate_up + 2 * row * size, size);
+EXPORT void gelu_mul(void *out, const void *gate_up, int64_t rows, int64_t size, int64_t type) {
+    for (int64_t row = 0; row < rows; row++) {
+        void *to = place_of(out, row * size, type);
+        WITH_TYPE(type, gelu_mul_row_as, to, place_of(gate_up, 2 * row * size, type), size);
+    }
 }
 
-/* gate_up is [rows, 2 * size] and contiguous: silu(first half) * second half. */
+/* The same with silu, in float32 alone: torch's is as fast in bfloat16. */
 EXPORT void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) silu_mul_row(out + row * size, gate_up + 2 * row * size, size);
 }

@@ -1,20 +1,30 @@
-/* One row each of norms, rotary embedding and the gated activation, in float32; sizes are multiples of LANES. */
+/* One row each of norms, rotary embedding and the gated activation. Sizes are multiples of LANES. Rows are float32,
+   or with `_as` of a type. They are computed in float32 whatever it is, and rounded where torch's operations round. */
 
 #ifndef ROLLOUT_LAYERS_H
 #define ROLLOUT_LAYERS_H
 
 #include "vectors.h"
 
-INLINE float sum_of_squares(const float *x, int64_t dim) {
+INLINE float sum_of_squares_as(const void *x, int64_t dim, int64_t type) {
     v8f squares = splat(0);
-    for (int64_t i = 0; i < dim; i += LANES) squares += load(x + i) * load(x + i);
+    for (int64_t i = 0; i < dim; i += LANES) squares += load_as(x, i, type) * load_as(x, i, type);
     return sum_v8(squares);
 }
 
+INLINE float sum_of_squares(const float *x, int64_t dim) { return sum_of_squares_as(x, dim, FLOAT32); }
+
 /* out = x / rms(x) * weight; out may be x. */
+INLINE void norm_row_as(void *out, const void *x, const void *weight, int64_t weight_type, int64_t dim, float eps,
+                        int64_t type) {
+    const float scale = 1.0f / sqrtf(sum_of_squares_as(x, dim, type) / (float)dim + eps);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        store_as(out, i, load_as(x, i, type) * scale * load_as(weight, i, weight_type), type);
+    }
+}
+
 INLINE void norm_row(float *out, const float *x, const float *weight, int64_t dim, float eps) {
-    const float scale = 1.0f / sqrtf(sum_of_squares(x, dim) / (float)dim + eps);
-    for (int64_t i = 0; i < dim; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+    norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
 }
 
 /* x = x / rms * weight, where x is a part of a row whose mean square is known. */
@@ -24,31 +34,57 @@ INLINE void norm_part(float *x, const float *weight, int64_t dim, float mean_squ
 }
 
 /* out = (x - mean) / deviation * weight; out may be x. */
-INLINE void layer_norm_row(float *out, const float *x, const float *weight, int64_t dim, float eps) {
+INLINE void layer_norm_row_as(void *out, const void *x, const void *weight, int64_t weight_type, int64_t dim, float eps,
+                              int64_t type) {
     v8f sums = splat(0), squares = splat(0);
-    for (int64_t i = 0; i < dim; i += LANES) sums += load(x + i);
+    for (int64_t i = 0; i < dim; i += LANES) sums += load_as(x, i, type);
     const float mean = sum_v8(sums) / (float)dim;
-    for (int64_t i = 0; i < dim; i += LANES) squares += (load(x + i) - mean) * (load(x + i) - mean);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        squares += (load_as(x, i, type) - mean) * (load_as(x, i, type) - mean);
+    }
     const float scale = 1.0f / sqrtf(sum_v8(squares) / (float)dim + eps);
-    for (int64_t i = 0; i < dim; i += LANES) store(out + i, (load(x + i) - mean) * scale * load(weight + i));
+    for (int64_t i = 0; i < dim; i += LANES) {
+        store_as(out, i, (load_as(x, i, type) - mean) * scale * load_as(weight, i, weight_type), type);
+    }
 }
 
-/* One head, rotated by the angles of its token; out may be x. */
-INLINE void rotate_head(float *out, const float *x, const float *cos, const float *sin, int64_t dim) {
+INLINE void layer_norm_row(float *out, const float *x, const float *weight, int64_t dim, float eps) {
+    layer_norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
+}
+
+/* One head, rotated by the angles of its token; out may be x. In float32 a product may be one instruction with
+   the sum that it is in. */
+INLINE void rotate_head_as(void *out, const void *x, const float *cos, const float *sin, int64_t dim, int64_t type) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
-        v8f low = load(x + i), high = load(x + half + i);
-        store(out + i, low * load(cos + i) - high * load(sin + i));
-        store(out + half + i, high * load(cos + half + i) + low * load(sin + half + i));
+        const v8f low = load_as(x, i, type), high = load_as(x, half + i, type);
+        const v8f low_cos = load(cos + i), low_sin = load(sin + i);
+        const v8f high_cos = load(cos + half + i), high_sin = load(sin + half + i);
+        if (type == FLOAT32) {
+            store_as(out, i, low * low_cos - high * low_sin, type);
+            store_as(out, half + i, high * high_cos + low * high_sin, type);
+        } else {
+            store_as(out, i, rounded_product(low, low_cos) - rounded_product(high, low_sin), type);
+            store_as(out, half + i, rounded_product(high, high_cos) + rounded_product(low, high_sin), type);
+        }
     }
+}
+
+INLINE void rotate_head(float *out, const float *x, const float *cos, const float *sin, int64_t dim) {
+    rotate_head_as(out, x, cos, sin, dim, FLOAT32);
 }
 
 /* gelu(the first `size` of gate_up) * the rest, by the tanh approximation. */
-INLINE void gelu_mul_row(float *out, const float *gate_up, int64_t size) {
+INLINE void gelu_mul_row_as(void *out, const void *gate_up, int64_t size, int64_t type) {
     for (int64_t i = 0; i < size; i += LANES) {
-        v8f gate = load(gate_up + i), inner = 0.797884561f * (gate + 0.044715f * gate * gate * gate);
-        store(out + i, 0.5f * gate * (1.0f + tanh_v8(inner)) * load(gate_up + size + i));
+        const v8f gate = load_as(gate_up, i, type), inner = 0.797884561f * (gate + 0.044715f * gate * gate * gate);
+        const v8f active = round_as(0.5f * gate * (1.0f + tanh_v8(inner)), type);
+        store_as(out, i, active * load_as(gate_up, size + i, type), type);
     }
+}
+
+INLINE void gelu_mul_row(float *out, const float *gate_up, int64_t size) {
+    gelu_mul_row_as(out, gate_up, size, FLOAT32);
 }
 
 /* silu(the first `size` of gate_up) * the rest. */

@@ -3,7 +3,8 @@
    The sums of a few tokens and a panel of outputs stay in registers while the panel is read, once,
    in order (Goto and van de Geijn 2008, without a packed x: a block of its rows fits the caches as it
    is). Each sum adds its inputs in order, one after the other, whatever the number of tokens: what
-   a token gets does not depend on the tokens beside it. */
+   a token gets does not depend on the tokens beside it. AMX, in linear_amx.h, adds in an order of its own, which
+   does not depend on them either. */
 
 #include "linear.h"
 
@@ -34,6 +35,8 @@ static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
 #undef MAX_TOKENS
 #endif
 
+#include "linear_amx.h"
+
 /* The lanes that this processor's vectors have. */
 EXPORT int64_t linear_max_lanes(void) {
 #ifdef __AVX512F__
@@ -44,6 +47,12 @@ EXPORT int64_t linear_max_lanes(void) {
 }
 
 void linear(const struct linear *a, int64_t first, int64_t last) {
+#ifdef HAS_AMX
+    if (a->uses_amx) {
+        linear_amx(a, first, last);
+        return;
+    }
+#endif
 #ifdef __AVX512F__
     if (a->lanes == 16) {
         linear_16(a, first, last);

@@ -14,8 +14,9 @@ struct linear {
     const float *bias; /* [outputs], or NULL */
     int64_t tokens, inputs, outputs, x_stride;
     int64_t lanes;      /* 8 or 16 floats in a vector */
-    int64_t is_bfloat16;    /* whether w is bfloat16 */
-    int64_t accumulate; /* y += instead of y = */
+    int64_t is_bfloat16; /* whether w is bfloat16 */
+    int64_t uses_amx;    /* of bfloat16 w in panels of 32; x is rounded. Where amx_is_usable() */
+    int64_t accumulate;  /* y += instead of y = */
 };
 
 /* The outputs of panels [first, last). */

@@ -56,23 +56,35 @@ INLINE v8f load_as(const void *array, int64_t i, int64_t type) {
     return (v8f)((v8u){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
 }
 
-/* Bfloat16 rounds to nearest, ties to even; a NaN stays one. */
+/* To nearest, ties to even, in the upper halves; a NaN stays one. */
+INLINE v8u rounded_bits(v8f x) {
+    v8u bits = (v8u)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return (v8u)select_v8(x == x, (v8f)rounded, (v8f)((v8u){0} + 0x7fc00000));
+}
+
 INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
     if (type == FLOAT32) {
         store((float *)array + i, x);
         return;
     }
-    v8u bits = (v8u)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    v8u kept = (v8u)select_v8(x == x, (v8f)rounded, (v8f)((v8u){0} + 0x7fc0));
-    *(v8h *)((uint16_t *)array + i) = __builtin_convertvector(kept, v8h);
+    *(v8h *)((uint16_t *)array + i) = __builtin_convertvector(rounded_bits(x) >> 16, v8h);
 }
+
+/* x as it would be after `store_as` and `load_as`. */
+INLINE v8f round_as(v8f x, int64_t type) {
+    return type == FLOAT32 ? x : (v8f)(rounded_bits(x) & 0xffff0000);
+}
+
+/* Where the elements from `i` on lie. */
+INLINE void *place_of(const void *array, int64_t i, int64_t type) { return (char *)array + i * size_of(type); }
 
 /* GCC before 12 has no __builtin_shufflevector, and Clang no __builtin_shuffle. */
 #ifdef __clang__
-#define SHUFFLE8(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(places, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE8(a, b, ...) __builtin_shuffle(a, b, (v8i){__VA_ARGS__})
+#define SHUFFLE(places, a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
 #endif
+#define SHUFFLE8(a, b, ...) SHUFFLE(v8i, a, b, __VA_ARGS__)
 
 /* GCC would load a vector from memory for each use, rather than once. */
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -80,6 +92,17 @@ INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
 #else
 #define KEEP(x) (void)0
 #endif
+
+/* a * b, rounded to float32: the compiler does not make one instruction of it and a sum. */
+INLINE v8f rounded_product(v8f a, v8f b) {
+    v8f product = a * b;
+#ifdef __AVX__
+    KEEP(product);
+#else
+    __asm__("" : "+m"(product));
+#endif
+    return product;
+}
 
 INLINE float max_of_lanes(v8f x) {
     union { v8f whole; v4f half[2]; } u = {x};

@@ -1,9 +1,10 @@
-"""NativeOps: CpuOps with norms, rotary, activation, experts and sampling in C, for float32.
+"""NativeOps: CpuOps with norms, rotary, activation, experts and sampling in C.
 
-Anything the kernels are not made for (another dtype, sizes that are no multiple of 8, gaps where
-they expect none) takes the inherited torch path. Experts are bfloat16 as well. Shape letters: T
-tokens, H query heads, G key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens,
-N top-n; E hidden size, K experts of a token.
+Operations of layers are for float32 and bfloat16, silu and sampling for float32. Anything the
+kernels are not made for (another dtype, sizes that are no multiple of 8, gaps where they expect
+none) takes the inherited torch path. Shape letters: T tokens, H query heads, G key/value heads, D
+head dim, V vocabulary, S sample rows, P scored tokens, N top-n; E hidden size, K experts of a
+token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from rollout.backends.base import ExpertWeights
 from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
 from rollout.backends.fused_decoder import FusedDecoder
-from rollout.backends.native.kernels import Kernels, SamplingArgs, ScoringArgs
+from rollout.backends.native.kernels import TYPES, Kernels, SamplingArgs, ScoringArgs
 from rollout.backends.ops.cpu import CpuOps, default_selection
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
 from rollout.backends.ops.native_experts import can_run, key_of, measure, run_experts
@@ -45,12 +46,15 @@ class NativeOps(CpuOps):
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
-        if not _is_heads(x) or weight.dtype != torch.float32:
+        if not _is_heads(x) or not _is_weight(weight, x) or _rounds(rounds_first, x):
             return super().rms_norm(x, weight, eps, rounds_first=rounds_first)
-        out = torch.empty(x.shape, dtype=torch.float32)
-        pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+        out = torch.empty(x.shape, dtype=x.dtype)
         heads = x.shape[1] if x.dim() == 3 else 1
-        self._kernels.rms_norm(*pointers, x.shape[0], heads, x.shape[-1], x.stride(0), eps)
+        self._kernels.rms_norm(
+            *(out.data_ptr(), x.data_ptr(), weight.data_ptr()),
+            *(x.shape[0], heads, x.shape[-1], x.stride(0)),
+            *(eps, TYPES[weight.dtype], TYPES[x.dtype]),
+        )
         return out
 
     def add_rms_norm(
@@ -63,14 +67,15 @@ class NativeOps(CpuOps):
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); neither argument is changed."""
-        are_plain = _is_plain(x) and _is_plain(residual) and _is_plain(weight)
-        if not are_plain or x.shape[-1] % _LANES:
+        are_rows = _is_rows(x) and _is_rows(residual) and x.dtype == residual.dtype
+        if not are_rows or not _is_weight(weight, x) or _rounds(rounds_first, x):
             return super().add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
         dim = x.shape[-1]
         out, total = torch.empty_like(x), torch.empty_like(x)
         self._kernels.add_rms_norm(
             *(out.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr()),
-            *(weight.data_ptr(), x.numel() // dim, dim, eps),
+            *(weight.data_ptr(), x.numel() // dim, dim),
+            *(eps, TYPES[weight.dtype], TYPES[x.dtype]),
         )
         return out, total
 
@@ -86,36 +91,39 @@ class NativeOps(CpuOps):
         has_angles = (
             _is_plain(cos_TD) and _is_plain(sin_TD) and cos_TD.shape[-1] % (2 * _LANES) == 0
         )
-        if not (has_angles and _is_heads(q_THD) and _is_heads(k_TGD)):
+        are_heads = _is_heads(q_THD) and _is_heads(k_TGD)
+        if not (has_angles and are_heads) or _rounds(rounding != "once", q_THD):
             return super().rotary(q_THD, k_TGD, cos_TD, sin_TD, rounding)
         return self._rotate(q_THD, cos_TD, sin_TD), self._rotate(k_TGD, cos_TD, sin_TD)
 
     def _rotate(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        out_THD = torch.empty(x_THD.shape, dtype=torch.float32)
+        out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
         self._kernels.rotary(
             *(out_THD.data_ptr(), x_THD.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr()),
-            *(*x_THD.shape, x_THD.stride(0)),
+            *(*x_THD.shape, x_THD.stride(0), TYPES[x_THD.dtype]),
         )
         return out_THD
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight over the last dim."""
-        if not (_is_plain(x) and _is_plain(weight)) or x.shape[-1] % _LANES:
+        if not _is_rows(x) or not _is_weight(weight, x):
             return super().layer_norm(x, weight, eps)
         out, dim = torch.empty_like(x), x.shape[-1]
-        pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()
-        self._kernels.layer_norm(*pointers, x.numel() // dim, dim, eps)
+        self._kernels.layer_norm(
+            *(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // dim, dim),
+            *(eps, TYPES[weight.dtype], TYPES[x.dtype]),
+        )
         return out
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gelu(first half of the last dim) * second half, by the tanh approximation."""
-        if not _is_plain_pair(gate_up):
+        if not _is_pair(gate_up):
             return super().gelu_mul(gate_up)
-        return _gated(self._kernels.gelu_mul, gate_up)
+        return _gated(self._kernels.gelu_mul, gate_up, TYPES[gate_up.dtype])
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half of the last dim) * second half."""
-        if not _is_plain_pair(gate_up):
+        if gate_up.dtype != torch.float32 or not _is_pair(gate_up):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
 
@@ -247,21 +255,35 @@ def _is_plain(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _is_plain_pair(gate_up: Tensor) -> bool:
-    return _is_plain(gate_up) and gate_up.shape[-1] % (2 * _LANES) == 0
+def _is_rows(x: Tensor, lanes: int = _LANES) -> bool:
+    return x.dtype in TYPES and x.shape[-1] % lanes == 0 and x.is_contiguous()
 
 
-def _gated(kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
+def _is_pair(gate_up: Tensor) -> bool:
+    return _is_rows(gate_up, 2 * _LANES)
+
+
+def _is_weight(weight: Tensor, x: Tensor) -> bool:
+    """Of `x`, or float32, as weights with an offset are."""
+    return weight.dtype in (torch.float32, x.dtype) and weight.is_contiguous()
+
+
+def _rounds(like_trainers: bool, x: Tensor) -> bool:
+    """Whether numbers are rounded on the way, which layers on a CPU do not ask for."""
+    return like_trainers and x.dtype != torch.float32
+
+
+def _gated(kernel: Callable[..., None], gate_up: Tensor, *types: int) -> Tensor:
     """What `kernel` makes of both halves of the last dim."""
     size = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=torch.float32)
-    kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
+    kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size, *types)
     return out
 
 
 def _is_heads(x: Tensor) -> bool:
-    """Float32 [T, D] or [T, H, D] in which only tokens may have gaps between them."""
-    if x.dtype != torch.float32 or x.shape[-1] % _LANES or x.stride(-1) != 1:
+    """[T, D] or [T, H, D] in which only tokens may have gaps between them."""
+    if x.dtype not in TYPES or x.shape[-1] % _LANES or x.stride(-1) != 1:
         return False
     return x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])
 

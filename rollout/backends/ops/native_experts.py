@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights
-from rollout.backends.native.kernels import ExpertsArgs, Kernels
+from rollout.backends.native.kernels import TYPES, ExpertsArgs, Kernels
 from rollout.backends.products.candidates import BUCKETS
 from rollout.backends.products.timing import Stopwatch
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of vectors.h
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # the enum of experts.c
 WIDEST = 0
 

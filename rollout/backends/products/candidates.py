@@ -32,13 +32,20 @@ def bucket_of(num_rows: int) -> int:
 class Product:
     """A way to compute a matrix product. This class itself is torch's, which packs nothing.
 
-    `kind` is the name that the variants of one implementation share. `packs` says whether it needs
-    a packed copy of the weight, `unpacks` whether `to_dense` of that copy gives the weight's bytes.
-    `is_fused` says whether a pass in one call runs it without Python.
+    `kind` is the name that the variants of one implementation share. `layout` names the order of
+    the packed copy that it needs, which all products with this layout can share, and is None for
+    none; `unpacks` says whether `to_dense` of the copy gives the weight's bytes. `is_fused` says
+    whether a pass in one call runs it without Python.
     """
 
     name = kind = "plain"
-    packs = unpacks = is_fused = False
+    layout: str | None = None
+    unpacks = is_fused = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether it needs a packed copy of the weight."""
+        return self.layout is not None
 
     def suits(self, weight_NK: Tensor) -> bool:
         """Whether it can multiply with this weight."""
@@ -67,10 +74,9 @@ PLAIN = Product()
 class LinearHandle:
     """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    If one product that can multiply with a repacked weight serves all buckets, and the weight may
-    be repacked, there is no copy: `packed` is the weight's own memory, and `weight_NK` has the
-    order and the shape of that. `generation` counts how often the packed weight or the products
-    have changed.
+    If all products share a layout for which a weight can be repacked, and it may be, there is no
+    copy: `packed` is the weight's own memory, and `weight_NK` has the order and the shape of that.
+    `generation` counts how often the packed weight or the products have changed.
     """
 
     __slots__ = (
@@ -97,8 +103,9 @@ class LinearHandle:
     def use(self, products: Sequence[Product]) -> None:
         """Use these products, one for each bucket, which need at most one packed copy; make it."""
         packing = next((product for product in products if product.packs), None)
-        is_packed = self.packing is packing and self.packed is not None
-        is_alone = self.may_repack and all(product is packing for product in products)
+        layout, old_layout = (None if p is None else p.layout for p in (packing, self.packing))
+        is_packed = layout == old_layout and self.packed is not None
+        is_alone = self.may_repack and all(product.layout == layout for product in products)
         if self.is_repacked and not (is_packed and is_alone):
             self.packed.unpack()
             self.packed, self.is_repacked, is_packed = None, False, False
@@ -141,8 +148,8 @@ class LinearHandle:
 class OneDnnProduct(Product):
     """oneDNN's product. Its packed copy has the weight's numbers in another order."""
 
-    name = kind = "onednn"
-    packs = unpacks = True
+    name = kind = layout = "onednn"
+    unpacks = True
 
     def suits(self, weight_NK: Tensor) -> bool:
         return _is_floating_on_cpu(weight_NK) and _onednn_works(weight_NK.dtype)
@@ -161,8 +168,7 @@ class OneDnnProduct(Product):
 class MklProduct(Product):
     """MKL's product in float32. MKL cannot unpack its packed copy."""
 
-    name = kind = "mkl"
-    packs = True
+    name = kind = layout = "mkl"
 
     def suits(self, weight_NK: Tensor) -> bool:
         is_float32 = weight_NK.dtype == torch.float32
@@ -183,19 +189,22 @@ class MklProduct(Product):
 class NativeProduct(Product):
     """The compiled kernel's, with the weight in panels of outputs, float32 or bfloat16.
 
-    It computes in float32. What a row of x gets does not depend on the rows beside it.
+    It computes in float32, or with `uses_amx` rounds x to bfloat16 and adds up in float32. What a
+    row of x gets does not depend on the rows beside it.
     """
 
     kind = "native"
-    packs = unpacks = is_fused = True
+    unpacks = is_fused = True
 
-    def __init__(self, kernels: Kernels, lanes: int) -> None:
-        self.name = f"native-{32 * lanes}"
+    def __init__(self, kernels: Kernels, lanes: int, *, uses_amx: bool = False) -> None:
+        self.layout = f"native-{32 * lanes}"
+        self.name = "native-amx" if uses_amx else self.layout
         self._kernels = kernels
-        self.lanes = lanes
+        self.lanes, self.uses_amx = lanes, uses_amx
 
     def suits(self, weight_NK: Tensor) -> bool:
-        return weight_NK.is_cpu and weight_NK.dtype in (torch.float32, torch.bfloat16)
+        dtypes = (torch.bfloat16,) if self.uses_amx else (torch.float32, torch.bfloat16)
+        return weight_NK.is_cpu and weight_NK.dtype in dtypes
 
     def can_repack(self, weight_NK: Tensor) -> bool:
         is_whole = weight_NK.shape[0] % (2 * self.lanes) == 0
@@ -220,7 +229,7 @@ class NativeProduct(Product):
             *(y_TN.data_ptr(), x_TK.data_ptr(), panels_PKW.data_ptr()),
             None if bias_N is None else bias_N.data_ptr(),
             *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self.lanes),
-            *(panels_PKW.dtype == torch.bfloat16, False),
+            *(panels_PKW.dtype == torch.bfloat16, self.uses_amx, False),
         )
         self._kernels.run(
             self._kernels.linear_part,
@@ -233,8 +242,8 @@ class NativeProduct(Product):
 def available_products(kernels: Kernels | None) -> list[Product]:
     """Return all products that work on this machine. The first one of a kind is its default."""
     products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
-    probe_NK = torch.zeros(1, 16, dtype=torch.float32)
-    return [product for product in products if product.suits(probe_NK)]
+    probes = [torch.zeros(1, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return [product for product in products if any(map(product.suits, probes))]
 
 
 def _native_products(kernels: Kernels | None) -> Iterator[Product]:
@@ -242,6 +251,8 @@ def _native_products(kernels: Kernels | None) -> Iterator[Product]:
         for lanes in (16, 8):
             if lanes <= kernels.linear_max_lanes():
                 yield NativeProduct(kernels, lanes)
+        if kernels.amx_is_usable():
+            yield NativeProduct(kernels, 16, uses_amx=True)
 
 
 def _is_floating_on_cpu(weight_NK: Tensor) -> bool:

@@ -107,18 +107,18 @@ def choose(
     to the fastest of its bucket. A copy other than the default product's must be better by a
     margin. Within a bucket a product must beat the default by more than the noise.
 
-    `of_pass` is what `choose_pass` has chosen for a pass that uses the weight: its product serves
-    where it runs the pass, and its packed copy is the weight's.
+    `of_pass` is what `choose_pass` has chosen for a pass that uses the weight: its products serve
+    where they run the pass, and their packed copy is the weight's.
     """
     candidates = [product for product in choosable(candidates) if product.name in measured]
-    fusing = None if of_pass is None else _fusing(of_pass, candidates)
-    if of_pass is not None and fusing is not None:
-        return _bound(measured, fusing, of_pass, candidates).choice()
+    layout = None if of_pass is None else _layout_of(of_pass, candidates)
+    if of_pass is not None and layout is not None:
+        return _bound(measured, layout, of_pass, candidates).choice()
     defaults = [default_product(num_rows, candidates) for num_rows in BUCKETS]
-    packed_by_default = next((product for product in defaults if product.packs), None)
+    packed_by_default = next((product.layout for product in defaults if product.packs), None)
     options = [
-        _fastest(measured, packing, candidates, packed_by_default)
-        for packing in (None, *(product for product in candidates if product.packs))
+        _fastest(measured, layout, candidates, packed_by_default)
+        for layout in (None, *dict.fromkeys(p.layout for p in candidates if p.packs))
     ]
     return _cheapest(options, [product.name for product in defaults]).choice()
 
@@ -130,9 +130,9 @@ def choose_pass(
 
     A pass in one call takes the work of its products; one by one they are called from Python, each
     weight with its fastest product, and the layers make their other calls, which are taken to be
-    as long as those of products. Options and margins are as those of `choose`: one product that
-    fuses, whose packed copy all weights have, is better than another, or than each weight's own
-    choice, by the sum of the pass's times over the buckets.
+    as long as those of products. Options and margins are as those of `choose`: products that fuse
+    and share a layout, of which all weights have a packed copy, are better than those of another,
+    or than each weight's own choice, by the sum of the pass's times over the buckets.
     """
     fusing = [
         product
@@ -141,9 +141,12 @@ def choose_pass(
     ]
     if not fusing or not fused.uses:
         return Choice(products=(ONE_BY_ONE,) * len(BUCKETS))
+    by_layout: dict[str | None, list[Product]] = {}
+    for product in fusing:
+        by_layout.setdefault(product.layout, []).append(product)
     options = [
-        _pass_with(product, fused, measured, candidates, is_default=product is fusing[0])
-        for product in fusing
+        _pass_with(sharing, fused, measured, candidates, is_default=fusing[0] in sharing)
+        for sharing in by_layout.values()
     ]
     alone = {key: choose(measured[key], candidates).products for key in fused.uses}
     rounds = _one_by_one(alone, fusing[0], fused, measured)
@@ -164,12 +167,12 @@ def is_reliable(measured: Measured) -> bool:
 
 def _fastest(
     measured: Measured,
-    packing: Product | None,
+    layout: str | None,
     candidates: Sequence[Product],
-    packed_by_default: Product | None,
+    packed_by_default: str | None,
 ) -> _Option:
-    """The fastest products of those that need this packed copy or none."""
-    allowed = [product for product in candidates if not product.packs or product is packing]
+    """The fastest products of those that need a packed copy with this layout, or none."""
+    allowed = [product for product in candidates if product.layout in (None, layout)]
     called = {product.name: measured[product.name].called() for product in allowed}
     names = []
     for bucket, num_rows in enumerate(BUCKETS):
@@ -179,52 +182,70 @@ def _fastest(
         is_beaten = _beats(called[challenger][bucket], called[default][bucket])
         names.append(challenger if is_beaten else default)
     rounds = [called[name][bucket] for bucket, name in enumerate(names)]
-    needed = packing if packing is not None and packing.name in names else None
-    return _Option(names=names, rounds=rounds, is_default=needed is packed_by_default)
+    needed = layout if any(p.packs and p.name in names for p in allowed) else None
+    return _Option(names=names, rounds=rounds, is_default=needed == packed_by_default)
 
 
 def _bound(
-    measured: Measured, fusing: Product, of_pass: Choice, candidates: Sequence[Product]
+    measured: Measured, layout: str, of_pass: Choice, candidates: Sequence[Product]
 ) -> _Option:
-    """The product of the pass where it runs that, elsewhere the fastest that its copy allows."""
-    apart = _fastest(measured, fusing, candidates, fusing)
-    work = measured[fusing.name].work
-    chosen = [
-        (fusing.name, work[bucket]) if of_pass.products[bucket] == fusing.name else pair
-        for bucket, pair in enumerate(zip(apart.names, apart.rounds, strict=True))
-    ]
-    return _Option(names=[name for name, _ in chosen], rounds=[rounds for _, rounds in chosen])
+    """The products of the pass where they run it, elsewhere the fastest that their copy allows."""
+    apart = _fastest(measured, layout, candidates, layout)
+    names, rounds = [*apart.names], [*apart.rounds]
+    for bucket, name in enumerate(of_pass.products):
+        if name != ONE_BY_ONE:
+            names[bucket], rounds[bucket] = name, measured[name].work[bucket]
+    return _Option(names=names, rounds=rounds)
 
 
-def _fusing(of_pass: Choice, candidates: Iterable[Product]) -> Product | None:
-    return next((product for product in candidates if product.name in of_pass.products), None)
+def _layout_of(of_pass: Choice, candidates: Iterable[Product]) -> str | None:
+    """What the products of a pass share; None if the layers always run one by one."""
+    return next((p.layout for p in candidates if p.name in of_pass.products), None)
 
 
 # ---- a whole pass
 
 
 def _pass_with(
-    product: Product,
+    fusing: Sequence[Product],
     fused: FusedPass,
     measured: Mapping[str, Measured],
     candidates: Sequence[Product],
     *,
     is_default: bool,
 ) -> _Option:
-    """The pass in one call, or its layers one by one where that is faster with the same copies."""
-    apart = {}
+    """The pass in one call by the fastest of `fusing`, which share a packed copy, or its layers one
+    by one where that is faster with the same copies.
+    """
+    apart, layout = {}, fusing[0].layout
     for key in fused.uses:
         suited = [p for p in choosable(candidates) if p.name in measured[key]]
-        apart[key] = _fastest(measured[key], product, suited, product).names
+        apart[key] = _fastest(measured[key], layout, suited, layout).names
     names, rounds = [], []
-    for bucket, one_by_one in enumerate(_one_by_one(apart, product, fused, measured)):
-        in_one_call = _sum(
+    for bucket, one_by_one in enumerate(_one_by_one(apart, fusing[0], fused, measured)):
+        name, in_one_call = _fastest_in_one_call(fusing, fused, measured, bucket)
+        is_beaten = _beats(one_by_one, in_one_call)
+        names.append(ONE_BY_ONE if is_beaten else name)
+        rounds.append(one_by_one if is_beaten else in_one_call)
+    is_used = any(name != ONE_BY_ONE for name in names)
+    return _Option(names=names, rounds=rounds, is_default=is_default and is_used)
+
+
+def _fastest_in_one_call(
+    fusing: Sequence[Product], fused: FusedPass, measured: Mapping[str, Measured], bucket: int
+) -> tuple[str, Rounds]:
+    """The name and rounds of the first product, or of one that beats it by more than the noise."""
+    rounds = {
+        product.name: _sum(
             (count, measured[key][product.name].work[bucket]) for key, count in fused.uses.items()
         )
-        is_beaten = _beats(one_by_one, in_one_call)
-        names.append(ONE_BY_ONE if is_beaten else product.name)
-        rounds.append(one_by_one if is_beaten else in_one_call)
-    return _Option(names=names, rounds=rounds, is_default=is_default and product.name in names)
+        for product in fusing
+    }
+    default = fusing[0].name
+    timed = [name for name in rounds if rounds[name]]
+    challenger = min(timed, key=lambda name: rounds[name][0], default=default)
+    name = challenger if _beats(rounds[challenger], rounds[default]) else default
+    return name, rounds[name]
 
 
 def _one_by_one(
