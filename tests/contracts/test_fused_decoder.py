@@ -239,17 +239,18 @@ def test_bfloat16_agrees_with_the_layers_in_float32(
     torch.testing.assert_close(result.float(), expected, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize("unit", ["dot", "amx"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_by_amx_agrees_with_one_by_vectors(
-    family: str, monkeypatch: pytest.MonkeyPatch
+def test_a_pass_by_products_of_pairs_agrees_with_one_by_vectors(
+    family: str, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMX rounds to bfloat16 what is multiplied; several threads give the same bits."""
-    if not kernels().amx_is_usable():
-        pytest.skip("no AMX on this machine")
+    """They round to bfloat16 what is multiplied; several threads give the same bits."""
+    if not getattr(kernels(), f"{unit}_is_usable")():
+        pytest.skip(f"no native-{unit} on this machine")
     spec = replace(SPEC, dtype=torch.bfloat16, **FAMILIES[family])
     rows, kept = [(3, 1), (40, 1), (0, 17), (5, 30)], [0, 1, 18, 48]
     results = []
-    for switch, num_threads in (("native-512", 1), ("native-amx", 1), ("native-amx", 3)):
+    for switch, num_threads in (("native-512", 1), (f"native-{unit}", 1), (f"native-{unit}", 3)):
         monkeypatch.setenv("ROLLOUT_TUNE", switch)
         model = prepared(spec, cpu_backend("device"))
         model.reserve_positions(128)
@@ -261,10 +262,10 @@ def test_a_pass_by_amx_agrees_with_one_by_vectors(
             torch.set_num_threads(1)
         assert result is not None
         results.append(result.float())
-    by_vectors, by_amx, on_threads = results
-    torch.testing.assert_close(by_amx, by_vectors, rtol=0.05, atol=0.1)
-    assert not torch.equal(by_amx, by_vectors), "AMX was not used"
-    assert torch.equal(by_amx, on_threads)
+    by_vectors, by_pairs, on_threads = results
+    torch.testing.assert_close(by_pairs, by_vectors, rtol=0.05, atol=0.1)
+    assert not torch.equal(by_pairs, by_vectors), f"{unit} was not used"
+    assert torch.equal(by_pairs, on_threads)
 
 
 def test_a_long_prompt_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ from rollout.backends.products.candidates import BUCKETS, LinearHandle, availabl
 from rollout.backends.products.selection import ProductSelection
 from tests.contracts.implementations import tuned_handle
 
-PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512", "native-amx")
+PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512", "native-dot", "native-amx")
+
+PAIRED = ("native-dot", "native-amx")  # which round x to bfloat16
 
 all_products = pytest.mark.parametrize("name", PRODUCTS)
 
@@ -110,7 +112,7 @@ def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtyp
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["native-256", "native-512", "native-amx"])
+@pytest.mark.parametrize("name", ["native-256", "native-512", "native-dot", "native-amx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
     name: str, dtype: torch.dtype
@@ -119,14 +121,14 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
     handle = tuned_handle(ops, weight, randn(300, seed=1).to(dtype))
     x = randn(400, 96, seed=2).to(dtype)
     together = ops.linear(x, handle)
-    if name == "native-amx" and dtype == torch.float32:
+    if name in PAIRED and dtype == torch.float32:
         assert handle.packed is None, "it is for bfloat16 alone"
         return
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25, 64, 333):
         assert torch.equal(ops.linear(x[:num_rows], handle), together[:num_rows]), num_rows
 
 
-@pytest.mark.parametrize("name", ["native-256", "native-512", "native-amx"])
+@pytest.mark.parametrize("name", ["native-256", "native-512", "native-dot", "native-amx"])
 @given(
     num_rows=st.sampled_from([0, 1, 15, 16, 17, 32, 33, 513]),
     has_bias=st.booleans(),
@@ -147,9 +149,10 @@ def test_bfloat16_is_multiplied_exactly_and_rounded_once(
     torch.testing.assert_close(result, expected, rtol=2**-8, atol=1e-4)
 
 
-def test_amx_rounds_x_to_nearest_even_and_keeps_what_is_no_number() -> None:
+@pytest.mark.parametrize("name", PAIRED)
+def test_products_of_pairs_round_x_to_nearest_even_and_keep_what_is_no_number(name: str) -> None:
     """2^-10 is lost beside 1; a tie goes to the even neighbour."""
-    ops = ops_with("native-amx")
+    ops = ops_with(name)
     handle = tuned_handle(ops, torch.tensor([[1.0, 1.0]]).bfloat16())
     x = torch.tensor(
         [[1 + 2**-10, -1], [1 + 3 * 2**-8, -1], [1 + 2**-8, -1], [float("nan"), 0], [1e38, 1e38]]
@@ -178,19 +181,18 @@ def test_it_is_the_same_on_several_threads(name: str) -> None:
 native_products = pytest.mark.parametrize("name", ["native-256", "native-512"])
 
 
-def test_products_of_one_layout_share_the_packed_weight() -> None:
+@pytest.mark.parametrize("name", PAIRED)
+def test_products_of_one_layout_share_the_packed_weight(name: str) -> None:
     """As where AMX serves many rows, and vectors serve a few."""
-    ops, weight = ops_with("native-amx"), randn(96, 64).bfloat16()
-    amx, vectors = (
-        next(p for p in available_products(Kernels(load_library())) if p.name == name)
-        for name in ("native-amx", "native-512")
-    )
+    ops, weight = ops_with(name), randn(96, 64).bfloat16()
+    products = {p.name: p for p in available_products(Kernels(load_library()))}
+    pairs, vectors = products[name], products["native-512"]
     address = weight.data_ptr()
     handle = ops.prepare_linear(weight, may_repack=True)
-    handle.use([vectors if rows <= 4 else amx for rows in BUCKETS])
+    handle.use([vectors if rows <= 4 else pairs for rows in BUCKETS])
     assert handle.is_repacked
     packed = handle.packed
-    handle.use([amx] * len(BUCKETS))
+    handle.use([pairs] * len(BUCKETS))
     assert handle.packed is packed, "not packed again"
     assert packed.address(0) == address
     for num_rows in (1, 40):

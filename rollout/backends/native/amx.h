@@ -6,9 +6,8 @@
 #include <stdint.h>
 
 /* Tiles are prepared with vectors of 16-bit numbers, which every processor with AMX has as well. */
-#if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_AMX
-
 
 #define AMX_ROWS 16  /* of a tile */
 #define AMX_BYTES 64 /* of a row: 32 numbers in bfloat16 or 16 in float32 */

@@ -61,7 +61,7 @@ struct pass {
     float *squares;                     /* [tokens, 2], in a group: the sums of q and of k */
     char *scratch;                      /* [threads, prefill_scratch_bytes()] */
     int64_t num_kept, rows, decode_rows, threads;
-    int64_t uses_amx;                   /* in all products, as in struct linear */
+    int64_t unit;                       /* of all products, as in struct linear */
     struct attention attention;         /* of float32 tokens; without out, q, k, v, strides and cache */
 };
 
@@ -121,7 +121,7 @@ static void multiply(const struct decoder *d, const struct pass *p, struct threa
                      const float *x, int64_t tokens, int64_t inputs, int accumulate) {
     const struct linear a = {
         .y = y, .x = x, .w = w->packed, .bias = w->bias, .tokens = tokens, .inputs = inputs, .outputs = w->outputs,
-        .x_stride = inputs, .lanes = d->lanes, .is_bfloat16 = d->is_bfloat16, .uses_amx = p->uses_amx,
+        .x_stride = inputs, .lanes = d->lanes, .is_bfloat16 = d->is_bfloat16, .unit = p->unit,
         .accumulate = accumulate,
     };
     int64_t panels = (w->outputs + 2 * d->lanes - 1) / (2 * d->lanes);

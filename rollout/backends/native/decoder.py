@@ -127,7 +127,7 @@ class NativeDecoder:
             return None
         out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
         # The product of all tokens serves the kept ones as well.
-        self._forward(out_LE, batch, uses_amx=self._products[bucket].uses_amx)
+        self._forward(out_LE, batch, unit=self._products[bucket].unit)
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
@@ -231,7 +231,7 @@ class NativeDecoder:
             packed.panels_PKW.data_ptr(), self._float(handle.bias_N), packed.num_outputs
         )
 
-    def _forward(self, out_LE: Tensor, batch: ForwardBatch, *, uses_amx: bool) -> None:
+    def _forward(self, out_LE: Tensor, batch: ForwardBatch, *, unit: int) -> None:
         parts, num_tokens, num_kept = self._parts, batch.token_ids_T.shape[0], out_LE.shape[0]
         num_rows, num_threads = batch.context_lens_R.shape[0], torch.get_num_threads()
         sizes = self._room_sizes(num_tokens, num_kept)
@@ -244,7 +244,7 @@ class NativeDecoder:
         args = PassArgs(
             *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
             *(batch.logit_indices_L.data_ptr(), *places, num_kept, num_rows),
-            *(batch.num_decode_rows, num_threads, uses_amx),
+            *(batch.num_decode_rows, num_threads, unit),
             AttentionArgs(
                 slots=batch.slots_T.data_ptr(),
                 tables=tables_RM.data_ptr(),

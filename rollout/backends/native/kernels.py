@@ -15,6 +15,8 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of vectors.h
 
+VECTORS, DOT, AMX = range(3)  # the enum of linear.h
+
 _CACHE_LINE = 64
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
@@ -45,6 +47,7 @@ _SIGNATURES = {
     "prefill_scratch_bytes": "",
     "sampling_scratch_bytes": "i",
     "linear_max_lanes": "",
+    "dot_is_usable": "",
     "amx_is_usable": "",
 }
 
@@ -117,7 +120,7 @@ class PassArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
         *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "added", "squares")),
         ("scratch", c_void_p),
-        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads", "uses_amx")),
+        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads", "unit")),
         ("attention", AttentionArgs),
     )
 
@@ -128,7 +131,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("y", "x", "w", "bias")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, c_int64) for name in ("lanes", "is_bfloat16", "uses_amx", "accumulate")),
+        *((name, c_int64) for name in ("lanes", "is_bfloat16", "unit", "accumulate")),
     )
 
 

@@ -3,8 +3,8 @@
    The sums of a few tokens and a panel of outputs stay in registers while the panel is read, once,
    in order (Goto and van de Geijn 2008, without a packed x: a block of its rows fits the caches as it
    is). Each sum adds its inputs in order, one after the other, whatever the number of tokens: what
-   a token gets does not depend on the tokens beside it. AMX, in linear_amx.h, adds in an order of its own, which
-   does not depend on them either. */
+   a token gets does not depend on the tokens beside it. Units that add
+   pairs (linear_pairs.h) add in an order of their own, which does not depend on them either. */
 
 #include "linear.h"
 
@@ -35,6 +35,8 @@ static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
 #undef MAX_TOKENS
 #endif
 
+#include "linear_pairs.h"
+#include "linear_dot.h"
 #include "linear_amx.h"
 
 /* The lanes that this processor's vectors have. */
@@ -46,10 +48,25 @@ EXPORT int64_t linear_max_lanes(void) {
 #endif
 }
 
+/* 1 where this processor has dot products of pairs in bfloat16; else 0. */
+EXPORT int64_t dot_is_usable(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 void linear(const struct linear *a, int64_t first, int64_t last) {
 #ifdef HAS_AMX
-    if (a->uses_amx) {
+    if (a->unit == AMX) {
         linear_amx(a, first, last);
+        return;
+    }
+#endif
+#ifdef __AVX512BF16__
+    if (a->unit == DOT) {
+        linear_dot(a, first, last);
         return;
     }
 #endif

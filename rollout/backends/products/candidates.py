@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.backends.base import RepackedWeight
-from rollout.backends.native.kernels import Kernels, LinearArgs
+from rollout.backends.native.kernels import AMX, DOT, VECTORS, Kernels, LinearArgs
 from rollout.backends.products.native_weight import NativeWeight
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
@@ -189,21 +189,21 @@ class MklProduct(Product):
 class NativeProduct(Product):
     """The compiled kernel's, with the weight in panels of outputs, float32 or bfloat16.
 
-    It computes in float32, or with `uses_amx` rounds x to bfloat16 and adds up in float32. What a
+    It computes in float32; the units DOT and AMX round x to bfloat16 and add up in float32. What a
     row of x gets does not depend on the rows beside it.
     """
 
     kind = "native"
     unpacks = is_fused = True
 
-    def __init__(self, kernels: Kernels, lanes: int, *, uses_amx: bool = False) -> None:
+    def __init__(self, kernels: Kernels, lanes: int, unit: int = VECTORS) -> None:
         self.layout = f"native-{32 * lanes}"
-        self.name = "native-amx" if uses_amx else self.layout
+        self.name = {VECTORS: self.layout, DOT: "native-dot", AMX: "native-amx"}[unit]
         self._kernels = kernels
-        self.lanes, self.uses_amx = lanes, uses_amx
+        self.lanes, self.unit = lanes, unit
 
     def suits(self, weight_NK: Tensor) -> bool:
-        dtypes = (torch.bfloat16,) if self.uses_amx else (torch.float32, torch.bfloat16)
+        dtypes = (torch.float32, torch.bfloat16) if self.unit == VECTORS else (torch.bfloat16,)
         return weight_NK.is_cpu and weight_NK.dtype in dtypes
 
     def can_repack(self, weight_NK: Tensor) -> bool:
@@ -229,7 +229,7 @@ class NativeProduct(Product):
             *(y_TN.data_ptr(), x_TK.data_ptr(), panels_PKW.data_ptr()),
             None if bias_N is None else bias_N.data_ptr(),
             *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self.lanes),
-            *(panels_PKW.dtype == torch.bfloat16, self.uses_amx, False),
+            *(panels_PKW.dtype == torch.bfloat16, self.unit, False),
         )
         self._kernels.run(
             self._kernels.linear_part,
@@ -251,8 +251,10 @@ def _native_products(kernels: Kernels | None) -> Iterator[Product]:
         for lanes in (16, 8):
             if lanes <= kernels.linear_max_lanes():
                 yield NativeProduct(kernels, lanes)
+        if kernels.dot_is_usable():
+            yield NativeProduct(kernels, 16, DOT)
         if kernels.amx_is_usable():
-            yield NativeProduct(kernels, 16, uses_amx=True)
+            yield NativeProduct(kernels, 16, AMX)
 
 
 def _is_floating_on_cpu(weight_NK: Tensor) -> bool:

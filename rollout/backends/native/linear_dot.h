@@ -1,0 +1,77 @@
+/* The product by AVX-512's dot products of pairs in bfloat16. */
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#define TOKENS 12 /* whose 24 sums stay in registers */
+
+/* Numbers that are subnormal count as 0. */
+INLINE v16f add_pairs(v16f sums, v32h x, v32h w) {
+    return (v16f)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)w);
+}
+
+/* `tokens` from `token` on, whose rounded x this is. */
+INLINE void dot_tile(const struct linear *a, const uint16_t *x, int64_t token, int64_t panel, int64_t padded,
+                     const int tokens) {
+    const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
+    v16f sums[TOKENS][2];
+    UNROLL for (int i = 0; i < tokens; i++) {
+        sums[i][0] = sums[i][1] = (v16f){0};
+        __builtin_prefetch(a->y + (token + i) * a->outputs + panel * PANEL, 1);
+    }
+    for (int64_t k = 0; k < a->inputs; k += 2, w += 2 * PANEL) {
+        v32h low, high;
+        interleave(&low, &high, w, k, a->inputs);
+        UNROLL for (int i = 0; i < tokens; i++) {
+            int32_t pair;
+            memcpy(&pair, x + i * padded + k, sizeof pair);
+            const v32h pairs = (v32h)_mm512_set1_epi32(pair);
+            sums[i][0] = add_pairs(sums[i][0], pairs, low);
+            sums[i][1] = add_pairs(sums[i][1], pairs, high);
+        }
+    }
+    UNROLL for (int i = 0; i < tokens; i++) store_pairs(a, token + i, panel, sums[i][0], sums[i][1]);
+}
+
+static void dot_tile_of(const struct linear *a, const uint16_t *x, int64_t token, int64_t panel, int64_t padded,
+                        int64_t tokens) {
+    switch (tokens) {
+        case 1: dot_tile(a, x, token, panel, padded, 1); break;
+        case 2: dot_tile(a, x, token, panel, padded, 2); break;
+        case 3: dot_tile(a, x, token, panel, padded, 3); break;
+        case 4: dot_tile(a, x, token, panel, padded, 4); break;
+        case 5: dot_tile(a, x, token, panel, padded, 5); break;
+        case 6: dot_tile(a, x, token, panel, padded, 6); break;
+        case 7: dot_tile(a, x, token, panel, padded, 7); break;
+        case 8: dot_tile(a, x, token, panel, padded, 8); break;
+        case 9: dot_tile(a, x, token, panel, padded, 9); break;
+        case 10: dot_tile(a, x, token, panel, padded, 10); break;
+        case 11: dot_tile(a, x, token, panel, padded, 11); break;
+        default: dot_tile(a, x, token, panel, padded, TOKENS);
+    }
+}
+
+static void linear_dot(const struct linear *a, int64_t first, int64_t last) {
+    const int64_t padded = (a->inputs + PANEL - 1) / PANEL * PANEL;
+    const int64_t block = tokens_at_once(a->inputs, TOKENS), most = a->tokens < block ? a->tokens : block;
+    uint16_t *x = aligned_alloc(CACHE_LINE, (most > 0 ? most : 1) * padded * sizeof(uint16_t));
+    if (!x) { /* the same panels without more memory */
+        linear_16(a, first, last);
+        return;
+    }
+    for (int64_t start = 0; start < a->tokens; start += most) {
+        const int64_t count = a->tokens - start < most ? a->tokens - start : most;
+        const int64_t tiles = (count + TOKENS - 1) / TOKENS;
+        round_tokens(x, a, start, count, padded, 1);
+        for (int64_t panel = first; panel < last; panel++) {
+            for (int64_t i = 0; i < tiles; i++) { /* of nearly the same size */
+                const int64_t token = count * i / tiles, next = count * (i + 1) / tiles;
+                dot_tile_of(a, x + token * padded, start + token, panel, padded, next - token);
+            }
+        }
+    }
+    free(x);
+}
+
+#undef TOKENS
+#endif
