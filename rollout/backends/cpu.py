@@ -46,7 +46,7 @@ def cpu_backend(
     else:
         kernels = Kernels(library)
         ops = NativeOps(kernels, default_selection(kernels, native_only=deterministic))
-        attention = NativePagedAttention(kernels, ops)
+        attention = NativePagedAttention(kernels, ops, deterministic=deterministic)
         fuse_decoder = partial(native_decoder, kernels, deterministic=deterministic)
     return Backend(
         device=device,

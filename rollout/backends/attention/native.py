@@ -21,7 +21,7 @@ from torch import Tensor
 from rollout.backends.attention.torch_sdpa import TorchPlan, TorchSdpaAttention
 from rollout.backends.base import Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
-from rollout.backends.native.kernels import TYPES, AttentionArgs, Kernels
+from rollout.backends.native.kernels import DOT, TYPES, VECTORS, AttentionArgs, Kernels
 
 MAX_HEAD_DIM = 576
 MAX_GROUP = 240  # query heads per KV head
@@ -54,9 +54,11 @@ class NativePlan(TorchPlan):
 class NativePagedAttention(TorchSdpaAttention):
     """Implements `AttentionBackend` on CPU with compiled kernels."""
 
-    def __init__(self, kernels: Kernels, ops: Ops[Any] | None = None) -> None:
+    def __init__(
+        self, kernels: Kernels, ops: Ops[Any] | None = None, *, deterministic: bool = False
+    ) -> None:
         super().__init__(ops)
-        self._kernels = kernels
+        self._kernels, self._deterministic = kernels, deterministic
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with a NativePlan."""
@@ -82,6 +84,7 @@ class NativePagedAttention(TorchSdpaAttention):
         args = batch.plan.args
         set_tensors(args, q_THD, k_TGD, v_TGD, out_THD, cache)
         set_traits(args, traits, sinks_H)
+        args.unit = prefill_unit(self._kernels, cache, deterministic=self._deterministic)
         self._kernels.write_tokens(addressof(args))
         num_decode, num_rows = batch.num_decode_rows, len(batch.context_lens)
         if num_decode:
@@ -137,6 +140,12 @@ def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | N
     args.window, args.softcap = traits.window or 0, traits.softcap or 0.0
     args.sinks = None if sinks_H is None else sinks_H.data_ptr()
     args.scale = traits.scale_of(args.dim)
+
+
+def prefill_unit(kernels: Kernels, cache: Tensor, *, deterministic: bool) -> int:
+    """What multiplies in prefill. `deterministic`: what does in decoding, so with the same bits."""
+    has_pairs = cache.dtype == torch.bfloat16 and kernels.dot_is_usable()
+    return DOT if has_pairs and not deterministic else VECTORS
 
 
 def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:

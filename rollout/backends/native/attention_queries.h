@@ -18,11 +18,17 @@ struct softmax {
 
 /* Query i sees keys up to position + i / per_position. */
 struct queries {
-    float *q, *sums; /* [query][dim]: scaled; sums of weight * V */
+    float *q, *sums; /* [query][dim]: scaled, or bfloat16 and not scaled for products of pairs; sums of weight * V */
     struct softmax *softmax;
     int64_t position, per_position;
     float softcap; /* or 0 */
 };
+
+/* Of `count` keys from `start` on, those that query i sees. */
+INLINE int64_t visible(const struct queries *queries, int64_t i, int64_t start, int64_t count) {
+    const int64_t seen = queries->position + i / queries->per_position + 1 - start;
+    return seen < count ? seen : count;
+}
 
 /* softcap * tanh(score / softcap). */
 INLINE void cap_scores(float *scores, int64_t width, float softcap) {
@@ -55,14 +61,17 @@ INLINE void weigh(float *scores, int64_t unseen, int64_t seen, int64_t width, st
     softmax->total = total;
 }
 
-/* Query heads of one token at `position` and one KV head, scaled, with nothing summed yet but their
+/* Query heads of one token at `position` and one KV head, with nothing summed yet but their
    sinks. */
 INLINE void begin_queries(const struct attention *a, const struct queries *queries, int64_t i,
-                          int64_t count, int64_t token, int64_t head, int64_t position) {
+                          int64_t count, int64_t token, int64_t head, int64_t position,
+                          const int is_bfloat16) {
     const float scale = (float)a->scale;
     const int64_t q = token * a->q_stride + head * a->dim;
     for (int64_t d = 0; d < count * a->dim; d += LANES) {
-        store(queries->q + i * a->dim + d, load_as(a->q, q + d, a->token_type) * scale);
+        const v8f numbers = load_as(a->q, q + d, a->token_type);
+        if (is_bfloat16) store_as(queries->q, i * a->dim + d, numbers, BFLOAT16);
+        else store(queries->q + i * a->dim + d, numbers * scale);
         store(queries->sums + i * a->dim + d, splat(0));
     }
     for (int64_t j = i; j < i + count; j++, head++) {

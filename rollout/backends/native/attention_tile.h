@@ -65,7 +65,7 @@ INLINE void columns(float *c, int64_t c_stride, const float *a, int64_t a_stride
 /* Queries [i, i + rows) of which the last sees most. */
 INLINE void attend_strip(const struct queries *queries, int64_t i, const struct tile *tile, int64_t dim,
                          struct ahead *ahead, const int rows) {
-    const int64_t depth = visible(queries, i + rows - 1, tile), width = (depth + 15) / 16 * 16;
+    const int64_t depth = visible(queries, i + rows - 1, tile->start, tile->count), width = (depth + 15) / 16 * 16;
     float *q = queries->q + i * dim, *sums = queries->sums + i * dim;
     _Alignas(LINE) float scores[STRIP * MAX_TOKENS];
     if (depth <= 0) return;
@@ -74,7 +74,7 @@ INLINE void attend_strip(const struct queries *queries, int64_t i, const struct 
         float *row = scores + j * MAX_TOKENS;
         struct softmax *softmax = queries->softmax + i + j;
         if (queries->softcap > 0) cap_scores(row, width, queries->softcap);
-        weigh(row, softmax->first_seen - tile->start, visible(queries, i + j, tile), width, softmax,
+        weigh(row, softmax->first_seen - tile->start, visible(queries, i + j, tile->start, tile->count), width, softmax,
               sums + j * dim, dim);
     }
     columns(sums, dim, scores, MAX_TOKENS, tile->v, dim, depth, dim, 1, rows, ahead);

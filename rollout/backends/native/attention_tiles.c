@@ -7,12 +7,6 @@
 #define STRIP 6       /* queries whose sums stay in registers */
 #define FETCH_EVERY 8 /* steps of a product, which are roughly the work of two of packing: two fetches */
 
-/* Of the tile, those that query i sees. */
-INLINE int64_t visible(const struct queries *queries, int64_t i, const struct tile *tile) {
-    const int64_t seen = queries->position + i / queries->per_position + 1 - tile->start;
-    return seen < tile->count ? seen : tile->count;
-}
-
 #define WIDTH 8
 #include "attention_tile.h"
 #undef WIDTH
@@ -34,25 +28,6 @@ void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, in
 #endif
     (void)lanes; /* read with AVX-512 only */
     attend_tile_8(queries, first, last, tile, dim, ahead);
-}
-
-/* Eight rows of eight floats become columns, `stride` apart. */
-INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
-    v8f pairs[8], fours[8];
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = SHUFFLE8(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        pairs[i + 1] = SHUFFLE8(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        for (int j = 0; j < 2; j++) {
-            fours[i + 2 * j] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            fours[i + 2 * j + 1] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-    for (int i = 0; i < 4; i++) {
-        store(out + i * stride, SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-        store(out + (i + 4) * stride, SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
-    }
 }
 
 /* K of `count` tokens, at most eight, from the i-th on; those that are missing have zero keys. */

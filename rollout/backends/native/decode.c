@@ -152,7 +152,7 @@ static void decode_rows(const struct job *job) {
     for (int64_t i = 0; i < num_queries; i += group) {
         const int64_t row = job->rows[i / group % job->num_rows];
         begin_queries(a, &job->queries, i, group, a->query_starts[row],
-                      first_head + i / group / job->num_rows * group, a->context_lens[row] - 1);
+                      first_head + i / group / job->num_rows * group, a->context_lens[row] - 1, 0);
     }
     int64_t count = find_segments(job, 0, job->num_rows, 0, segments, 0);
     if (a->window) count = trim_segments(job, segments, count);

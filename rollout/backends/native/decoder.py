@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.native import MAX_GROUP, MAX_HEAD_DIM
+from rollout.backends.attention.native import MAX_GROUP, MAX_HEAD_DIM, prefill_unit
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts
 from rollout.backends.native.kernels import (
@@ -260,6 +260,7 @@ class NativeDecoder:
                 planes=2,
                 token_type=TYPES[torch.float32],
                 cache_type=TYPES[cache.dtype],
+                unit=prefill_unit(self._kernels, cache, deterministic=self._deterministic),
             ),
         )
         if self._sums is None:

@@ -73,7 +73,8 @@ class AttentionArgs(ctypes.Structure):
                 "planes",
             )
         ),
-        *((name, c_int64) for name in ("token_type", "cache_type", "lanes", "window")),
+        *((name, c_int64) for name in ("token_type", "cache_type", "lanes")),
+        *((name, c_int64) for name in ("unit", "window")),
         ("sinks", c_void_p),
         *((name, c_double) for name in ("scale", "softcap")),
     )

@@ -5,10 +5,6 @@
 
 #include "vectors.h"
 
-/* What multiplies. DOT and AMX add pairs: w is bfloat16, in panels of 32, and x is rounded to it. They may be asked for
-   where dot_is_usable() and amx_is_usable(). */
-enum unit { VECTORS, DOT, AMX };
-
 /* Weights are packed in panels of 2 * lanes outputs, [panels, inputs, 2 * lanes]: what one input is
    multiplied with lies together. The last panel is filled up with zeros. */
 struct linear {
@@ -19,7 +15,7 @@ struct linear {
     int64_t tokens, inputs, outputs, x_stride;
     int64_t lanes;      /* 8 or 16 floats in a vector */
     int64_t is_bfloat16; /* whether w is bfloat16 */
-    int64_t unit;        /* of enum unit */
+    int64_t unit;        /* but for VECTORS, w is bfloat16 in panels of 32, and x is rounded to it */
     int64_t accumulate;  /* y += instead of y = */
 };
 

@@ -1,14 +1,8 @@
 /* The product by AVX-512's dot products of pairs in bfloat16. */
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
 
 #define TOKENS 12 /* whose 24 sums stay in registers */
-
-/* Numbers that are subnormal count as 0. */
-INLINE v16f add_pairs(v16f sums, v32h x, v32h w) {
-    return (v16f)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)w);
-}
 
 /* `tokens` from `token` on, whose rounded x this is. */
 INLINE void dot_tile(const struct linear *a, const uint16_t *x, int64_t token, int64_t panel, int64_t padded,
@@ -23,11 +17,9 @@ INLINE void dot_tile(const struct linear *a, const uint16_t *x, int64_t token, i
         v32h low, high;
         interleave(&low, &high, w, k, a->inputs);
         UNROLL for (int i = 0; i < tokens; i++) {
-            int32_t pair;
-            memcpy(&pair, x + i * padded + k, sizeof pair);
-            const v32h pairs = (v32h)_mm512_set1_epi32(pair);
-            sums[i][0] = add_pairs(sums[i][0], pairs, low);
-            sums[i][1] = add_pairs(sums[i][1], pairs, high);
+            const v32h pair = splat_pair(x + i * padded + k);
+            sums[i][0] = add_pairs(sums[i][0], pair, low);
+            sums[i][1] = add_pairs(sums[i][1], pair, high);
         }
     }
     UNROLL for (int i = 0; i < tokens; i++) store_pairs(a, token + i, panel, sums[i][0], sums[i][1]);

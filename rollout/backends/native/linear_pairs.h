@@ -6,13 +6,13 @@
    which leaves the outputs in another order until their sums are stored. All tokens, also few, take the same path:
    what a token gets does not depend on the tokens beside it. */
 
+#include "pairs.h"
+
 #ifdef __AVX512BF16__
 
 #define PANEL 32 /* outputs of a panel */
 
-typedef uint16_t v32h __attribute__((vector_size(64), aligned(2), may_alias));
 typedef int32_t v16i __attribute__((vector_size(64)));
-typedef float v16f __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* Of each lane of 8 numbers, the first or the last four of both vectors, taken in turns. */
 #define LOW_PAIRS(a, b)                                                                                        \

@@ -22,6 +22,7 @@ struct attention {
     int64_t planes;                 /* of the cache: 2, or 1 where there is K alone, which is V as well */
     int64_t token_type, cache_type; /* FLOAT32 or BFLOAT16, of out, q, k and v, and of the cache */
     int64_t lanes;                  /* 8 for 256-bit vectors; 0 for the widest there are */
+    int64_t unit;                   /* of prefill: VECTORS, or DOT for a cache in bfloat16 */
     int64_t window;                 /* positions that a token sees, its own included; 0 for all */
     const float *sinks;             /* [heads]: scores without a value; or NULL */
     double scale, softcap;          /* of scores; no softcap if that is 0 */

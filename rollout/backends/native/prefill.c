@@ -2,7 +2,7 @@
    all query heads that share a KV head form one matrix of queries, worked on in blocks; keys come in
    tiles that are packed once for each block, K transposed, so that both products are plain ones. */
 
-#include "attention_tiles.h"
+#include "attention_pairs.h"
 
 #define QUERIES 240 /* of a block */
 
@@ -12,6 +12,22 @@ struct workspace {
     struct softmax softmax[QUERIES];
 };
 
+/* Queries [first, last) take their part of a place. */
+static void attend_place(const struct attention *a, struct workspace *w, const struct queries *queries, int64_t first,
+                         int64_t last, const struct place *place, int64_t kv_head, int64_t capacity) {
+#ifdef __AVX512BF16__
+    if (a->unit == DOT) {
+        struct pair_tile tile = {.capacity = capacity, .k = (uint16_t *)w->k, .v = (uint16_t *)w->v};
+        pack_pair_tile(a, place, kv_head, &tile);
+        attend_pair_tile(queries, first, last, &tile, a->dim, (float)a->scale);
+        return;
+    }
+#endif
+    struct tile tile = {.capacity = capacity, .k = w->k, .v = w->v};
+    pack_tile(a, place, kv_head, &tile, NULL);
+    attend_tile(a->lanes, queries, first, last, &tile, a->dim, NULL);
+}
+
 /* Tokens [first, last) of a row, at most QUERIES / group, and one KV head. */
 static void attend_block(const struct attention *a, struct workspace *w, int64_t row, int64_t kv_head,
                          int64_t first, int64_t last) {
@@ -19,19 +35,19 @@ static void attend_block(const struct attention *a, struct workspace *w, int64_t
     const int64_t cached = a->context_lens[row] - (a->query_starts[row + 1] - a->query_starts[row]);
     const int64_t position = cached + first, end = cached + last, count = (last - first) * group;
     const struct queries queries = {w->q, w->sums, w->softmax, position, group, (float)a->softcap};
+    const int64_t capacity = tile_capacity(a->unit == DOT ? a->dim / 2 : a->dim);
     struct place place;
-    struct tile tile = {.capacity = tile_capacity(a->dim), .k = w->k, .v = w->v};
     for (int64_t i = 0; i < count; i += group) {
-        begin_queries(a, &queries, i, group, token + i / group, kv_head * group, position + i / group);
+        begin_queries(a, &queries, i, group, token + i / group, kv_head * group, position + i / group,
+                      a->unit == DOT);
     }
-    const int64_t first_tile = first_seen(a, position) / tile.capacity * tile.capacity;
-    for (int64_t start = first_tile; start < end; start += tile.capacity) {
-        const int64_t keys = end - start < tile.capacity ? end - start : tile.capacity;
+    const int64_t first_tile = first_seen(a, position) / capacity * capacity;
+    for (int64_t start = first_tile; start < end; start += capacity) {
+        const int64_t keys = end - start < capacity ? end - start : capacity;
         const int64_t seeing = start > position ? (start - position) * group : 0;
         place.start = start, place.count = keys;
         find_tokens(a, row, start, keys, place.tokens);
-        pack_tile(a, &place, kv_head, &tile, NULL);
-        attend_tile(a->lanes, &queries, seeing, count, &tile, a->dim, NULL);
+        attend_place(a, w, &queries, seeing, count, &place, kv_head, capacity);
     }
     for (int64_t i = 0; i < count; i += group) {
         end_queries(a, &queries, i, group, token + i / group, kv_head * group);

@@ -45,6 +45,10 @@ INLINE float largest_of(v8f x) {
 
 enum { FLOAT32, BFLOAT16 };
 
+/* What multiplies. DOT and AMX add pairs of bfloat16 numbers; they may be asked for where dot_is_usable() and
+   amx_is_usable(). */
+enum unit { VECTORS, DOT, AMX };
+
 typedef uint16_t v8h __attribute__((vector_size(16), aligned(2), may_alias));
 
 INLINE int64_t size_of(int64_t type) { return type == BFLOAT16 ? 2 : 4; }
@@ -85,6 +89,25 @@ INLINE void *place_of(const void *array, int64_t i, int64_t type) { return (char
 #define SHUFFLE(places, a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
 #endif
 #define SHUFFLE8(a, b, ...) SHUFFLE(v8i, a, b, __VA_ARGS__)
+
+/* Eight rows of eight floats become columns, `stride` apart. */
+INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
+    v8f pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = SHUFFLE8(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        pairs[i + 1] = SHUFFLE8(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            fours[i + 2 * j + 1] = SHUFFLE8(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        store(out + i * stride, SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+        store(out + (i + 4) * stride, SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+    }
+}
 
 /* GCC would load a vector from memory for each use, rather than once. */
 #if defined(__GNUC__) && defined(__x86_64__)
