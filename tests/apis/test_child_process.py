@@ -207,7 +207,10 @@ def test_the_forks_of_the_tests_look_like_children_that_were_started(
         try:
             folder = Path(f"/proc/{process.pid}")
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes().rstrip(b"\0")
+            command, deadline = b"", time.monotonic() + WAIT_S
+            while not command and time.monotonic() < deadline:
+                # Empty for a moment while the process takes on its program.
+                command = (folder / "cmdline").read_bytes().rstrip(b"\0")
             return [parent, command, os.readlink(folder / "cwd")]
         finally:
             process.kill()
