@@ -1,8 +1,9 @@
 """NativePagedAttention: compiled attention that reads blocks in place, for float32 and bfloat16.
 
 Rows that share their first blocks, as samples of one prompt do, read them once. A row's result does
-not depend on that, nor on the other rows, nor on the number of threads. Other dtypes and head dims
-take the inherited torch path.
+not depend on that, nor on the other rows, nor on the number of threads. Prefill over a bfloat16
+cache rounds queries and weights to bfloat16 where the processor multiplies pairs of such numbers,
+unless it is to be deterministic. Other dtypes and head dims take the inherited torch path.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim.
 """
