@@ -35,8 +35,8 @@ INLINE v8f halves_of(v16f x) {
     return (v8f)_mm512_castps512_ps256((__m512)x) + (v8f)_mm512_extractf32x8_ps((__m512)x, 1);
 }
 
-/* exp(x) for x <= 0, within 4e-7 of it; 0 below -87, where NaN gives 0, too, as in exp_v8. exp(x) = 2^n 2^r, |r| <= 1/2; Taylor's series of
-   2^r to r^6 leaves less than 2e-7. */
+/* exp(x) for x <= 0, within 2e-6 of itself; 0 below -87 and for NaN. exp(x) = 2^n 2^r, |r| <= 1/2; Taylor's series
+   of 2^r to r^6 leaves less than 2e-7, and log2(e) in float32 the rest, where x is far below 0. */
 INLINE v16f exp_16(v16f x) {
     const __m512 log2_e = _mm512_set1_ps(1.44269504f);
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
