@@ -226,7 +226,8 @@ def test_float32_queries_meet_a_bfloat16_cache(deterministic: bool, tolerance: f
 @given(forest=forests)
 @settings(max_examples=60, deadline=None)
 def test_a_decoded_token_has_the_bits_of_the_last_token_of_a_prompt(forest: Forest) -> None:
-    attention = NativePagedAttention(kernels(), deterministic=True)
+    # Products of pairs, which prefill over bfloat16 may have, round what decoding does not.
+    attention = NativePagedAttention(kernels(), deterministic=forest.dtype == torch.bfloat16)
     decoding = Decoding(forest, attention)
     rows = list(range(len(decoding.rows)))
     if not rows:

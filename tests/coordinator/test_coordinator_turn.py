@@ -157,5 +157,5 @@ def test_an_engine_that_says_goodbye_while_it_is_sent_something_is_not_lost(
         lost.append((counters.num_engines_lost, counters.num_undelivered))
 
     run_one_turn(monkeypatch, socket, count)
-    assert lost == [(1, 1)]
-    assert not caplog.records
+    assert lost == [(1, 1)], "who says goodbye is counted as well, once"
+    assert not caplog.records, "a lost one would be warned of"

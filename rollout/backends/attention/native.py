@@ -59,7 +59,8 @@ class NativePagedAttention(TorchSdpaAttention):
         self, kernels: Kernels, ops: Ops[Any] | None = None, *, deterministic: bool = False
     ) -> None:
         super().__init__(ops)
-        self._kernels, self._deterministic = kernels, deterministic
+        self._kernels = kernels
+        self._prefill_units = prefill_units(kernels, deterministic=deterministic)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with a NativePlan."""
@@ -85,7 +86,7 @@ class NativePagedAttention(TorchSdpaAttention):
         args = batch.plan.args
         set_tensors(args, q_THD, k_TGD, v_TGD, out_THD, cache)
         set_traits(args, traits, sinks_H)
-        args.unit = prefill_unit(self._kernels, cache, deterministic=self._deterministic)
+        args.unit = self._prefill_units[cache.dtype]
         self._kernels.write_tokens(addressof(args))
         num_decode, num_rows = batch.num_decode_rows, len(batch.context_lens)
         if num_decode:
@@ -143,10 +144,12 @@ def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | N
     args.scale = traits.scale_of(args.dim)
 
 
-def prefill_unit(kernels: Kernels, cache: Tensor, *, deterministic: bool) -> int:
-    """What multiplies in prefill. `deterministic`: what does in decoding, so with the same bits."""
-    has_pairs = cache.dtype == torch.bfloat16 and kernels.dot_is_usable()
-    return DOT if has_pairs and not deterministic else VECTORS
+def prefill_units(kernels: Kernels, *, deterministic: bool) -> dict[torch.dtype, int]:
+    """What multiplies in prefill, by the dtype of the cache. If `deterministic`, what multiplies in
+    decoding, so with the same bits.
+    """
+    has_pairs = not deterministic and kernels.dot_is_usable()
+    return {torch.float32: VECTORS, torch.bfloat16: DOT if has_pairs else VECTORS}
 
 
 def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:

@@ -92,8 +92,7 @@ INLINE void columns_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int6
 /* `weigh` with vectors of 16, for rounded weights. */
 INLINE void weigh_pairs(float *scores, int64_t unseen, int64_t seen, int64_t width, struct softmax *softmax,
                         float *sums, int64_t dim, uint16_t *weights) {
-    for (int64_t i = 0; i < unseen && i < width; i++) scores[i] = -INFINITY;
-    for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
+    hide_scores(scores, unseen, seen, width);
     v16f most = *(const v16f *)scores, total = {0};
     for (int64_t i = 16; i < width; i += 16) most = max_16(most, *(const v16f *)(scores + i));
     const float old = softmax->largest, new = max_of_16(most), largest = new > old ? new : old;
@@ -108,7 +107,7 @@ INLINE void weigh_pairs(float *scores, int64_t unseen, int64_t seen, int64_t wid
         total += weight;
     }
     softmax->largest = largest;
-    softmax->total += halves_of(total);
+    softmax->total += sum_of_halves(total);
 }
 
 /* Queries [i, i + rows) of which the last sees most. */

@@ -37,12 +37,17 @@ INLINE void cap_scores(float *scores, int64_t width, float softcap) {
     }
 }
 
+/* Scores of keys that are not in [unseen, seen) become those of nothing. */
+INLINE void hide_scores(float *scores, int64_t unseen, int64_t seen, int64_t width) {
+    for (int64_t i = 0; i < unseen && i < width; i++) scores[i] = -INFINITY;
+    for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
+}
+
 /* Scores of keys [unseen, seen) become weights, those of the others 0; older sums shrink if the
    largest score has grown. */
 INLINE void weigh(float *scores, int64_t unseen, int64_t seen, int64_t width, struct softmax *softmax,
                   float *sums, int64_t dim) {
-    for (int64_t i = 0; i < unseen && i < width; i++) scores[i] = -INFINITY;
-    for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
+    hide_scores(scores, unseen, seen, width);
     v8f tile_max = load(scores);
     for (int64_t i = LANES; i < width; i += LANES) tile_max = max_v8(tile_max, load(scores + i));
     const float old = softmax->largest, new = max_of_lanes(tile_max), largest = new > old ? new : old;

@@ -1,6 +1,6 @@
 /* Queries against a tile of a context: both products are plain ones, as in FlashAttention-2 (Dao 2023),
    because K is packed transposed. A query's result depends neither on which queries go with it nor on
-   the width of the vectors: decoding and prefill give a token the same bits. */
+   the width of the vectors: decoding, and prefill by these tiles, give a token the same bits. */
 
 #include "attention_tiles.h"
 

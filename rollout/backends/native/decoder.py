@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.native import MAX_GROUP, MAX_HEAD_DIM, prefill_unit
+from rollout.backends.attention.native import MAX_GROUP, MAX_HEAD_DIM, prefill_units
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts
 from rollout.backends.native.kernels import (
@@ -89,6 +89,7 @@ class NativeDecoder:
         run the decoder at all.
         """
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
+        self._prefill_units = prefill_units(kernels, deterministic=deterministic)
         is_supported = _is_supported(parts)
         if deterministic and not is_supported:
             raise ConfigError(
@@ -260,7 +261,7 @@ class NativeDecoder:
                 planes=2,
                 token_type=TYPES[torch.float32],
                 cache_type=TYPES[cache.dtype],
-                unit=prefill_unit(self._kernels, cache, deterministic=self._deterministic),
+                unit=self._prefill_units[cache.dtype],
             ),
         )
         if self._sums is None:

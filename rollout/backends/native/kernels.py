@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum of vectors.h
-
-VECTORS, DOT, AMX = range(3)  # the enum of linear.h
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the first enum of vectors.h
+VECTORS, DOT, AMX = range(3)  # enum unit of vectors.h
 
 _CACHE_LINE = 64
 _TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}

@@ -44,7 +44,7 @@ static void dot_tile_of(const struct linear *a, const uint16_t *x, int64_t token
 }
 
 static void linear_dot(const struct linear *a, int64_t first, int64_t last) {
-    const int64_t padded = (a->inputs + PANEL - 1) / PANEL * PANEL;
+    const int64_t line = CACHE_LINE / sizeof(uint16_t), padded = (a->inputs + line - 1) / line * line;
     const int64_t block = tokens_at_once(a->inputs, TOKENS), most = a->tokens < block ? a->tokens : block;
     uint16_t *x = aligned_alloc(CACHE_LINE, (most > 0 ? most : 1) * padded * sizeof(uint16_t));
     if (!x) { /* the same panels without more memory */

@@ -31,7 +31,7 @@ INLINE v16f max_16(v16f a, v16f b) { return (v16f)_mm512_max_ps((__m512)a, (__m5
 INLINE float max_of_16(v16f x) { return _mm512_reduce_max_ps((__m512)x); }
 
 /* Sums of the lanes i and i + 8. */
-INLINE v8f halves_of(v16f x) {
+INLINE v8f sum_of_halves(v16f x) {
     return (v8f)_mm512_castps512_ps256((__m512)x) + (v8f)_mm512_extractf32x8_ps((__m512)x, 1);
 }
 
