@@ -2,7 +2,13 @@
 
 A private pool has a use count: of the MemPool that made it and of the graphs captured into it. With
 none left it lives on as long as memory of it is in use, and no capture may join it any more.
-Source: create_or_incref_pool of torch's CUDACachingAllocator, ~MemPool and CUDAGraph::reset.
+
+A call that a capturing stream does not allow invalidates the capture, and then ending the capture
+raises. Both allocators, of the device and of page-locked memory, go on as if that capture were
+under way: the graph gives its use of the pool never back, no cached memory is freed, the filter
+that they call at every allocation reads the graph, and no capture may join the pool.
+Source: create_or_incref_pool, release_cached_blocks and synchronize_and_free_events of torch's
+CUDACachingAllocator, CachingHostAllocatorImpl, ~MemPool, CUDAGraph::capture_end and ::reset.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 GENERAL = (0, 0)
@@ -42,8 +49,15 @@ class FakeTorchCuda:
         self._default_of_captures = FakeStream()
         self._stream = self._default
         self._capturing: tuple[int, int] | None = None
+        self._is_invalidated = False
+        # What the allocators, of the device and of page-locked memory, take for captures that have
+        # not ended: their pools, and the id of each one's graph, which a filter reads.
+        self.underway: dict[tuple[int, int], int] = {}
+        self.underway_on_host: dict[tuple[int, int], int] = {}
         self.fatal: list[str] = []
         self.num_captures = 0
+        # torch.cuda.memory
+        self.memory = SimpleNamespace(_cuda_endAllocateToPool=self._end_allocate_to_pool)
 
     # ---- what a program does
 
@@ -62,6 +76,10 @@ class FakeTorchCuda:
         pool = self.pools[self._capturing or GENERAL]
         pool.num_cached_bytes = max(pool.num_cached_bytes, num_bytes)
 
+    @property
+    def is_capturing(self) -> bool:
+        return self._capturing is not None
+
     # ---- torch.cuda
 
     def device(self, _device: Any) -> contextlib.AbstractContextManager[None]:
@@ -71,11 +89,14 @@ class FakeTorchCuda:
         return self._stream
 
     def synchronize(self, _device: Any = None) -> None:
-        assert self._capturing is None, "the capture is invalidated"
+        """A device cannot be waited for while a stream of it captures."""
+        if self._capturing is not None:
+            self._is_invalidated = True
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     def empty_cache(self) -> None:
         for key, pool in list(self.pools.items()):
-            if key == GENERAL or not pool.use_count:
+            if not self.underway if key == GENERAL else not pool.use_count:
                 pool.num_cached_bytes = 0
             if not pool.use_count and not pool.num_live_bytes:
                 del self.pools[key]
@@ -95,15 +116,35 @@ class FakeTorchCuda:
         del capture_error_mode
         self.synchronize()
         self.empty_cache()
-        key = pool or (0, next(self._ids))
-        self._use(key)
-        graph.key, self._capturing = key, key
-        self.num_captures += 1
+        before, self._stream = self._stream, stream or self._default_of_captures
+        graph.capture_begin(pool or (0, next(self._ids)))
         try:
-            with self.stream(stream or self._default_of_captures):
-                yield
+            yield
         finally:
-            self._capturing = None
+            graph.capture_end()
+            self._stream = before  # as torch has it: not where the line above raises
+
+    def begin_capture(self, key: tuple[int, int], graph: int) -> None:
+        """cudaStreamBeginCapture, and what both allocators are told of it."""
+        self._use(key)
+        for underway in (self.underway, self.underway_on_host):
+            if key in underway:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            underway[key] = graph
+        self._capturing, self._is_invalidated = key, False
+        self.num_captures += 1
+
+    def end_capture(self, key: tuple[int, int]) -> None:
+        """cudaStreamEndCapture, and what both allocators are told of it."""
+        self._capturing = None
+        if self._is_invalidated:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        del self.underway[key], self.underway_on_host[key]
+
+    def _end_allocate_to_pool(self, _device: int, key: tuple[int, int]) -> None:
+        if key not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        del self.underway[key]
 
     def _use(self, key: tuple[int, int]) -> None:
         if key not in self.pools:
@@ -127,21 +168,30 @@ class FakeTorchCuda:
 class FakeGraph:
     def __init__(self, cuda: FakeTorchCuda) -> None:
         self._cuda = cuda
-        self.key: tuple[int, int] | None = None
+        self._key: tuple[int, int] | None = None
+        self._has_ended = False
 
-    def pool(self) -> Any:
-        return self.key
+    def capture_begin(self, pool: tuple[int, int]) -> None:
+        self._key = pool
+        self._cuda.begin_capture(pool, id(self))
+
+    def capture_end(self) -> None:
+        assert self._key is not None, "nothing is captured"
+        self._cuda.end_capture(self._key)
+        self._has_ended = True
 
     def replay(self) -> None:
-        assert self.key is not None, "nothing is captured"
+        assert self._has_ended, "replay without a preceding successful capture"
 
     def reset(self) -> None:
-        if self.key is not None:
-            self._cuda.pools[self.key].use_count -= 1
-            self.key = None
+        if self._has_ended and self._key is not None:
+            self._cuda.pools[self._key].use_count -= 1
+        self._has_ended = False
 
     def __del__(self) -> None:
         self.reset()
+        if id(self) in self._cuda.underway_on_host.values():
+            self._cuda.fatal.append("an allocator reads a graph that is gone")
 
 
 class FakeMemPool:
@@ -157,6 +207,8 @@ class FakeMemPool:
         pool = self._cuda.pools[self.id]
         if pool.use_count != 1:
             self._cuda.fatal.append(f"a MemPool was destroyed at use count {pool.use_count}")
+        if self._cuda.underway:
+            self._cuda.fatal.append("a MemPool was destroyed while a capture was under way")
         pool.use_count -= 1
         pool.num_cached_bytes = 0
         self._cuda.empty_cache()

@@ -41,6 +41,8 @@ class RepeatingDevice:
         self.cuda = cuda or FakeTorchCuda()
         self._graphs = CudaGraphs(CPU, self.cuda)
         self.num_replays = 0
+        # Called where a step is captured, behind its program.
+        self.in_capture: Callable[[], object] = lambda: None
         self._results: list[Ran] = []
         self._num_lost = 0
 
@@ -58,7 +60,10 @@ class RepeatingDevice:
         def captured() -> Ran:
             self.cuda.product()
             self.cuda.allocate_for_a_moment(1 << 20)
-            return program()
+            ran = program()
+            if self.cuda.is_capturing:
+                self.in_capture()
+            return ran
 
         replay_nothing, static = self._graphs.capture(captured)
         number = len(self._results)

@@ -5,6 +5,8 @@ Engines capture on a GPU in `make gpu-check`.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backends.executors.cuda_graph import CudaGraphs
+from rollout.backends.executors.graph import CaptureError
 from rollout.step.output import SampleResult, StepOutput
 from tests.backends.fake_graphs import GENERAL, WORKSPACE_BYTES, FakeTorchCuda
 
@@ -79,26 +82,134 @@ def test_a_captured_graph_outlives_its_device() -> None:
     assert cuda.pools.keys() == {GENERAL}
 
 
-def test_a_program_that_fails_in_its_capture_leaves_the_pool_usable() -> None:
-    cuda = FakeTorchCuda()
-    graphs = CudaGraphs(CPU, cuda)
-    calls = 0
+def failing_in_capture(cuda: FakeTorchCuda, fail: Callable[[], object]) -> Callable[[], Any]:
+    """A program that calls `fail` where it is captured, and has taken its memory by then."""
+    program = program_on(cuda)
 
     def failing() -> StepOutput[Any]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("made up")
-        return program_on(cuda)()
+        output = program()
+        if cuda.is_capturing:
+            fail()
+        return output
 
-    with pytest.raises(RuntimeError, match="made up"):
-        graphs.capture(failing)
-    graphs.capture(program_on(cuda))
+    return failing
+
+
+def raise_value_error() -> None:
+    raise ValueError("made up")
+
+
+def test_a_program_that_raises_in_a_valid_capture_leaves_the_pool_usable() -> None:
+    cuda = FakeTorchCuda()
+    graphs = CudaGraphs(CPU, cuda)
+    with pytest.raises(CaptureError) as caught:
+        graphs.capture(failing_in_capture(cuda, raise_value_error))
+    assert str(caught.value.__cause__) == "made up"
+    del caught
+    captured = graphs.capture(program_on(cuda))
+    assert graphs.num_bytes == MIB
+    assert len(cuda.pools) == 2
+    del captured
+    graphs.forget()
+    assert graphs.num_bytes == 0
     assert cuda.fatal == []
 
 
+def test_a_capture_that_cuda_invalidates_raises_the_first_error_and_keeps_its_pool() -> None:
+    """Torch would end the process if the pool were freed; later captures take a pool of their
+    own, and the allocator gives cached memory back as before."""
+    cuda = FakeTorchCuda()
+    graphs = CudaGraphs(CPU, cuda)
+    before = graphs.capture(program_on(cuda))
+    stream = cuda.current_stream()
+    with pytest.raises(CaptureError) as caught:
+        graphs.capture(failing_in_capture(cuda, cuda.synchronize))
+    assert str(caught.value.__cause__) == "operation not permitted when stream is capturing"
+    del caught
+    assert cuda.current_stream() is stream
+    assert graphs.num_bytes == MIB  # of the pool that is kept
+    after = graphs.capture(program_on(cuda, 3 * MIB))
+    assert graphs.num_bytes == 4 * MIB
+    for replay, _ in (before, after):
+        replay()
+    del before, after, replay
+    graphs.forget()
+    assert graphs.num_bytes == MIB
+    cuda.allocate_for_a_moment(MIB)
+    cuda.empty_cache()
+    assert cuda.pools[GENERAL].num_cached_bytes == 0
+    del graphs
+    gc.collect()
+    assert cuda.fatal == []
+
+
+def test_a_capture_that_is_interrupted_raises_the_interrupt() -> None:
+    cuda = FakeTorchCuda()
+    graphs = CudaGraphs(CPU, cuda)
+
+    def interrupt() -> None:
+        with contextlib.suppress(RuntimeError):
+            cuda.synchronize()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        graphs.capture(failing_in_capture(cuda, interrupt))
+    del graphs
+    gc.collect()
+    assert cuda.fatal == []
+
+
+def test_a_program_that_fails_before_its_capture_raises_its_own_error() -> None:
+    cuda = FakeTorchCuda()
+    stream = cuda.current_stream()
+    with pytest.raises(ValueError, match="made up"):
+        CudaGraphs(CPU, cuda).capture(raise_value_error)
+    assert cuda.current_stream() is stream
+    assert cuda.num_captures == 0
+
+
+class Waiting:
+    """In a cycle, so that only the collector finds it; waits for the device when it is found."""
+
+    def __init__(self, cuda: FakeTorchCuda) -> None:
+        self._cuda, self._self = cuda, self
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._cuda.synchronize()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_while_a_program_is_captured(is_enabled: bool) -> None:
+    """A finalizer that waits for the device or frees memory of it invalidates the capture."""
+    cuda = FakeTorchCuda()
+    graphs = CudaGraphs(CPU, cuda)
+
+    def littering() -> list[Any]:
+        Waiting(cuda)
+        return [[i] for i in range(100)]  # enough for a collection at a threshold of 1
+
+    threshold, was_enabled = gc.get_threshold(), gc.isenabled()
+    gc.set_threshold(1)
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        captured = graphs.capture(littering)
+        assert gc.isenabled() == is_enabled
+        with pytest.raises(CaptureError):
+            graphs.capture(failing_in_capture(cuda, raise_value_error))
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.set_threshold(*threshold)
+        (gc.enable if was_enabled else gc.disable)()
+    assert len(captured[1]) == 100
+
+
 @given(
-    steps=st.lists(st.sampled_from(["capture", "drop one", "drop all", "forget", "replay"])),
+    steps=st.lists(
+        st.sampled_from(
+            ["capture", "fail", "invalidate", "drop one", "drop all", "forget", "replay"]
+        )
+    ),
 )
 def test_no_history_of_captures_breaks_torchs_rules(steps: list[str]) -> None:
     cuda = FakeTorchCuda()
@@ -107,6 +218,10 @@ def test_no_history_of_captures_breaks_torchs_rules(steps: list[str]) -> None:
     for step in steps:
         if step == "capture":
             captured.append(graphs.capture(program_on(cuda)))
+        elif step in ("fail", "invalidate"):
+            fail = raise_value_error if step == "fail" else cuda.synchronize
+            with contextlib.suppress(CaptureError):
+                graphs.capture(failing_in_capture(cuda, fail))
         elif step == "drop one" and captured:
             captured.pop()
         elif step == "drop all":
@@ -117,7 +232,9 @@ def test_no_history_of_captures_breaks_torchs_rules(steps: list[str]) -> None:
     captured.clear()
     del graphs
     assert cuda.fatal == []
-    assert cuda.pools.keys() == {GENERAL}
+    assert cuda.underway == {}
+    # One pool of each invalidated capture is kept.
+    assert len(cuda.pools) == 1 + steps.count("invalidate")
 
 
 def replay_all(captured: list[Any]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rollout.backends.executors.graph import CaptureError
 from rollout.backends.executors.transfer import download
 from rollout.backends.step_tensors import Fetch
 from rollout.step.output import StepOutput
@@ -26,20 +30,23 @@ class CudaGraphs:
         self._device, self._cuda = device, cuda
         self._stream: Any = None
         self._pool: Any = None
+        self._kept_pools: list[Any] = []  # of captures that were invalidated
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that the pool has, in use or kept for later."""
-        if self._pool is None:
-            return 0
-        return sum(segment["total_size"] for segment in self._pool.snapshot())
+        """Bytes of the device that the pools have, in use or kept for later."""
+        pools = [*self._kept_pools, *([] if self._pool is None else [self._pool])]
+        return sum(segment["total_size"] for pool in pools for segment in pool.snapshot())
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Page-locked host memory, flat uint8, zero-filled."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, program: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """(replay, its result). The program runs once before: kernels compile, handles open."""
+        """(replay, its result). The program runs once before: kernels compile, handles open.
+
+        Raises what the program raises in that run, and CaptureError if its capture fails.
+        """
         cuda = self._cuda
         with cuda.device(self._device):
             stream, pool = self._place()
@@ -52,13 +59,51 @@ class CudaGraphs:
             current.wait_stream(stream)
             cuda.synchronize(self._device)
             graph = cuda.CUDAGraph()
-            # Another thread may stage weights meanwhile, which is no concern of this capture.
-            with cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"):
-                result = program()
+            result = self._record(program, graph, pool, stream)
         return _Replay(graph, pool), result
 
+    def _record(self, program: Callable[[], Result], graph: Any, pool: Any, stream: Any) -> Result:
+        """Capture the program. An invalidated capture fails twice: in the program, with the cause,
+        and at its end."""
+        cuda = self._cuda
+        errors: list[BaseException] = []
+        try:
+            # Torch leaves its own stream current where it cannot end a capture. Another thread may
+            # stage weights meanwhile, which is no concern of a capture in "thread_local" mode.
+            with (
+                _paused_collection(),
+                cuda.stream(stream),
+                cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    result = program()
+                except BaseException as error:
+                    errors.append(error)
+        except BaseException as error:
+            errors.append(error)
+            self._keep(graph, pool)
+        if errors:
+            raise _capture_error(errors)
+        return result
+
+    def _keep(self, graph: Any, pool: Any) -> None:
+        """Keep what an invalidated capture leaves for the life of the process.
+
+        Torch counts the capture as a use of the pool for good, and ends a process in which a pool
+        in use is freed. The allocator of page-locked memory goes on to read the graph.
+        """
+        # While a capture is under way, torch gives no memory back and frees no pool. `suppress`:
+        # torch was never told of its begin.
+        with suppress(RuntimeError):
+            self._cuda.memory._cuda_endAllocateToPool(self._device.index, pool.id)
+        for part in (graph, pool):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+        self._kept_pools.append(pool)
+        self._pool = None
+
     def forget(self) -> None:
-        """All graphs are dropped: give their memory back. The next capture begins a new pool."""
+        """All graphs are dropped: give their memory back, but for pools that must be kept. The next
+        capture begins a new pool."""
         self._pool = None
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
@@ -85,3 +130,28 @@ class _Replay:
 
     def __del__(self) -> None:
         self._graph.reset()
+
+
+@contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Collect no garbage, in any thread: a finalizer that waits for the device invalidates every
+    capture on it, and so does one that frees its memory in the thread that captures."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _capture_error(errors: list[BaseException]) -> BaseException:
+    """Return what to raise for the first of these errors, and empty the list: in the frames of the
+    errors, it would keep all of them alive."""
+    first = errors[0]
+    errors.clear()
+    if not isinstance(first, Exception):
+        return first
+    error = CaptureError(f"a step cannot be captured: {first}")
+    error.__cause__ = first
+    return error

@@ -16,13 +16,25 @@ from rollout.backends.executors.left_out import left_out, with_more
 from rollout.backends.executors.static_inputs import StaticInputs
 from rollout.backends.executors.transfer import first_samples, upload, without_padding
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
-from rollout.parallel.collectives import ONE_RANK, Collectives, any_rank
+from rollout.errors import LockstepError
+from rollout.parallel.collectives import (
+    ONE_RANK,
+    CollectiveAbortedError,
+    Collectives,
+    any_rank,
+)
 from rollout.step.output import SampleResult, StepOutput
 
 logger = logging.getLogger(__name__)
 
 # Between a replay and the same kernels launched one by one, on the same inputs.
 _LOGPROB_TOLERANCE = 1e-2
+# Each may keep a pool of device memory for good, and what fails one shape mostly fails them all.
+_MAX_FAILED_CAPTURES = 3
+
+
+class CaptureError(Exception):
+    """A program that has run cannot be captured. Its cause is the first thing that went wrong."""
 
 
 class GraphDevice(Protocol):
@@ -36,11 +48,14 @@ class GraphDevice(Protocol):
         ...
 
     def capture(self, program: Callable[[], Ran]) -> tuple[Callable[[], None], Ran]:
-        """(how to run `program` again, the tensors its result is in each time)."""
+        """(how to run `program` again, the tensors its result is in each time). Runs it first.
+
+        Raises CaptureError where the program runs and its capture fails.
+        """
         ...
 
     def forget(self) -> None:
-        """All graphs are dropped: give their memory back."""
+        """All graphs are dropped: give their memory back, as far as that is possible."""
         ...
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
@@ -68,6 +83,8 @@ class GraphExecutor:
     A shape is captured when a step first needs it, or by `warm_up`. Steps that fit none, and those
     with more logits than MAX_LOGIT_BYTES, run eagerly. What a graph leaves out, see `left_out`, is
     launched behind its replay, from the hidden states that it leaves.
+
+    Steps of a shape whose capture has failed on any rank run eagerly, too, on all ranks.
     """
 
     overlaps = True
@@ -85,6 +102,7 @@ class GraphExecutor:
         self._device, self._graphs, self._ladder = device, graphs, ladder
         self._eager = EagerExecutor(device)
         self._captured: dict[GraphShape, _Captured] = {}
+        self._failed: set[GraphShape] = set()  # the same on all ranks
         self._is_doubtful = False
         self.num_captures = 0
 
@@ -103,11 +121,11 @@ class GraphExecutor:
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Replay the smallest graph that the step fits; what it returns is queued to the host."""
         shape = self._ladder.smallest_for(inputs)
-        if shape is None:
-            return self._eager.launch(program, inputs)
-        if self._is_doubtful:
+        if self._is_doubtful and shape is not None:
             self._check_replay(program)
-        graph = self._captured.get(shape) or self._capture(program, shape)
+        graph = None if shape is None else self._graph_of(program, shape)
+        if shape is None or graph is None:
+            return self._eager.launch(program, inputs)
         self._static.load(shape, inputs)
         graph.replay()
         fetch = self._graphs.download(_without_padding(graph.ran.result, inputs.layout, shape))
@@ -126,14 +144,15 @@ class GraphExecutor:
         return self._graphs.download(program.draw(inputs, on_device, rows_LE))
 
     def warm_up(self, program: Program) -> int:
-        """Capture all shapes that are not yet, save those that score prompts. Returns their number.
+        """Capture all shapes that are not yet, save those that score prompts. Returns the number of
+        captures that succeed.
 
         The largest comes first: the others then find room in the memory that it has left.
         """
-        shapes = {*self._ladder.decode, *self._ladder.mixed} - self._captured.keys()
-        for shape in sorted(shapes, key=_size, reverse=True):
-            self._capture(program, shape)
-        return len(shapes)
+        before = self.num_captures
+        for shape in sorted({*self._ladder.decode, *self._ladder.mixed}, key=_size, reverse=True):
+            self._graph_of(program, shape)
+        return self.num_captures - before
 
     def after_resume(self, *, has_moved: bool) -> int:
         """Drop the graphs if what they point to is elsewhere; else check one before a step.
@@ -146,14 +165,43 @@ class GraphExecutor:
         self._is_doubtful = bool(self._captured)
         return num_dropped
 
-    def _capture(self, program: Program, shape: GraphShape) -> _Captured:
+    def _graph_of(self, program: Program, shape: GraphShape) -> _Captured | None:
+        """Return the shape's graph, captured if it is not yet; None where its steps run eagerly."""
+        if shape not in self._captured and self._may_capture(shape):
+            captured = self._capture(program, shape)
+            # A graph holds sums of all ranks: all of them replay, or none does.
+            if any_rank(self._collectives, captured is None, self._device):
+                self._add_failure(shape)
+            elif captured is not None:
+                self._captured[shape] = captured
+                self.num_captures += 1
+                logger.info("captured %s", shape)
+        return self._captured.get(shape)
+
+    def _may_capture(self, shape: GraphShape) -> bool:
+        return shape not in self._failed and len(self._failed) < _MAX_FAILED_CAPTURES
+
+    def _capture(self, program: Program, shape: GraphShape) -> _Captured | None:
+        """Return the captured shape, None if that fails: its error is logged.
+
+        Raises what the program raises: it is run before, with the sums in which ranks wait for
+        each other, so that an error in it is one of a step.
+        """
         on_host = self._static.load(shape, None)
         on_device = self._static.on_device(shape)
-        captured = _Captured(*self._graphs.capture(lambda: _run(program, on_host, on_device)))
-        self._captured[shape] = captured
-        self.num_captures += 1
-        logger.info("captured %s", shape)
-        return captured
+        try:
+            return _Captured(*self._graphs.capture(lambda: _run(program, on_host, on_device)))
+        except CaptureError as error:
+            if isinstance(error.__cause__, LockstepError | CollectiveAbortedError):
+                raise error.__cause__ from None  # no rank is left to agree with
+            logger.warning("capturing %s failed", shape, exc_info=error.__cause__)
+            return None
+
+    def _add_failure(self, shape: GraphShape) -> None:
+        self._failed.add(shape)
+        logger.warning("%s is not captured on all ranks: its steps run eagerly from now on", shape)
+        if len(self._failed) == _MAX_FAILED_CAPTURES:
+            logger.warning("%d shapes could not be captured: no more are tried", len(self._failed))
 
     def _check_replay(self, program: Program) -> None:
         """Replay a step of nothing but padding, and compare with the same step run eagerly.
