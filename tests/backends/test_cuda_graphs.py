@@ -219,7 +219,9 @@ def test_no_history_of_captures_breaks_torchs_rules(steps: list[str]) -> None:
         if step == "capture":
             captured.append(graphs.capture(program_on(cuda)))
         elif step in ("fail", "invalidate"):
-            fail = raise_value_error if step == "fail" else cuda.synchronize
+            fail: Callable[[], object] = raise_value_error
+            if step == "invalidate":
+                fail = cuda.synchronize
             with contextlib.suppress(CaptureError):
                 graphs.capture(failing_in_capture(cuda, fail))
         elif step == "drop one" and captured:

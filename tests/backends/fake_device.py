@@ -1,0 +1,101 @@
+"""A fake CUDA device for whole engines: memory, streams, graphs and pools obey CUDA's rules.
+
+Steps are computed on the host. Whatever asks for "cuda" by a config gets this device, through the
+same choices of memory kind and shapes as a real one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import InferenceConfig
+from rollout.backends import select
+from rollout.backends.base import Backend
+from rollout.backends.buffers import MemoryBackend
+from rollout.backends.cpu import cpu_backend
+from rollout.backends.devices import parse_device
+from rollout.backends.executors.graph import GraphExecutor
+from rollout.backends.executors.graph_shapes import make_ladder
+from rollout.backends.memory.cuda_device import CudaDeviceMemory
+from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.memory.pinned_host import PinnedHostArena
+from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.memory.vmm import VirtualMemory
+from rollout.parallel.collectives import Collectives
+from tests.backends.fake_cuda import FakeRuntime, FakeSaver
+from tests.backends.repeating_device import CPU, HostlessAttention, RepeatingDevice
+
+MEMORY_KINDS: dict[str, Callable[[FakeRuntime], MemoryBackend]] = {
+    "device": CudaDeviceMemory,
+    "vmm": VirtualMemory,
+    "torch_memory_saver": MemorySaverMemory,
+    select.UNIFIED: UnifiedMemory,
+}
+
+
+class FakeDevice:
+    """Makes the backends of engines; `runtime` counts its memory, `graphs` are each engine's."""
+
+    def __init__(self) -> None:
+        self.runtime = FakeRuntime()
+        self.graphs: list[RepeatingDevice] = []
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graphs.num_replays for graphs in self.graphs)
+
+    @property
+    def fatal(self) -> list[str]:
+        """What would have ended the process."""
+        return [fatal for graphs in self.graphs for fatal in graphs.cuda.fatal]
+
+    def cuda_backend(
+        self,
+        memory_kind: str,
+        *,
+        index: int | None,
+        num_graphs: int | None,
+        max_mixed_graphs: int,
+        max_rows: int,
+        attention_kind: str,
+        collectives: Collectives,
+    ) -> Backend:
+        """Stands for `rollout.backends.cuda.cuda_backend`."""
+        del index, attention_kind
+        self.graphs.append(RepeatingDevice())
+        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
+        return replace(
+            cpu_backend("device", collectives=collectives),
+            attention=HostlessAttention(),
+            memory=MEMORY_KINDS[memory_kind](self.runtime),
+            executor=GraphExecutor(CPU, self.graphs[-1], ladder, collectives),
+            create_host_arena=lambda: PinnedHostArena(self.runtime),
+            fuse_decoder=None,
+        )
+
+
+@contextmanager
+def fake_device() -> Iterator[FakeDevice]:
+    """Give engines of `device="cuda"` a fake one meanwhile."""
+    device = FakeDevice()
+
+    def backend_of(config: InferenceConfig, *given: Any) -> Backend:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setitem(sys.modules, "rollout.backends.cuda", device)
+            return real(config, *given)
+
+    real = select._cuda_backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch_memory_saver", FakeSaver().as_module())
+        patch.setattr(select, "require_device", parse_device)
+        patch.setattr(select, "_cuda_backend", backend_of)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (device.runtime.free, 1 << 40))
+        patch.setattr(torch.cuda, "empty_cache", device.runtime.empty_cache)
+        yield device

@@ -1,0 +1,54 @@
+"""The walks that a GPU runs pass on a fake device, which obeys CUDA's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+
+from tests.backends.fake_device import FakeDevice, fake_device
+from tests.tiny_models import IS_LONG
+from tests.walks import test_device_sharing as sharing
+from tests.walks import test_on_a_device as walks
+
+KINDS = ("device", "vmm", "torch_memory_saver", "unified")
+MODES = walks.MODES if IS_LONG else ("recompute",)
+cycles = walks.test_20_cycles_keep_every_address_and_every_graph
+# Updates from tensors of the device, and a trainer's steps on it, take a real one.
+WALKS: list[tuple[Callable[..., None], tuple[str, ...]]] = [
+    (walks.test_tokens_in_float32_are_those_of_the_trainers_model, ("qwen3", "cuda")),
+    (walks.test_a_stream_is_served_and_taken_back_on_a_device, ("cuda",)),
+    (walks.test_the_driver_gets_what_the_report_says, ("vmm", "offload")),
+    (walks.test_the_driver_gets_what_the_report_says, ("vmm", "recompute")),
+    *((cycles, ("cuda", "vmm", mode)) for mode in walks.MODES),
+    *((cycles, ("cuda", kind, mode)) for kind, mode in product(KINDS[2:], MODES)),
+]
+WALKS += [
+    (walks.test_suspend_and_resume_change_no_token, ("cuda", kind, mode))
+    for kind, mode in product(KINDS, MODES)
+]
+WALKS += [
+    (
+        sharing.test_two_engines_of_a_process_take_turns_and_disturb_each_other_in_nothing,
+        ("cuda", mode),
+    )
+    for mode in MODES
+]
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    with fake_device() as device:
+        yield device
+
+
+@pytest.mark.parametrize(
+    ("walk", "arguments"), WALKS, ids=[f"{w.__name__}-{'-'.join(a)}" for w, a in WALKS]
+)
+def test_a_walk_of_a_device_passes_on_a_fake_one(
+    device: FakeDevice, walk: Callable[..., None], arguments: tuple[str, ...]
+) -> None:
+    walk(*arguments)
+    assert device.num_replays > 0
+    assert device.fatal == []
