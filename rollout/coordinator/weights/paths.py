@@ -152,7 +152,8 @@ class SharedBucket:
     def taken(self, key: str) -> None:
         """Tell the sender, once the copies out of the buffer are done."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            # Not for the device: a step that is being captured beside this would be lost.
+            torch.accelerator.current_stream(self.device).synchronize()
         self._store.add(f"{key}/taken", 1)
 
     def close(self) -> None:

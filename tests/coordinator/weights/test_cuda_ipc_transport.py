@@ -17,6 +17,7 @@ from rollout.backends.memory.shared_buffer import (
     create_shared_buffer,
     open_shared_buffer,
 )
+from rollout.coordinator.weights import paths
 from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
 from rollout.coordinator.weights.receiving import CollectiveReceiver
 from rollout.errors import ConfigError, WeightUpdateError
@@ -126,3 +127,33 @@ def test_only_a_buffer_that_is_there_and_large_enough_is_opened() -> None:
     assert opened_N[3] == 6, "who has it keeps it"
     with pytest.raises((OSError, ValueError)):
         open_shared_buffer("host", buffer.address, 64)
+
+
+class Recorded:
+    """The store of a group, and a stream of a device: what is asked of them, in its order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def add(self, key: str, _amount: int) -> None:
+        self.calls.append(f"add {key}")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_a_member_waits_for_its_copies_of_a_bucket_and_not_for_the_whole_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine may capture a step meanwhile: who waits for all streams of the device then gets an
+    error, and the capture is lost."""
+    recorded, place = Recorded(), torch.empty(8, dtype=torch.uint8, device="meta")
+
+    def synchronize(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(paths, "open_shared_buffer", lambda *_: place)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: recorded)
+    paths.SharedBucket.opened(recorded, "cuda", "address", 8).taken("3-0")
+    assert recorded.calls == ["synchronize", "add 3-0/taken"]
