@@ -89,7 +89,7 @@ class Learner:
         that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
         model, no reference policy or another optimizer.
         """
-        ranks.tell(("load", checkpoint))
+        ranks.tell(("load", str(checkpoint)))
         lora = settings.model.lora
         if lora is not None:
             base = base_weights(checkpoint.parents[1], settings.model)
@@ -153,7 +153,7 @@ class Learner:
 
         The rollouts of `batch` are groups in turn; `step` counts from 1.
         """
-        self._ranks.tell(("update", batch, step))
+        self._ranks.tell(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
             batch = batch.without_truncated()
         columns, kept_R = self._columns(batch)
@@ -311,9 +311,9 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
     while (word := ranks.hear()) is not None:
         match word:
             case ("load", checkpoint):
-                learner, _ = Learner.load(checkpoint, settings, ranks)
-            case ("update", batch, step):
-                learner.update(batch, step)
+                learner, _ = Learner.load(Path(checkpoint), settings, ranks)
+            case ("update", columns, step):
+                learner.update(RolloutBatch(**columns), step)
             case ("push",):
                 take_part(learner.policy)
             case ("save",):

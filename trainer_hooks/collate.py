@@ -94,6 +94,10 @@ class RolloutBatch:
         last_R = torch.full((self.num_rollouts,), len(self))
         return last_R.scatter_reduce(0, self.rollout_index_B, rows_B, "amin")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, of which `RolloutBatch(**fields)` makes the batch again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
         """What belongs to each rollout, [R] or [P, G] of groups, as one value per row, [B].
 

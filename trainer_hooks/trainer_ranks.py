@@ -5,6 +5,7 @@ All ranks compute an update on the same batch, each its own passes of it. Rank 0
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollout.backends.group_bytes import all_gather_bytes, broadcast_bytes
 from rollout.errors import ConfigError
 
 # How long the others wait for a word of rank 0, which may wait for rollouts.
@@ -33,16 +35,17 @@ class TrainerRanks:
     words: Any = None
 
     def tell(self, word: Any) -> None:
-        """Rank 0: let the others hear `word`, with the state of torch's generator. They do what it
-        means together with this one, which waits for none of them."""
+        """Rank 0: send `word` to the others, with the state of torch's generator. They do what it
+        means together with this one, which waits for none of them.
+
+        `word` holds tensors, numbers, text, tuples, lists and dicts: data that runs no code.
+        """
         if self.size > 1 and self.rank == 0:
-            dist.broadcast_object_list([(word, torch.get_rng_state())], 0, self.words)
+            broadcast_bytes(self.words, _encoded((word, torch.get_rng_state())))
 
     def hear(self) -> Any:
         """Any other rank: the next word of rank 0, which has drawn as many random numbers."""
-        heard: list[Any] = [None]
-        dist.broadcast_object_list(heard, 0, self.words)
-        word, random_state = heard[0]
+        word, random_state = _decoded(broadcast_bytes(self.words))
         torch.set_rng_state(random_state)
         return word
 
@@ -53,15 +56,25 @@ class TrainerRanks:
         return tensor
 
     def gather(self, own: list[Any]) -> list[Any]:
-        """The lists of all ranks, one after the other."""
+        """Return the lists of all ranks, one after the other. They hold what a word may hold."""
         if self.size == 1:
             return own
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own)
-        return [each for part in found for each in part]
+        parts = all_gather_bytes(None, _encoded(own))
+        return [each for part in parts for each in _decoded(part)]
 
 
 ALONE = TrainerRanks()
+
+
+def _encoded(value: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def _decoded(content: bytes) -> Any:
+    """Raises pickle.UnpicklingError for anything but data."""
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def torchrun_place() -> tuple[int, int]:

@@ -4,6 +4,7 @@
 # Alone on one machine, to try it: RANKS=3 sh examples/multi_node/torchrun.sh trainer.num_steps=4
 set -eu
 NODES=${NODES:-1} RANKS=${RANKS:-1} HEAD=${HEAD:-127.0.0.1} SHARED=${SHARED:-outputs/shared}
+export ROLLOUT_TORCHRUN_FOLDER="${ROLLOUT_TORCHRUN_FOLDER:-$SHARED/torchrun}"
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes "$NODES" --nproc-per-node "$RANKS" --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id rollout \

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from rollout.backends.process_groups import joined_group
 from rollout.parallel.collectives import Collectives, GroupCollectives
 from rollout.parallel.shared_collectives import SharedCollectives, shared_by_ranks
 from rollout.parallel.shared_memory import SharedMemory, open_shared
+from rollout.parallel.stores import connect_store, open_store
 
 _A_DAY_S = 86_400.0
+_LOOPBACK, _STORE_S = "127.0.0.1", 300.0  # torch's own limit for a store
 
 
 class Meeting:
@@ -31,11 +31,11 @@ class Meeting:
                 self._shared = shared_by_ranks(size)
                 place = self._shared.address
         else:
-            distributed: Any = dist
-            port = 0 if place is None else int(place)
-            options = {"is_master": place is None, "wait_for_workers": False}
-            self._store = distributed.TCPStore("127.0.0.1", port, size, **options)
-            place = str(self._store.port)
+            if place is None:
+                self._store, port = open_store(_LOOPBACK, _STORE_S)
+                place = str(port)
+            else:
+                self._store = connect_store(_LOOPBACK, int(place), _STORE_S)
         self.place = place
 
     def collectives(

@@ -12,12 +12,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
 
+from rollout.backends.group_bytes import all_gather_bytes
 from rollout.backends.meeting import Meeting
 from rollout.backends.select import device_of
 from rollout.config import InferenceConfig
@@ -26,10 +27,10 @@ from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.engine.ranks import prepare_ranks
 from rollout.engine.spmd_follower import SpmdFollower
 from rollout.engine.spmd_muscle import SpmdMuscle
-from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
+from rollout.errors import ConfigError, LockstepError, RolloutError, decode_error, encode_error
 from rollout.parallel.channel import FollowerChannel, LeadChannel, raise_first
 from rollout.parallel.collectives import Collectives
-from rollout.parallel.rank_sockets import RankListener, exchanged, this_machine, wire_to_lead
+from rollout.parallel.rank_sockets import RankListener, this_machine, wire_to_lead
 
 Model = str | Path | nn.Module | Any
 # What ranks may differ in: rank 0 alone writes metrics, and each has its own object of the group.
@@ -41,14 +42,16 @@ def num_spmd_ranks(config: InferenceConfig) -> int:
     return 1 if config.pg_collection is None else int(config.pg_collection.tp.size())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
+class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells the others. `settings`: by name, those that all must have alike. `place`
-    and `address`: of rank 0, where sums meet, and where it is dialled."""
+    and `address`: of rank 0, where sums meet, and where it is dialled. `error`: what keeps the rank
+    from taking part, encoded, in place of all else.
+    """
 
-    machine: str
-    pid: int
-    settings: dict[str, str]
+    machine: str = ""
+    pid: int = 0
+    settings: dict[str, str] = {}
+    error: dict[str, Any] | None = None
     place: str = ""
     address: bytes = b""
 
@@ -140,7 +143,6 @@ def _met(
 ) -> tuple[Any, Sequence[_Facts]]:
     """Begin, and learn what all ranks have said. An error of one rank is raised on all of them."""
     begun: Any = None
-    own: _Facts | dict[str, Any]
     try:
         begun = begin()
         listener, meeting = begun or (None, None)
@@ -152,11 +154,15 @@ def _met(
             address=b"" if listener is None else listener.address,
         )
     except (RolloutError, OSError) as error:
-        own = encode_error(error)
-    facts = exchanged(group, own)
+        own = _Facts(error=encode_error(error))
+    try:
+        gathered = all_gather_bytes(group, msgspec.msgpack.encode(own))
+    except (RuntimeError, ValueError) as error:  # whatever the group's library has to say
+        raise LockstepError(f"the ranks of pg_collection.tp did not meet: {error}") from error
+    facts = [msgspec.msgpack.decode(each, type=_Facts) for each in gathered]
     for rank, each in enumerate(facts):
-        if not isinstance(each, _Facts):
-            raise decode_error({**each, "message": f"rank {rank}: {each['message']}"})
+        if each.error is not None:
+            raise decode_error({**each.error, "message": f"rank {rank}: {each.error['message']}"})
     _check_alike(facts)
     return begun, facts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import socket
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 from rollout.child_process import pickled
 from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
 from rollout.launch.launcher import EngineJob
+from rollout.launch.private_files import PrivateFolder
 
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # how often a file and a job's state are looked at
@@ -41,25 +41,25 @@ class SlurmLauncher:
         **parameters: Any,
     ) -> None:
         """folder: on a file system that all nodes share, for logs and for what engines are given,
-        their keys among it; it is made for this user alone. cluster: "local" for processes of this
-        machine. host: what the engines dial, None for this node's name. parameters: those of
-        submitit's executors, as slurm_partition, timeout_min, cpus_per_task, gpus_per_node.
+        their keys among it; it is made for this user alone, and refused if others can write it.
+        cluster: "local" for processes of this machine. host: what the engines dial, None for this
+        node's name. parameters: those of submitit's executors, as slurm_partition, timeout_min,
+        cpus_per_task, gpus_per_node.
 
         Raises ConfigError, also if submitit is not installed.
         """
         self.host = host or socket.gethostname()
-        self._folder = Path(folder).absolute()
         self._num_cpus = parameters.get("cpus_per_task")
-        self._given: list[Path] = []
+        self._given: list[str] = []
         try:
             import submitit
         except ImportError as error:
             raise ConfigError(
                 f"SlurmLauncher needs submitit: pip install 'rollout-engine[slurm]' ({error})"
             ) from error
+        self._folder = PrivateFolder(folder)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._executor = submitit.AutoExecutor(folder=self._folder / "%j", cluster=cluster)
+            self._executor = submitit.AutoExecutor(folder=self._folder.path / "%j", cluster=cluster)
             self._executor.update_parameters(**parameters)
         except (OSError, RuntimeError, NameError, TypeError) as error:
             raise ConfigError(
@@ -72,29 +72,24 @@ class SlurmLauncher:
     def launch(self, job: EngineJob, num_engines: int) -> list[SlurmEngine]:
         """See Launcher. Raises ConfigError."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
-        given = self._folder / f"arguments-{uuid.uuid4().hex}"
-        try:
-            with open(os.open(given, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(arguments)
-        except OSError as error:
-            raise ConfigError(f"the engines' arguments cannot be written: {error}") from error
+        given = self._folder.write("arguments", arguments)
         self._given.append(given)
         names = [f"engine {number}" for number in range(num_engines)]
-        return [SlurmEngine(name, self._executor, given, job) for name in names]
+        return [SlurmEngine(name, self._executor, self._folder.path, given, job) for name in names]
 
     def close(self) -> None:
         """Remove what the engines were given. Logs stay."""
-        for path in self._given:
-            path.unlink(missing_ok=True)
-        self._given.clear()
+        while self._given:
+            self._folder.remove(self._given.pop())
 
 
 class SlurmEngine:
     """The jobs of one engine, one after the other, and the thread that submits them. See
     LaunchedEngine."""
 
-    def __init__(self, name: str, executor: Any, given: Path, job: EngineJob) -> None:
-        self.name, self._executor, self._given = name, executor, given
+    def __init__(self, name: str, executor: Any, folder: Path, given: str, job: EngineJob) -> None:
+        """`given`: a file in `folder` with the engine's arguments."""
+        self.name, self._executor, self._folder, self._given = name, executor, folder, given
         self._module, self._address = job.module, job.address
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
         self._on_end = job.on_end
@@ -152,13 +147,13 @@ class SlurmEngine:
 
     def _run(self) -> str | None:
         """Submit a job and wait for its end. Raises what keeps the first one from starting."""
-        mark = self._given.with_name(f"registered-{uuid.uuid4().hex}")
+        mark = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._turn:
             if self._is_cancelled:
                 return "cancelled"
             self._job = self._executor.submit(
-                run_job, self._module, address, str(self._given), str(mark)
+                run_job, self._module, address, str(self._folder), self._given, str(mark)
             )
         try:
             while not (is_over := self._job.done()) or not self.started.done():
@@ -180,11 +175,11 @@ class SlurmEngine:
             self.started.set_result(None)
 
 
-def run_job(module: str, address: str, given: str, mark: str) -> dict[str, Any] | None:
+def run_job(module: str, address: str, folder: str, given: str, mark: str) -> dict[str, Any] | None:
     """In the job: an engine from its start to its end. Returns an error that ends it, encoded."""
-    arguments = pickle.loads(Path(given).read_bytes())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
+        arguments = pickle.loads(PrivateFolder(folder).read(given))
         run_engine = import_module(module).run_engine
         run_engine(address, **arguments, on_registered=Path(mark).touch)
     except Exception as error:  # the launcher waits for it

@@ -1,7 +1,8 @@
-"""TorchrunLauncher: rank 0 of torchrun is the trainer, every other rank looks after one engine.
+"""TorchrunLauncher: rank 0 of torchrun is the trainer, every other rank runs one engine.
 
-What engines are given goes through torchrun's own store, as torch sends objects between ranks:
-pickled, and as safe as the network of that job is.
+torchrun's own store listens at all addresses and asks nobody who he is. So it carries only the
+names of files; what engines are given, their keys among it, lies in a private folder that all ranks
+see.
 """
 
 from __future__ import annotations
@@ -12,28 +13,41 @@ import os
 import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+import msgspec
 
 from rollout.backends.limits import num_usable_cpus
+from rollout.backends.user_cache import private_folder
 from rollout.child_process import pickled
+from rollout.coordinator.security import resolve_host
 from rollout.errors import ConfigError
 from rollout.launch.launcher import EngineJob
 from rollout.launch.local import LocalLauncher
+from rollout.launch.private_files import PrivateFolder
+from rollout.parallel.stores import connect_store, open_store
 
 _logger = logging.getLogger(__name__)
-_MAX_ARGUMENTS_BYTES = 64 << 20
 _FOREVER = timedelta(days=365)
+_STORE_S = 300.0  # to reach the store: torch's own limit
 _NUM_ORDERS, _ORDER = "rollout/num_orders", "rollout/order"
-_END = b"end"
+FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """A message of rank 0 in the store. `file`: in the private folder, what to start an engine
+    with; None at the end of rank 0."""
+
+    file: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    """What the other ranks are told to start. `arguments`: pickled."""
+class _Start:
+    """What a rank starts its engine with. `arguments`: pickled."""
 
     module: str
     arguments: bytes
@@ -50,16 +64,24 @@ class TorchrunLauncher:
     whole job, as torchrun does.
     """
 
-    def __init__(self) -> None:
-        """Raises ConfigError unless this is rank 0 of a torchrun with at least two."""
+    def __init__(self, folder: str | Path | None = None) -> None:
+        """`folder`: on a file system that all ranks see, for what engines are given; made for this
+        user alone. None for the one that ROLLOUT_TORCHRUN_FOLDER names or, without it, one in the
+        user's cache directory. `serve_engines` takes the same.
+
+        Raises ConfigError unless this is rank 0 of a torchrun with at least two, and for a folder
+        that others can write.
+        """
         rank, self._num_ranks = _rank(), int(os.environ.get("WORLD_SIZE", "1"))
         if rank or self._num_ranks < 2:
             raise ConfigError(
                 f"this is rank {rank} of {self._num_ranks}: TorchrunLauncher is for rank 0 of "
                 "torchrun, and the others, at least one, call serve_engines()"
             )
+        self._folder = _private_folder(folder)
         self._store = _store()
-        atexit.register(self._tell, _END)
+        self._files: list[str] = []
+        atexit.register(self._end)
 
     @property
     def host(self) -> str:
@@ -71,20 +93,14 @@ class TorchrunLauncher:
         return None
 
     def launch(self, job: EngineJob, num_engines: int) -> list[Any]:
-        """See Launcher. Raises ConfigError if there is not one rank for each engine, and if the
-        model is too large to be sent."""
+        """See Launcher. Raises ConfigError if there is not one rank for each engine."""
         if num_engines != self._num_ranks - 1:
             raise ConfigError(
                 f"{num_engines} engines are wanted, and torchrun has {self._num_ranks - 1} ranks "
                 f"besides rank 0; start {num_engines + 1} ranks"
             )
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
-        if len(arguments) > _MAX_ARGUMENTS_BYTES:
-            raise ConfigError(
-                f"the model has {len(arguments) >> 20} MiB, torchrun's store takes "
-                f"{_MAX_ARGUMENTS_BYTES >> 20}: name it by a directory that all nodes see"
-            )
-        of_order: Mapping[str, Any] = {
+        of_start: Mapping[str, Any] = {
             "module": job.module,
             "arguments": arguments,
             "num_gpus": job.num_gpus,
@@ -94,57 +110,86 @@ class TorchrunLauncher:
 
         def tell(address: Future[str]) -> None:
             if address.exception() is None:
-                self._tell(pickle.dumps(_Order(**of_order, address=address.result())))
+                start = pickle.dumps(_Start(**of_start, address=address.result()))
+                self._files.append(self._folder.write("engine", start))
+                self._send(_Order(file=self._files[-1]))
 
         job.address.add_done_callback(tell)
         return []
 
     def close(self) -> None:
-        """Engines end with their fleet; their ranks wait for the next one, or this one's end."""
+        """Remove what engines were given. They end with their fleet; their ranks wait for the next
+        fleet, or for the end of rank 0."""
+        while self._files:
+            self._folder.remove(self._files.pop())
 
-    def _tell(self, order: bytes) -> None:
+    def _end(self) -> None:
+        """Let the other ranks return from `serve_engines`."""
+        self.close()
+        with suppress(RuntimeError):  # the store may have gone before
+            self._send(_Order(file=None))
+
+    def _send(self, order: _Order) -> None:
         number = self._store.add(_NUM_ORDERS, 1)
-        self._store.set(f"{_ORDER}/{number}", order)  # type: ignore[arg-type] # bytes are taken
+        self._store.set(f"{_ORDER}/{number}", msgspec.msgpack.encode(order))
 
 
-def serve_engines() -> bool:
+def serve_engines(folder: str | Path | None = None) -> bool:
     """Return False on rank 0. On every other one, be an engine of each fleet that rank 0 makes, and
     return True once rank 0 ends.
 
-    Raises what keeps an engine from starting.
+    `folder`: as TorchrunLauncher takes it. Raises ConfigError for a folder or a file in it that is
+    not this user's own, and whatever keeps an engine from starting.
     """
     if not _rank():
         return False
-    store, number = _store(), 1
+    private, store, number = _private_folder(folder), _store(), 1
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     while True:
         key = f"{_ORDER}/{number}"
         store.wait([key], _FOREVER)
-        told = store.get(key)
-        if told == _END:
+        file = _decoded(store.get(key)).file
+        if file is None:
             return True
-        _serve(pickle.loads(told), devices)
+        _serve(pickle.loads(private.read(file)), devices)
         number += 1
 
 
-def _serve(order: _Order, devices: str | None) -> None:
+def _decoded(order: bytes) -> _Order:
+    try:
+        return msgspec.msgpack.decode(order, type=_Order)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"torchrun's store holds no order of rank 0: {error}") from error
+
+
+def _private_folder(folder: str | Path | None) -> PrivateFolder:
+    chosen = folder or os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return PrivateFolder(chosen)
+    try:
+        return PrivateFolder(private_folder("torchrun"))
+    except OSError as error:
+        raise ConfigError(f"{error}; name one by {FOLDER_VARIABLE}") from error
+
+
+def _serve(start: _Start, devices: str | None) -> None:
     """Run one engine, with its restarts, until its fleet ends or it is given up. `devices`: those
     that all ranks of this node see; None for all."""
-    arguments = pickle.loads(order.arguments)
+    arguments = pickle.loads(start.arguments)
     if (config := arguments.get("inference_config")) is not None:
         threads = max(1, num_usable_cpus() // _num_local_ranks())
         arguments["inference_config"] = config.replace(num_threads=config.num_threads or threads)
-    if order.num_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_gpus(order.num_gpus, devices))
+    if start.num_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_gpus(start.num_gpus, devices))
     address: Future[str] = Future()
-    address.set_result(order.address)
+    address.set_result(start.address)
     job = EngineJob(
-        module=order.module,
+        module=start.module,
         arguments=arguments,
-        num_gpus=order.num_gpus,
+        num_gpus=start.num_gpus,
         address=address,
-        max_restarts=order.max_restarts,
-        start_timeout_s=order.start_timeout_s,
+        max_restarts=start.max_restarts,
+        start_timeout_s=start.start_timeout_s,
         on_end=lambda name, reason: _logger.info("%s has ended: %s", name, reason or "as told"),
     )
     (engine,) = LocalLauncher().launch(job, 1)
@@ -167,12 +212,15 @@ def _num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _store() -> Store:
-    """The store that torchrun has started, or the one that rank 0 starts without its agent."""
-    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=not is_of_agent and not _rank(),
-        wait_for_workers=False,
-    )
+def _store() -> Any:
+    """Return the store that torchrun has started, or the one that rank 0 starts without torchrun's
+    agent. Raises ConfigError if rank 0 cannot listen there."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if _rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return connect_store(host, port, _STORE_S)
+    try:
+        return open_store(resolve_host(host), _STORE_S, port)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}: {error}"
+        ) from error

@@ -8,26 +8,12 @@ import os
 import socket
 import struct
 import time
-from typing import Any
-
-import torch.distributed as dist
 
 from rollout.errors import ConfigError, LockstepError
 from rollout.parallel.wire import SocketWire, WireLostError
 
 _CREDENTIALS = struct.Struct("=iII")  # process, user and group of the other end
 _RANK = struct.Struct("<I")
-
-
-def exchanged(group: Any, own: Any) -> list[Any]:
-    """What each rank of `group` gives, in their order; may be pickled. A collective, with the
-    group's own deadline. Raises LockstepError."""
-    given: list[Any] = [None] * group.size()
-    try:
-        dist.all_gather_object(given, own, group=group)
-    except (RuntimeError, ValueError) as error:  # whatever the group's library has to say
-        raise LockstepError(f"the ranks of pg_collection.tp did not meet: {error}") from error
-    return given
 
 
 def this_machine() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -10,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollout.errors import ConfigError
@@ -27,7 +30,7 @@ WAIT_S = 120.0
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mapping[str, str]:
     """What torchrun tells this process, as rank 0 of three on one machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -41,8 +44,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    folder = str(tmp_path / "given")
+    monkeypatch.setenv(torchrun.FOLDER_VARIABLE, folder)
     monkeypatch.setattr(torchrun.atexit, "register", lambda *_: None)
-    return environment
+    return environment | {torchrun.FOLDER_VARIABLE: folder}
 
 
 @contextmanager
@@ -103,7 +108,8 @@ def test_each_other_rank_is_an_engine_of_one_fleet_after_the_other(
             for line, _ in engines:
                 line.send("end")
             launcher.close()
-        launcher._tell(torchrun._END)
+            assert not os.listdir(ranks[torchrun.FOLDER_VARIABLE]), "keys are not left behind"
+        launcher._end()
         assert [end.poll(WAIT_S) and end.recv() for end in ends] == [True, True]
 
 
@@ -118,6 +124,58 @@ def test_what_keeps_an_engine_from_starting_ends_its_rank(ranks: Mapping[str, st
         assert ["no such model" in end.recv() for end in ends] == [True, True]
 
 
+def test_torchruns_store_holds_neither_keys_nor_what_is_unpickled(ranks: Mapping[str, str]) -> None:
+    launcher = TorchrunLauncher()
+    with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+        launcher.launch(job(listener), 2)
+        stored = launcher._store.get(f"{torchrun._ORDER}/1")
+        (file,) = os.listdir(ranks[torchrun.FOLDER_VARIABLE])
+        assert msgspec.msgpack.decode(stored) == {"file": file}
+        assert KEY in (Path(ranks[torchrun.FOLDER_VARIABLE]) / file).read_bytes()
+        launcher.close()
+
+
+class RunsCode:
+    """Makes the folder `name` where it is unpickled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.name,)
+
+
+def test_whoever_writes_to_torchruns_store_runs_no_code(
+    ranks: Mapping[str, str], tmp_path: Path
+) -> None:
+    trap = tmp_path / "trap"
+    elsewhere = tmp_path / f"engine-{'0' * 32}"
+    elsewhere.write_bytes(pickle.dumps(RunsCode(str(trap))))
+    elsewhere.chmod(0o600)
+    store = TorchrunLauncher()._store
+    for words, fault in [
+        (elsewhere.read_bytes(), "no order of rank 0"),
+        (msgspec.msgpack.encode({"file": str(elsewhere)}), "no name of a file"),
+        (msgspec.msgpack.encode({"file": f"../{elsewhere.name}"}), "no name of a file"),
+        (msgspec.msgpack.encode({"file": elsewhere.name}), "cannot be read"),
+    ]:
+        store.set(f"{torchrun._ORDER}/1", words)
+        with others(ranks) as ends:
+            assert [fault in end.recv() for end in ends] == [True, True]
+    assert not trap.exists()
+
+
+def test_a_folder_that_others_can_write_is_refused_by_every_rank(
+    ranks: Mapping[str, str],
+) -> None:
+    os.mkdir(ranks[torchrun.FOLDER_VARIABLE])
+    os.chmod(ranks[torchrun.FOLDER_VARIABLE], 0o777)
+    with pytest.raises(ConfigError, match="others than its owner may write"):
+        TorchrunLauncher()
+    with others(ranks) as ends:
+        assert ["others than its owner" in end.recv() for end in ends] == [True, True]
+
+
 def test_rank_0_serves_no_engine(ranks: Mapping[str, str]) -> None:
     assert not torchrun.serve_engines()
 
@@ -129,9 +187,6 @@ def test_what_torchrun_has_no_rank_for_is_refused(
         launcher = TorchrunLauncher()
         with pytest.raises(ConfigError, match="start 4 ranks"):
             launcher.launch(job(listener), 3)
-        monkeypatch.setattr(torchrun, "_MAX_ARGUMENTS_BYTES", 10)
-        with pytest.raises(ConfigError, match="name it by a directory"):
-            launcher.launch(job(listener), 2)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"rank 1 of 3.*serve_engines"):
         TorchrunLauncher()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def save_rollouts(
     """
     saved = {
         "format": _FORMAT,
-        "batch": {field.name: getattr(batch, field.name) for field in fields(batch)},
+        "batch": batch.as_dict(),
         "sources": None if sources is None else _encoded(sources),
         "temperature": temperature,
         "weights_version": batch.train_version if weights_version is None else weights_version,

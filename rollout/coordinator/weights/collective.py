@@ -21,7 +21,6 @@ from rollout.coordinator.weights.meeting import (
     OVER,
     Arrival,
     GroupPlan,
-    open_store,
     put,
     read,
     wait_for,
@@ -34,6 +33,7 @@ from rollout.coordinator.weights.paths import (
 )
 from rollout.coordinator.weights.reading import TensorReader, terms_of
 from rollout.errors import ConfigError, WeightUpdateError
+from rollout.parallel.stores import open_store
 from rollout.runner.weight_update import NamedTensors
 
 KIND = "collective"

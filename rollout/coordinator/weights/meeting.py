@@ -8,14 +8,11 @@ begins with its number, by which engines that come too late know that it is over
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
-import torch.distributed as dist
 
 OVER = "over"  # the key of the last push whose other keys are gone
 _POLL_S = 0.002, 0.02  # the first pause and the longest one
@@ -41,27 +38,6 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
     stall_s: float = 0.0
     fault: str = ""
     address: str = ""
-
-
-def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
-    """A store that listens at `host` alone, and its port. Raises OSError."""
-    distributed: Any = dist  # whose type hints lack this class
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return distributed.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    ), port
-
-
-def connect_store(host: str, port: int, timeout_s: float) -> Any:
-    """Raises RuntimeError if nobody answers."""
-    distributed: Any = dist
-    return distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:

@@ -16,7 +16,6 @@ from rollout.coordinator.weights.meeting import (
     OVER,
     Arrival,
     GroupPlan,
-    connect_store,
     put,
     read,
     wait_for,
@@ -28,6 +27,7 @@ from rollout.coordinator.weights.paths import (
     SharedBucket,
 )
 from rollout.errors import WeightUpdateError
+from rollout.parallel.stores import connect_store
 
 _CONNECT_S = 20.0
 

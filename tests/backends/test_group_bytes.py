@@ -1,0 +1,91 @@
+"""Bytes cross a group of torch.distributed as they are, and nothing that arrives is unpickled."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollout.backends.group_bytes import all_gather_bytes, broadcast_bytes
+from tests.processes import PROCESSES
+from trainer_hooks.trainer_ranks import TrainerRanks
+
+NUM_RANKS = 2
+CONTENTS = [[b"", b""], [b"a", b""], [b"", b"bc"], [bytes(range(256)), b"\0" * 1000]]
+WORDS: list[Any] = [
+    ("save",),
+    ("load", "a path"),
+    ("update", {"tokens": torch.arange(6).view(2, 3), "version": 3, "none": None}, 7),
+    None,
+]
+
+
+class RunsCode:
+    """Makes the folder `name` where it is unpickled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.name,)
+
+
+def join(path: Path, rank: int) -> TrainerRanks:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(path), NUM_RANKS), rank=rank, world_size=NUM_RANKS
+    )
+    return TrainerRanks(rank=rank, size=NUM_RANKS)
+
+
+def be_rank_0(path: Path, trap: str, pipe: Any) -> None:
+    ranks = join(path, 0)
+    for contents in CONTENTS:
+        pipe.send(all_gather_bytes(None, contents[0]) == contents)
+        broadcast_bytes(None, contents[0])
+    for word in WORDS:
+        ranks.tell(word)
+    pipe.send(ranks.gather([({"loss": 0.5}, 3)]) == [({"loss": 0.5}, 3), ({"loss": 1.5}, 4)])
+    broadcast_bytes(None, pickle.dumps(RunsCode(trap), protocol=2))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank_1(tmp_path: Path) -> Iterator[tuple[TrainerRanks, Any]]:
+    """This process, and the line on which rank 0 says whether all was right."""
+    here, there = PROCESSES.Pipe()
+    arguments = (tmp_path / "store", str(tmp_path / "trap"), there)
+    process = PROCESSES.Process(target=be_rank_0, args=arguments)
+    process.start()
+    there.close()
+    yield join(tmp_path / "store", 1), here
+    dist.destroy_process_group()
+    process.join()
+
+
+@pytest.mark.distributed
+def test_ranks_send_data_and_run_nothing_that_arrives(
+    rank_1: tuple[TrainerRanks, Any], tmp_path: Path
+) -> None:
+    ranks, line = rank_1
+    for contents in CONTENTS:
+        assert all_gather_bytes(None, contents[1]) == contents
+        assert line.recv()
+        assert broadcast_bytes(None) == contents[0]
+    for word in WORDS:
+        heard = ranks.hear()
+        if word is not None and word[0] == "update":
+            assert torch.equal(heard[1].pop("tokens"), word[1]["tokens"])
+            assert heard == ("update", {"version": 3, "none": None}, 7)
+        else:
+            assert heard == word
+    ranks.gather([({"loss": 1.5}, 4)])
+    assert line.recv()
+    with pytest.raises(pickle.UnpicklingError):
+        ranks.hear()
+    assert not (tmp_path / "trap").exists()

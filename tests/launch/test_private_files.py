@@ -1,0 +1,107 @@
+"""What a launcher gives engines is read only from files that nobody else could have written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from rollout.launch.private_files import PrivateFolder
+from rollout.launch.slurm import run_job
+
+
+def test_a_private_folder_and_its_files_are_for_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = PrivateFolder(tmp_path / "a" / "b")
+        name = folder.write("engine", b"arguments")
+    finally:
+        os.umask(before)
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert (folder.path / name).stat().st_mode & 0o777 == 0o600
+    assert PrivateFolder(folder.path).read(name) == b"arguments"
+    folder.remove(name)
+    folder.remove(name)
+    assert not list(folder.path.iterdir())
+    with pytest.raises(ConfigError, match="all ranks and nodes must see the folder"):
+        folder.read(name)
+
+
+def give_away(path: Path) -> None:
+    os.chmod(path, 0o666 if path.is_file() else 0o777)
+
+
+def let_the_group_write(path: Path) -> None:
+    os.chmod(path, 0o660 if path.is_file() else 0o770)
+
+
+def replace_by_a_link(path: Path) -> None:
+    elsewhere = path.with_name("elsewhere")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("change", [give_away, let_the_group_write, replace_by_a_link])
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_could_have_written_is_not_read(
+    tmp_path: Path, what: str, change: Callable[[Path], None]
+) -> None:
+    folder = PrivateFolder(tmp_path / "own")
+    name = folder.write("engine", b"arguments")
+    change(folder.path if what == "folder" else folder.path / name)
+    with pytest.raises(ConfigError, match=r"others than its owner|is no folder|cannot be read"):
+        folder.read(name)
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    folder = PrivateFolder(tmp_path / "own")
+    name = folder.write("engine", b"arguments")
+    (folder.path / name).chmod(0o644)
+    with pytest.raises(ConfigError, match=r"may use .*mode 0644"):
+        folder.read(name)
+
+
+def test_what_another_user_owns_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PrivateFolder(tmp_path / "own")
+    name = folder.write("engine", b"arguments")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    for act in (lambda: folder.read(name), lambda: PrivateFolder(folder.path)):
+        with pytest.raises(ConfigError, match=r"belongs to user \d+, not to this one \(12345\)"):
+            act()
+
+
+@pytest.mark.parametrize("name", ["../engine", "/etc/passwd", "engine", "", "engine-" + "g" * 32])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    folder = PrivateFolder(tmp_path / "own")
+    (tmp_path / "engine").write_bytes(b"")
+    with pytest.raises(ConfigError, match="no name of a file that a launcher has written"):
+        folder.read(name)
+
+
+class RunsCode:
+    """Makes the folder `name` where it is unpickled."""
+
+    def __init__(self, name: Path) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.name),)
+
+
+def test_a_job_of_slurm_unpickles_nothing_that_others_could_have_written(tmp_path: Path) -> None:
+    folder, trap = PrivateFolder(tmp_path / "own"), tmp_path / "trap"
+    name = folder.write("arguments", pickle.dumps(RunsCode(trap)))
+    given = ("no.such.module", "tcp://127.0.0.1:1", str(folder.path), name, str(tmp_path / "mark"))
+    folder.path.chmod(0o777)
+    fault = run_job(*given)
+    assert fault is not None
+    assert "others than its owner may write" in fault["message"]
+    assert not trap.exists()
+    folder.path.chmod(0o700)
+    run_job(*given)
+    assert trap.exists(), "the trap works where the folder is the user's own"
