@@ -32,7 +32,7 @@ class FleetRuntime:
         self._llm = make()
         self._pid = os.getpid()  # whose threads answer
         self.tokenizer = self._llm.tokenizer
-        self._ended: queue.SimpleQueue[DynamicInferenceRequest] = queue.SimpleQueue()
+        self._ended: queue.Queue[DynamicInferenceRequest] = queue.Queue()
         # Written by the loop's thread alone; what leaves it is in `_ended` before.
         self._open: dict[int, RequestFuture] = {}
         self._turn = threading.Lock()  # held to schedule, so that nothing is after the end
@@ -99,8 +99,9 @@ class FleetRuntime:
             self._ended.put(self._llm.request_of(future, prompt, params))
         del self._open[future.request_id]
 
-    def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
-        """Wait until a request has ended. One that was lost with the coordinator ends FAILED."""
+    def advance(self, timeout_s: float | None) -> None:
+        """Wait until a request has ended, which `take_ended` returns then. One that was lost with
+        the coordinator ends FAILED."""
         self._require_own_process()
         if not self._open and self._ended.empty():
             raise EngineStateError("nothing was submitted that could still end")
@@ -108,13 +109,11 @@ class FleetRuntime:
             raise EngineStateError(
                 f"the engines are {self.state.name}, so nothing ends; unpause() first"
             )
-        try:
-            first = self._ended.get(timeout=timeout_s)
-        except queue.Empty:
-            return []
-        return [first, *self._drain()]
+        with self._ended.not_empty:
+            self._ended.not_empty.wait_for(lambda: self._ended.queue, timeout_s)
 
-    def _drain(self) -> list[DynamicInferenceRequest]:
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Return the requests that ended since the last call, without waiting."""
         ended = []
         while not self._ended.empty():
             ended.append(self._ended.get())
@@ -123,7 +122,7 @@ class FleetRuntime:
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
         """End requests now; waits for their records. Returns all that has ended meanwhile."""
         self._do(self._abort(request_ids))
-        return self._drain()
+        return self.take_ended()
 
     async def _abort(self, request_ids: Sequence[int]) -> None:
         futures = [self._open[i] for i in request_ids if i in self._open]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout.apis.results import finished_request
 from rollout.coordinator.client.submission import Prompt
+from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
@@ -28,6 +29,7 @@ class InProcessRuntime:
 
     def __init__(self, engine: DynamicInferenceEngine, tokenizer: Tokenizer | None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        self._ended: list[DynamicInferenceRequest] = []
         # Held for each step, and for each command.
         self._turn = TurnLock()
         # Held while an update is staged, which needs the weights in place; always taken first.
@@ -41,17 +43,22 @@ class InProcessRuntime:
             listed = [(prompt, list(each)) for prompt, each in groups]
             return list(self.engine.add_groups(listed, priority=priority))
 
-    def advance(self, timeout_s: float | None) -> list[DynamicInferenceRequest]:
-        """Run one step. Returns the requests that ended. Raises EngineStateError if no request can
-        end: the engine is paused or stopped, or has none.
+    def advance(self, timeout_s: float | None) -> None:
+        """Run one step; `take_ended` has the requests that ended. Raises EngineStateError if no
+        request can end: the engine is paused or stopped, or has none.
         """
-        with self._turn:
+        with self._turn, deferred_signals():
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
                 raise EngineStateError(
                     "a group can no longer finish: some of its requests were taken from llm.engine "
                     "directly; use llm.abort and llm.collect for what llm.submit queued"
                 )
-            return [finished_request(record, self.tokenizer) for record in self.engine.step()]
+            self._ended += [finished_request(r, self.tokenizer) for r in self.engine.step()]
+
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Return the requests that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
         """End requests now, in any state; returns them."""

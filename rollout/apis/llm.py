@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +25,7 @@ from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.coordinator.client.submission import Prompt
+from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
 from rollout.engine.state import EngineState
@@ -169,8 +170,9 @@ class LLM:
         unfinished = [
             i for group_id in group_ids for i in self._groups.unfinished_requests(group_id)
         ]
-        for request in self._runtime.abort(unfinished):
-            self._groups.add_finished(request)
+        with deferred_signals():
+            for request in self._runtime.abort(unfinished):
+                self._groups.add_finished(request)
         return [self._groups.take(group_id) for group_id in group_ids]
 
     @contextmanager
@@ -188,7 +190,7 @@ class LLM:
             )
         group_ids: list[int] = []
         try:
-            with _interrupt_deferred():  # what is queued has ids, also after Ctrl-C
+            with deferred_signals():  # what is queued has ids, also after Ctrl-C
                 ids = self._runtime.submit(groups, priority)
                 group_ids = [self._groups.open(request_ids) for request_ids in ids]
             yield group_ids
@@ -205,11 +207,16 @@ class LLM:
         deadline: float = math.inf,
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
-        while not is_done() and (left_s := deadline - time.monotonic()) > 0:
-            ended = self._runtime.advance(None if math.isinf(left_s) else left_s)
-            for request in ended:
-                self._groups.add_finished(request)
+        while True:
+            with deferred_signals():  # what has ended is in its group, also after Ctrl-C
+                ended = self._runtime.take_ended()
+                for request in ended:
+                    self._groups.add_finished(request)
             on_finished(len(ended))
+            left_s = deadline - time.monotonic()
+            if is_done() or left_s <= 0:
+                return
+            self._runtime.advance(None if math.isinf(left_s) else left_s)
 
     # ---- HTTP
 
@@ -385,29 +392,6 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]
     with Progress(*columns) as bar:
         task = bar.add_task("rollouts", total=total)
         yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Handle a SIGINT at the end of the block; a second one at once."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # only the main thread is interrupted
-        return
-    waiting: list[FrameType | None] = []
-
-    def defer(number: int, frame: FrameType | None) -> None:
-        waiting.append(frame)
-        if len(waiting) == 2:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, defer)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if waiting:
-        handler(signal.SIGINT, waiting[0])
 
 
 @contextmanager

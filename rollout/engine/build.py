@@ -13,6 +13,7 @@ from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.blocks.routing_record import RoutingRecord
 from rollout.config import InferenceConfig, PrefixCachingEvictionPolicy
 from rollout.engine.engine import Engine
+from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
@@ -108,12 +109,17 @@ class DynamicInferenceEngine(Engine):
             track_generated_tokens=config.track_generated_token_events,
             routing=routing,
         )
+        guard = CallGuard()
         engine = cls(
             inputs=_input_processor(config, causal_lm, tokenizer, sizes),
             scheduler=scheduler,
             outputs=outputs,
             pipeline=StepPipeline(
-                scheduler=scheduler, muscle=muscle, outputs=outputs, counters=counters
+                scheduler=scheduler,
+                muscle=muscle,
+                outputs=outputs,
+                counters=counters,
+                guard=guard,
             ),
             muscle=muscle,
             suspension=Suspension(
@@ -125,6 +131,7 @@ class DynamicInferenceEngine(Engine):
                 and not backend.memory.has_stable_addresses,
             ),
             counters=counters,
+            guard=guard,
             max_kv_staleness_versions=config.max_kv_staleness_versions,
         )
         engine.build = EngineBuild(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
+from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
 from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
@@ -54,11 +55,12 @@ class Engine:
         muscle: Muscle,
         suspension: Suspension,
         counters: EngineCounters,
+        guard: CallGuard,
         max_kv_staleness_versions: int | None,
     ) -> None:
         self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
         self._pipeline, self._muscle, self._weights = pipeline, muscle, muscle.weights
-        self._suspension, self._counters = suspension, counters
+        self._suspension, self._counters, self._guard = suspension, counters, guard
         self._max_kv_staleness_versions = max_kv_staleness_versions
         self._machine = StateMachine()
 
@@ -103,7 +105,8 @@ class Engine:
         processed = self._inputs.process_groups(
             groups, request_ids, priority, self.weights_version, in_use=self._outputs
         )
-        return [[self._queue(request) for request in group] for group in processed]
+        with self._guard.change("add_groups"):
+            return [[self._queue(request) for request in group] for group in processed]
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> int:
         """Continue a request that another engine began, from the tokens it has; returns its id.
@@ -114,7 +117,9 @@ class Engine:
         for an id in use.
         """
         self._require_not_stopped()
-        return self._queue(self._inputs.process_record(record, in_use=self._outputs))
+        processed = self._inputs.process_record(record, in_use=self._outputs)
+        with self._guard.change("add_record"):
+            return self._queue(processed)
 
     def _require_not_stopped(self) -> None:
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
@@ -150,13 +155,15 @@ class Engine:
         Its blocks are freed, on the device or on the host. Raises EngineStateError for a request
         that is not in the engine.
         """
-        if not self._outputs.has_ended(request_id):
-            kv_spans = self._scheduler.finish_request(request_id)
-            self._suspension.drop_unused_copies()
-            error = RequestAbortedError(f"request {request_id} was aborted")
-            self._outputs.fail(request_id, error, "abort", kv_spans, self.weights_version)
-        self._pipeline.remove(request_id)
-        return self._hand_out([self._outputs.pop_ended(request_id)])[0]
+        has_ended = self._outputs.has_ended(request_id)
+        with self._guard.change("abort_request"):
+            if not has_ended:
+                kv_spans = self._scheduler.finish_request(request_id)
+                self._suspension.drop_unused_copies()
+                error = RequestAbortedError(f"request {request_id} was aborted")
+                self._outputs.fail(request_id, error, "abort", kv_spans, self.weights_version)
+            self._pipeline.remove(request_id)
+        return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
         """Return a copy of the record, as of now, of a request that is not handed out yet.
@@ -191,12 +198,17 @@ class Engine:
         """Return, after a step that raised, its requests: any of them may be the cause."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
-    def _hand_out(
-        self, records: list[DynamicInferenceRequestRecord]
-    ) -> list[DynamicInferenceRequestRecord]:
-        for record in records:
-            self._counters.add_ended(record)
-        return records
+    def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
+        """Return the records of ended requests. An exception until the return keeps them here."""
+        records = self._outputs.ended(request_ids)
+        try:
+            for record in records:
+                self._counters.add_ended(record)
+            self._outputs.forget_ended(request_ids)
+            return records
+        except BaseException:
+            self._outputs.keep_ended(records)
+            raise
 
     # ---- one step
 
@@ -214,7 +226,7 @@ class Engine:
         if not self._weights.has_values:
             self._weights.require_values("step")
         self._pipeline.step(self.weights_version)
-        return self._hand_out(self._outputs.pop_all_ended())
+        return self._hand_out(self._outputs.ended_ids())
 
     def check_ranks(self) -> None:
         """Raise LockstepError if a rank of the engine is gone; without steps nobody would notice.
@@ -265,7 +277,11 @@ class Engine:
         owner that is not released yet: another one is reported with zero bytes. A failure leaves
         the state and every request.
         """
-        with self._machine.command("suspend") as is_first:
+        with (
+            self._guard.change("suspend"),
+            self._guard.undoing(),
+            self._machine.command("suspend") as is_first,
+        ):
             report = self._suspension.suspend(
                 mode, release, discard=discard_weights, is_first=is_first
             )
@@ -278,14 +294,15 @@ class Engine:
 
         `only` restores "weights" or "kv_cache"; the engine stays SUSPENDED until both are there.
         """
-        is_partial = not self._suspension.is_complete_with(only)
-        if is_partial and self.state is EngineState.SUSPENDED:
-            report = self._suspension.resume(only)
-        else:
-            with self._machine.command("resume") as must_run:
-                report = self._suspension.resume()  # in PAUSED: what a failed suspend may have left
-            if not must_run:
-                return report
+        with self._guard.change("resume"), self._guard.undoing():
+            is_partial = not self._suspension.is_complete_with(only)
+            if is_partial and self.state is EngineState.SUSPENDED:
+                report = self._suspension.resume(only)
+            else:
+                with self._machine.command("resume") as must_run:
+                    report = self._suspension.resume()  # in PAUSED: what a failed suspend may leave
+                if not must_run:
+                    return report
         self._counters.add_resume(report)
         return report
 
@@ -325,8 +342,10 @@ class Engine:
         current one.
         """
         self._machine.require(*_QUIET, to="set the generation epoch")
-        self._muscle.set_version(version)
-        self._after_new_version()
+        with self._guard.change("set_generation_epoch"):
+            with self._guard.undoing():
+                self._muscle.set_version(version)
+            self._after_new_version()
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -366,8 +385,10 @@ class Engine:
         self.check_update(version, in_flight)
         self._pipeline.commit_all()
         start, stall_start = time.perf_counter(), self._stall_start(staged)
-        num_bytes = self._muscle.commit_weights(staged, version)
-        self._after_new_version()
+        with self._guard.change("commit_weights"):
+            with self._guard.undoing():
+                num_bytes = self._muscle.commit_weights(staged, version)
+            self._after_new_version()
         end = time.perf_counter()
         report = WeightUpdateReport(
             version=self.weights_version,

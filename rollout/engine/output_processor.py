@@ -134,15 +134,22 @@ class OutputProcessor:
             )
         return request_id in self._ended
 
-    def pop_ended(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """Hand out the record of an ended request."""
-        return self._ended.pop(request_id)
+    def ended(self, request_ids: Iterable[int]) -> list[DynamicInferenceRequestRecord]:
+        """Return the records of ended requests, which stay here until `forget_ended`."""
+        return [self._ended[request_id] for request_id in request_ids]
 
-    def pop_all_ended(self) -> list[DynamicInferenceRequestRecord]:
-        """Hand out the records of all ended requests, oldest end first."""
-        records = list(self._ended.values())
-        self._ended.clear()
-        return records
+    def forget_ended(self, request_ids: Iterable[int]) -> None:
+        """Drop the records of ended requests: they are handed out."""
+        for request_id in request_ids:
+            del self._ended[request_id]
+
+    def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
+        """Keep records of `ended`, forgotten or not: they did not reach the caller."""
+        self._ended.update({record.request_id: record for record in records})
+
+    def ended_ids(self) -> list[int]:
+        """Return the ids of all ended requests, oldest end first."""
+        return list(self._ended)
 
     def copy_of(
         self,

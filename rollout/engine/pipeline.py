@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rollout.engine.guard import CallGuard
 from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.reports import EngineCounters
@@ -100,8 +101,9 @@ class StepPipeline:
         muscle: Muscle,
         outputs: OutputProcessor,
         counters: EngineCounters,
+        guard: CallGuard,
     ) -> None:
-        self._scheduler, self._muscle = scheduler, muscle
+        self._scheduler, self._muscle, self._guard = scheduler, muscle, guard
         self._outputs, self._counters = outputs, counters
         self._faults = FaultIsolation()
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
@@ -122,20 +124,22 @@ class StepPipeline:
 
         A failed step is logged. Raises its error if that is no request's.
         """
-        start = time.perf_counter()
-        alone = self._faults.next_alone()
-        max_in_flight = 2 if self._muscle.overlaps and alone is None else 1
-        while len(self._in_flight) < max_in_flight and self._launch(alone, weights_version):
-            pass
-        if self._in_flight:
-            self._commit_oldest(start)
-        if self._scheduler.is_idle:
-            self.commit_all()  # rows computed ahead for requests that have ended meanwhile
+        with self._guard.change("step"):
+            start = time.perf_counter()
+            alone = self._faults.next_alone()
+            max_in_flight = 2 if self._muscle.overlaps and alone is None else 1
+            while len(self._in_flight) < max_in_flight and self._launch(alone, weights_version):
+                pass
+            if self._in_flight:
+                self._commit_oldest(start)
+            if self._scheduler.is_idle:
+                self.commit_all()  # rows computed ahead for requests that have ended meanwhile
 
     def commit_all(self) -> None:
         """Wait for every plan in flight and commit its result."""
-        while self._in_flight:
-            self._commit_oldest(time.perf_counter())
+        with self._guard.change("step"):
+            while self._in_flight:
+                self._commit_oldest(time.perf_counter())
 
     def suspects(self) -> list[int]:
         """Return requests of failed steps that have not sampled enough since to be cleared."""
@@ -210,6 +214,7 @@ class StepPipeline:
         self._outputs.requeue(requeued)
         self._counters.steps.num_failed_steps += 1
         if not isinstance(error, Exception) or isinstance(error, LockstepError):
+            self._guard.mark_harmless(error)
             raise error
         culprit = self._faults.add_failure(requeued)
         if culprit is None:
@@ -218,6 +223,7 @@ class StepPipeline:
             self._outputs.add_transient_error(requeued, error)
             return
         if not self._can_step_without_requests(weights_version):
+            self._guard.mark_harmless(error)
             raise error
         logger.error("request %d is failed: it fails alone", culprit, exc_info=error)
         _drop_frames(error)

@@ -108,9 +108,9 @@ def test_whole_config_is_caught_outside_the_wirers(
     assert len(whole_config_violations(made_up({path: source}))) == num_violations
 
 
-def test_file_of_301_lines_is_caught(made_up: MadeUp) -> None:
-    files = {"rollout/kv/cache.py": "x = 1\n" * 451, "rollout/kv/layout.py": "x = 1\n" * 450}
-    assert size_violations(made_up(files)) == ["rollout/kv/cache.py: 451 lines, limit 450"]
+def test_file_of_601_lines_is_caught(made_up: MadeUp) -> None:
+    files = {"rollout/kv/cache.py": "x = 1\n" * 601, "rollout/kv/layout.py": "x = 1\n" * 600}
+    assert size_violations(made_up(files)) == ["rollout/kv/cache.py: 601 lines, limit 600"]
 
 
 def test_function_of_61_lines_is_caught(made_up: MadeUp) -> None:

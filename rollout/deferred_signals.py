@@ -1,0 +1,64 @@
+"""deferred_signals: a signal whose handler may raise waits for the end of a block."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+# Those whose handlers raise in practice: Ctrl-C, an end that was asked for, a deadline, a user's
+# own. A profiler's and a child's end are left alone.
+_NUMBERS = tuple(
+    number
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if (number := getattr(signal, name, None)) is not None
+)
+
+
+class deferred_signals:  # a context manager, used as a function
+    """Run the Python handlers of signals at the end of the block; of a second signal, at once.
+
+    Does nothing outside the main thread, where no handler runs. Blocks may be nested.
+    """
+
+    __slots__ = ("_handlers", "_waiting")
+
+    def __enter__(self) -> None:
+        self._handlers: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []
+        self._waiting: list[tuple[int, FrameType | None]] = []
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in _NUMBERS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers.append((number, handler))
+                    signal.signal(number, self._defer)
+            return
+        except BaseException:
+            self._restore()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        handlers = dict(self._handlers)
+        self._restore()
+        while self._waiting:
+            number, frame = self._waiting.pop(0)
+            handlers[number](number, frame)
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._waiting.append((number, frame))
+        if len(self._waiting) > 1:
+            self._waiting.pop()
+            dict(self._handlers)[number](number, frame)
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers:
+            signal.signal(number, handler)

@@ -1,0 +1,111 @@
+"""CallGuard: one thread at a time is inside an engine, and its state is never torn unnoticed."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollout.deferred_signals import deferred_signals
+from rollout.errors import EngineStateError
+
+_EXIT_S = 30.0  # how long the end of the process waits for the end of a call
+
+
+class CallGuard:
+    """Guards the calls of one engine.
+
+    A call changes several parts of the engine, one after the other. A signal waits until it is
+    done. An exception that stops it halfway all the same, which another thread can raise in this
+    one, leaves parts that do not fit each other: every later call raises EngineStateError then.
+    A call of a second thread at the same time is refused.
+
+    Once the process ends, threads that call again wait for its end: a daemon thread that computes
+    while the interpreter is torn down would abort the process.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._is_free = threading.Condition(self._mutex)
+        self._owner: threading.Thread | None = None
+        self._call, self._depth = "", 0  # what the owner is in
+        # The call that was stopped, and by what; while a call runs it stands for that one.
+        self._stopped: tuple[str, str] | None = None
+        self._harmless: BaseException | None = None
+        self._ends_process: threading.Thread | None = None
+        atexit.register(_hold_if_alive, weakref.ref(self))
+
+    def mark_harmless(self, error: BaseException) -> None:
+        """Let `error`, which the caller raises next, leave a call: the state is whole."""
+        self._harmless = error
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Let what the block raises leave a call: it undoes what it has begun."""
+        try:
+            yield
+        except BaseException as error:
+            self.mark_harmless(error)
+            raise
+
+    @contextmanager
+    def change(self, call: str) -> Iterator[None]:
+        """Change the state inside `with guard.change("step")`. A nested call belongs to its outer
+        one.
+
+        Raises EngineStateError if another thread is inside, or if a call was stopped halfway.
+        """
+        me = threading.current_thread()
+        if self._owner is me and self._depth:
+            yield
+            return
+        self._acquire(call, me)
+        try:
+            with deferred_signals():
+                self._depth, self._stopped = 1, (call, "an exception")
+                try:
+                    yield
+                except BaseException as error:
+                    self._stopped = None if error is self._harmless else (call, repr(error))
+                    raise
+                self._stopped = None
+        finally:
+            self._depth, self._harmless = 0, None
+            self._release()
+
+    def _acquire(self, call: str, me: threading.Thread) -> None:
+        with self._mutex:
+            while self._ends_process not in (None, me):
+                self._is_free.wait()
+            owner = self._owner
+            if owner is not None and owner is not me and owner.is_alive():
+                raise EngineStateError(
+                    f"cannot {call} while thread {owner.name!r} is in {self._call} of this engine: "
+                    "one thread at a time calls an engine; the verbs of LLM may be called from any"
+                )
+            if self._stopped is not None:
+                stopped_call, why = self._stopped
+                raise EngineStateError(
+                    f"{why} has stopped {stopped_call} of this engine halfway, so that its parts "
+                    "do not fit each other any more; call shutdown() and create a new engine"
+                )
+            self._owner, self._call = me, call
+
+    def _release(self) -> None:
+        with self._mutex:
+            self._owner = None
+            self._is_free.notify_all()
+
+    def hold_at_exit(self) -> None:
+        """Wait for the end of another thread's call, and let no other thread in any more."""
+        me = threading.current_thread()
+        with self._mutex:
+            self._ends_process = me
+            self._is_free.wait_for(lambda: self._owner in (None, me), _EXIT_S)
+
+
+def _hold_if_alive(guard: weakref.ref[CallGuard]) -> None:
+    if (alive := guard()) is not None:
+        alive.hold_at_exit()
