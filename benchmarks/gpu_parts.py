@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MEASURED, FAILED, SKIPPED, INTERRUPTED = "measured", "failed", "skipped", "interrupted"
 _NUM_FRAMES = 4
@@ -55,7 +58,8 @@ def run_parts(
 ) -> list[Outcome]:
     """Run the parts in order; Ctrl-C ends one and skips the rest.
 
-    `after` gets all outcomes so far; `on_failure` clears up what a failed part has left.
+    `after` gets all outcomes so far. Then `on_failure` clears up what a failed part has left; what
+    it raises is logged.
     """
     outcomes: list[Outcome] = []
     is_interrupted = False
@@ -64,14 +68,20 @@ def run_parts(
             outcome = _without_figures(part, SKIPPED, "interrupted before its turn")
         else:
             before(part)
-            outcome = _run(part, deadline, on_failure)
+            outcome = _run(part, deadline)
             is_interrupted = outcome.status == INTERRUPTED
         outcomes.append(outcome)
         after(outcomes)
+        if outcome.status == FAILED:
+            try:
+                # Only here, where the error with its frames, and all their tensors, is gone.
+                on_failure()
+            except Exception:  # the later parts are tried all the same
+                logger.exception("clearing up after %r failed", part.name)
     return outcomes
 
 
-def _run(part: Part, deadline: Deadline, on_failure: Callable[[], None]) -> Outcome:
+def _run(part: Part, deadline: Deadline) -> Outcome:
     left_s = deadline.left_s()
     if left_s < part.needs_s:
         why = f"{max(0.0, left_s):.0f} s were left, it may need {part.needs_s:.0f}"
@@ -82,15 +92,11 @@ def _run(part: Part, deadline: Deadline, on_failure: Callable[[], None]) -> Outc
     except KeyboardInterrupt:
         return _without_figures(part, INTERRUPTED, "Ctrl-C", time.monotonic() - start)
     except Exception as error:  # it is told with the part; the other parts are measured
-        why = described(error)
-    else:
-        seconds = time.monotonic() - start
-        return Outcome(
-            name=part.name, kind=part.kind, status=MEASURED, seconds=seconds, figures=figures
-        )
-    # Only here, where the error with its frames, and all tensors that they hold, is gone.
-    on_failure()
-    return _without_figures(part, FAILED, why, time.monotonic() - start)
+        return _without_figures(part, FAILED, described(error), time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Outcome(
+        name=part.name, kind=part.kind, status=MEASURED, seconds=seconds, figures=figures
+    )
 
 
 def _without_figures(part: Part, status: str, why: str, seconds: float = 0.0) -> Outcome:

@@ -114,7 +114,7 @@ def test_a_part_that_raises_is_recorded_and_the_others_go_on() -> None:
     assert "test_gpu_parts.py" in outcomes[0].error
     assert "/" not in outcomes[0].error
     assert outcomes[1].figures == {"name": "b"}
-    assert events == ["a", "cleared up", "1 done", "b", "2 done"]
+    assert events == ["a", "1 done", "cleared up", "b", "2 done"]
 
 
 def test_a_part_that_no_longer_fits_is_skipped_and_a_shorter_one_is_not() -> None:
@@ -127,3 +127,26 @@ def test_ctrl_c_ends_one_part_and_skips_the_rest() -> None:
     outcomes, events = outcomes_of([part("a"), part("b", error=KeyboardInterrupt()), part("c")])
     assert [o.status for o in outcomes] == ["measured", "interrupted", "skipped"]
     assert events == ["a", "1 done", "b", "2 done", "3 done"]
+
+
+def test_an_error_is_recorded_before_what_is_left_is_cleared_up() -> None:
+    """Clearing up after a part that broke the device raises, too."""
+
+    def clear_up() -> None:
+        seen.append(len(recorded))
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    seen: list[int] = []
+    recorded: list[Outcome] = []
+    outcomes = run_parts(
+        [part("a", error=ValueError("no such luck")), part("b")],
+        Deadline(100.0),
+        before=lambda part: None,
+        after=lambda outcomes: recorded.append(outcomes[-1]),
+        on_failure=clear_up,
+    )
+    assert seen == [1]
+    assert [o.status for o in outcomes] == ["failed", "measured"]
+    assert outcomes == recorded
+    assert outcomes[0].error is not None
+    assert outcomes[0].error.startswith("ValueError: no such luck (")
