@@ -32,9 +32,16 @@ def random_model(spec: ModelSpec, device: str, seed: int = 0) -> CausalLM:
 
 
 def pool_config(
-    spec: ModelSpec, pool: PoolShape, device: str, *, memory_kind: str = "device"
+    spec: ModelSpec,
+    pool: PoolShape,
+    device: str,
+    *,
+    memory_kind: str = "device",
+    is_eager: bool = False,
 ) -> InferenceConfig:
-    """A pool of just that shape. A kind of memory that keeps addresses must hold them."""
+    """A pool of just that shape. A kind of memory that keeps addresses must hold them; `is_eager`
+    captures no step.
+    """
     block_bytes = kv_bytes_per_token(spec) * BLOCK_TOKENS
     return InferenceConfig(
         device=device,
@@ -44,6 +51,7 @@ def pool_config(
         buffer_size_gb=(pool.num_blocks + 0.5) * block_bytes / GIB,
         max_sequence_length=pool.context_len,
         max_requests=pool.num_rows,
+        num_cuda_graphs=0 if is_eager and device != "cpu" else None,
     )
 
 
