@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.gpu_engines import pool_config, random_model
+from benchmarks.gpu_engines import RandomWeights, pool_config, random_engine
 from benchmarks.gpu_shapes import NEAR_NOTHING, PoolShape
 from benchmarks.workloads import random_prompts
-from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout import InferenceConfig, SamplingParams
 from rollout.models.spec import ModelSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,8 +59,8 @@ def run_steps(
 ) -> int:
     """Generate, with a suspend and an update on the way. Returns how many steps were captured."""
     config = steps_config(device, spec, is_eager=is_eager)
-    engine = DynamicInferenceEngine.from_model(random_model(spec, device), config)
-    source = random_model(spec, device, seed=1).read_weights()
+    engine = random_engine(spec, config, device)
+    source = RandomWeights(spec, device, seed=1)
     for index, prompt in enumerate(random_prompts(spec.vocab_size, [3, 40, 100, 7])):
         is_truncated = index % 2 == 1
         sampling = SamplingParams(
