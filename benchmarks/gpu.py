@@ -292,12 +292,9 @@ def page_path(date: str, device_name: str, out: str | None) -> Path:
 class Run:
     """One run of all groups, and its results so far."""
 
-    def __init__(
-        self, plan: Plan, budget_s: float, out: str | None, module: str = "benchmarks.gpu"
-    ) -> None:
-        """`module`: the main module of the children."""
+    def __init__(self, plan: Plan, budget_s: float, out: str | None) -> None:
         self._deadline = Deadline.after(budget_s)
-        self._plan, self._out, self._module = plan, out, module
+        self._plan, self._out = plan, out
         self.results: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
             "machine": {},
@@ -313,7 +310,7 @@ class Run:
     def measure(self) -> None:
         """Run all groups, and write the page and the JSON file anew after every part."""
         runner = GroupRunner(
-            self._module,
+            "benchmarks.gpu",
             self._deadline,
             arguments=self._arguments,
             before=lambda name: print(f"gpu: {name} ...", file=sys.stderr, flush=True),
