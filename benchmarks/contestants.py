@@ -73,7 +73,8 @@ class RolloutEngine:
 
 
 class TransformersGenerate:
-    """transformers' `generate`, called once per batch of prompts and run to the batch's longest.
+    """transformers' `generate`, called once per batch of prompts and run to the batch's longest. It
+    is not compiled, as it would be for a static cache on a GPU.
 
     Tokens beyond a request's own length are generated and thrown away, as a padded batch must.
     """
@@ -121,7 +122,9 @@ class TransformersGenerate:
         logprobs: dict[int, list[list[float]]],
     ) -> None:
         """Generate for these prompts into `tokens` and `logprobs`, by prompt index."""
-        prompts = torch.tensor([workload.prompts[index] for index in indices])
+        prompts = torch.tensor(
+            [workload.prompts[index] for index in indices], device=self._model.device
+        )
         output = self._model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -134,6 +137,7 @@ class TransformersGenerate:
             eos_token_id=None,
             pad_token_id=0,
             cache_implementation=self._cache,
+            disable_compile=True,
             return_dict_in_generate=True,
             output_logits=workload.wants_logprobs,
         )

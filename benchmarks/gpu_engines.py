@@ -1,14 +1,19 @@
-"""Engines with random weights made on the device, one at a time, and rows that decode in them."""
+"""What measuring stands on: the device, its floors, engines with random weights, rows in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import gc
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from benchmarks.gpu_device import MeasuredDevice
-from benchmarks.gpu_shapes import BLOCK_TOKENS, PoolShape, kv_bytes_per_token
+from benchmarks.gpu_shapes import BLOCK_TOKENS, FloorSizes, Plan, PoolShape, kv_bytes_per_token
 from benchmarks.workloads import random_prompts
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.config import DEFAULT_MAX_TOKENS, GIB
@@ -16,25 +21,198 @@ from rollout.models import CausalLM
 from rollout.models.causal_lm import INIT_STD
 from rollout.models.spec import ModelSpec
 
+_T = TypeVar("_T")
 _ALL = ("kv_cache", "weights")
 
 
-def random_model(spec: ModelSpec, device: str, seed: int = 0) -> CausalLM:
-    """Random weights drawn on the device; `CausalLM.random` draws on the host, minutes for 8B."""
-    model = CausalLM(spec, device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for slot in model.weight_slots().values():
-        values = torch.ones(slot.shape, dtype=slot.dtype, device=device)
-        if values.dim() > 1:
-            values.normal_(std=INIT_STD, generator=generator)
-        slot.write(values)
-    return model
+class MeasuredDevice:
+    """What the measurements ask of a device: "cpu", where there is nothing to wait for, or "cuda",
+    the current one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_cuda = torch.device(name).type == "cuda"
+        self._index = torch.cuda.current_device() if self.is_cuda else None
+
+    def wait(self) -> None:
+        """Return when all queued work is done."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self._index)
+
+    def timed(self, work: Callable[[], _T]) -> tuple[float, _T]:
+        """Wall seconds of `work`, from an idle device to an idle device, and what it returned."""
+        self.wait()
+        start = time.perf_counter()
+        result = work()
+        self.wait()
+        return time.perf_counter() - start, result
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Wall seconds of `work`, from an idle device to an idle device."""
+        return self.timed(work)[0]
+
+    def seconds_per_call(self, work: Callable[[], Any], num_calls: int) -> float:
+        """Wall seconds of one of `num_calls` calls queued back to back, after an untimed one."""
+        work()
+        return self.seconds(lambda: _repeat(work, num_calls)) / num_calls
+
+    def seconds_per_replay(self, work: Callable[[], Any], num_calls: int) -> float:
+        """The same in a captured graph, as layers run in a step: launching costs nothing there."""
+        if not self.is_cuda:
+            return self.seconds_per_call(work, num_calls)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # kernels compile, handles open
+        self.wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            _repeat(work, num_calls)
+        graph.replay()
+        return self.seconds(graph.replay) / num_calls
+
+    def give_back_unused(self) -> None:
+        """Free what nobody refers to any more, torch's own cache included."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def describe(self) -> dict[str, Any]:
+        """The kind of device and the versions, never which machine it is."""
+        return {
+            "device": torch.cuda.get_device_name(self._index) if self.is_cuda else "cpu",
+            "memory_bytes": torch.cuda.mem_get_info(self._index)[1] if self.is_cuda else None,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": _triton_version(),
+            "python": platform.python_version(),
+        }
+
+
+def _repeat(work: Callable[[], Any], num_calls: int) -> None:
+    for _ in range(num_calls):
+        work()
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    version: str = triton.__version__
+    return version
+
+
+# ---- floors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floors:
+    """Bytes and operations per second. A copy counts its bytes once, though it moves them twice:
+    `device_copy` of a buffer to another one there, `to_device` and `to_host` from and to pinned
+    memory. `device_read` reads a buffer and keeps nothing.
+    """
+
+    device_read_bytes_per_s: float
+    device_copy_bytes_per_s: float
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+    matmul_flops_per_s: float
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """The most that the device's memory was seen to deliver: reading, or both sides of a
+        copy.
+        """
+        return max(self.device_read_bytes_per_s, 2 * self.device_copy_bytes_per_s)
+
+    def figures(self) -> dict[str, float]:
+        """All of them as plain numbers."""
+        return {**asdict(self), "memory_bytes_per_s": self.memory_bytes_per_s}
+
+    @classmethod
+    def of(cls, figures: Mapping[str, float]) -> Floors:
+        """What `figures` were made of."""
+        return cls(**{name: figures[name] for name in cls.__dataclass_fields__})
+
+
+def measure_floors(device: MeasuredDevice, sizes: FloorSizes, dtype: torch.dtype) -> Floors:
+    """Measure all. The matrices are of `dtype`, with random values: zeros would take less power."""
+    source = torch.ones(sizes.device_bytes // 4, device=device.name)
+    target = torch.empty_like(source)
+    num_calls = sizes.num_calls
+    copy_s = device.seconds_per_call(lambda: target.copy_(source), num_calls)
+    read_s = device.seconds_per_call(source.sum, num_calls)
+    num_pinned = sizes.pinned_bytes // 4
+    pinned = torch.zeros(num_pinned, pin_memory=device.is_cuda)
+    part = target[:num_pinned]
+    up_s = device.seconds_per_call(lambda: part.copy_(pinned, non_blocking=True), num_calls)
+    down_s = device.seconds_per_call(lambda: pinned.copy_(part, non_blocking=True), num_calls)
+    a, b = (
+        torch.randn(sizes.matrix_size, sizes.matrix_size, device=device.name).to(dtype)
+        for _ in range(2)
+    )
+    product_s = device.seconds_per_call(lambda: a @ b, num_calls)
+    return Floors(
+        device_read_bytes_per_s=source.nbytes / read_s,
+        device_copy_bytes_per_s=source.nbytes / copy_s,
+        to_device_bytes_per_s=pinned.nbytes / up_s,
+        to_host_bytes_per_s=pinned.nbytes / down_s,
+        matmul_flops_per_s=2 * sizes.matrix_size**3 / product_s,
+    )
+
+
+# ---- engines
+
+
+class _Config:
+    """The config of a transformers model, as far as an engine asks for it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._values = spec.to_hf_config()
+        self.model_type = self._values["model_type"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+
+class RandomWeights(nn.Module):
+    """Random values on the device, under the names and in the dtype that a transformers model has.
+
+    An engine takes them from there; those of a CausalLM would go by way of the host.
+    """
+
+    def __init__(self, spec: ModelSpec, device: str, seed: int = 0) -> None:
+        super().__init__()
+        self.config = _Config(spec)
+        generator = torch.Generator(device).manual_seed(seed)
+        for name, slot in CausalLM(spec, "meta").weight_slots().items():
+            if name == "lm_head.weight" and spec.tie_word_embeddings:
+                continue
+            values = torch.ones(slot.shape, dtype=slot.dtype, device=device)
+            if values.dim() > 1:
+                values.normal_(std=INIT_STD, generator=generator)
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(values, requires_grad=False))
 
 
 def pool_config(
-    spec: ModelSpec, pool: PoolShape, device: str, *, memory_kind: str = "device"
+    spec: ModelSpec,
+    pool: PoolShape,
+    device: str,
+    *,
+    memory_kind: str = "device",
+    is_eager: bool = False,
 ) -> InferenceConfig:
-    """A pool of just that shape. A kind of memory that keeps addresses must hold them."""
+    """A pool of just that shape. A kind of memory that keeps addresses must hold them; `is_eager`
+    captures no step.
+    """
     block_bytes = kv_bytes_per_token(spec) * BLOCK_TOKENS
     return InferenceConfig(
         device=device,
@@ -44,43 +222,55 @@ def pool_config(
         buffer_size_gb=(pool.num_blocks + 0.5) * block_bytes / GIB,
         max_sequence_length=pool.context_len,
         max_requests=pool.num_rows,
+        num_cuda_graphs=0 if is_eager and device != "cpu" else None,
     )
 
 
-def close(engine: DynamicInferenceEngine) -> None:
-    """Give all memory of the engine back, the weights' too, which shutdown would keep."""
-    engine.pause()
-    engine.suspend("recompute", release=_ALL, discard_weights=True)
-    engine.shutdown()
+def random_engine(spec: ModelSpec, config: InferenceConfig, device: str) -> DynamicInferenceEngine:
+    """An engine with random weights made on the device."""
+    return DynamicInferenceEngine.from_model(RandomWeights(spec, device), config)
 
 
-class EngineHolder:
-    """Keeps the engine of the last part for the next one, for building one takes long."""
+class Bench:
+    """What all parts of one process share: the plan, the device, floors, and one engine at a time,
+    for building one takes long. The device is not touched before it is asked for.
+    """
 
-    def __init__(self, device: MeasuredDevice) -> None:
-        self._device = device
+    def __init__(self, plan: Plan, floors: Floors | None = None) -> None:
+        """`floors`: if another process has measured them."""
+        self.plan, self.floors = plan, floors
         self._name: str | None = None
         self._engine: DynamicInferenceEngine | None = None
 
-    def get(self, name: str, build: Callable[[], DynamicInferenceEngine]) -> DynamicInferenceEngine:
-        """The engine of that name; the one of another name is closed first."""
+    @cached_property
+    def device(self) -> MeasuredDevice:
+        return MeasuredDevice(self.plan.device)
+
+    def engine(self, name: str, spec: ModelSpec, pool: PoolShape) -> DynamicInferenceEngine:
+        """The engine of that name, with random weights; the one of another name is closed first."""
         if self._engine is None or self._name != name:
-            self.close()
-            self._engine, self._name = build(), name
+            self._close()
+            self.device.give_back_unused()
+            config = pool_config(spec, pool, self.plan.device, memory_kind=self.plan.memory_kind)
+            self._engine, self._name = random_engine(spec, config, self.plan.device), name
+            self.device.give_back_unused()
         return self._engine
 
-    def close(self) -> None:
-        """Close the engine in order."""
+    def recover(self) -> None:
+        """Drop an engine that has failed and may not close any more. Raises what the device
+        answers.
+        """
+        self._engine = None
+        self.device.give_back_unused()
+        self.device.wait()
+
+    def _close(self) -> None:
+        """Give all memory of the engine back, the weights' too, which shutdown would keep."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            close(engine)
-        del engine
-        self._device.give_back_unused()
-
-    def forget(self) -> None:
-        """Drop an engine that has failed and may not close any more."""
-        self._engine = None
-        self._device.give_back_unused()
+            engine.pause()
+            engine.suspend("recompute", release=_ALL, discard_weights=True)
+            engine.shutdown()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,11 +2,14 @@
 
     python benchmarks/gpu_kernels.py check      # compute-sanitizer: any fault fails
     python benchmarks/gpu_kernels.py profile    # ncu: time, and shares of the device's peaks
-    python benchmarks/gpu_kernels.py steps      # what both run
+    python benchmarks/gpu_kernels.py steps      # what `profile` runs; `check`: steps --eager
 
 The steps are captured and replayed as in a job: prefill, decode, top-k and top-p, log-probs, a
-suspend and an update between them. `profile` writes gpu-kernels.md to $OUT or to
-benchmarks/results. Exit status: 0; 1 for a fault; 5, nothing to run, where a tool is not installed.
+suspend and an update between them. Under compute-sanitizer they run eagerly, and torch asks the
+driver for each tensor: within a segment of torch's allocator it sees no fault. ncu leaves the
+clocks as they are, and watches the first launches of our largest kernels. `profile` writes
+gpu-kernels.md to $OUT or to benchmarks/results. Exit status: 0; 1 for a fault; 5, nothing to run,
+where a tool is not installed.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from benchmarks.gpu_engines import pool_config, random_model
+from benchmarks.gpu_engines import RandomWeights, pool_config, random_engine
 from benchmarks.gpu_shapes import NEAR_NOTHING, PoolShape
 from benchmarks.workloads import random_prompts
-from rollout import DynamicInferenceEngine, SamplingParams
+from rollout import InferenceConfig, SamplingParams
 from rollout.models.spec import ModelSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,13 +41,26 @@ COMPUTE = "sm__throughput.avg.pct_of_peak_sustained_elapsed"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 REGISTERS = "launch__registers_per_thread"
 METRICS = (TIME, MEMORY, COMPUTE, OCCUPANCY, REGISTERS)
+# What ncu watches: it runs each of these launches several times.
+KERNELS = "attention|merge|append_kv|histogram|draw"
+NUM_LAUNCHES = 32
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
-def run_steps(device: str, spec: ModelSpec = NEAR_NOTHING, num_tokens: int = 12) -> int:
+def steps_config(
+    device: str, spec: ModelSpec = NEAR_NOTHING, *, is_eager: bool = False
+) -> InferenceConfig:
+    """The config of an engine for the steps, which `is_eager` keeps from capturing any."""
+    return pool_config(spec, PoolShape(num_rows=8, context_len=256), device, is_eager=is_eager)
+
+
+def run_steps(
+    device: str, spec: ModelSpec = NEAR_NOTHING, num_tokens: int = 12, *, is_eager: bool = False
+) -> int:
     """Generate, with a suspend and an update on the way. Returns how many steps were captured."""
-    config = pool_config(spec, PoolShape(num_rows=8, context_len=256), device)
-    engine = DynamicInferenceEngine.from_model(random_model(spec, device), config)
-    source = random_model(spec, device, seed=1).read_weights()
+    config = steps_config(device, spec, is_eager=is_eager)
+    engine = random_engine(spec, config, device)
+    source = RandomWeights(spec, device, seed=1)
     for index, prompt in enumerate(random_prompts(spec.vocab_size, [3, 40, 100, 7])):
         is_truncated = index % 2 == 1
         sampling = SamplingParams(
@@ -136,9 +153,9 @@ def as_markdown(lines: Sequence[KernelLine]) -> str:
 
 
 def check(tool: str = "compute-sanitizer") -> int:
-    """Run the steps under compute-sanitizer. Returns the exit status."""
-    steps = [sys.executable, __file__, "steps"]
-    return _run(tool, ["--tool", "memcheck", "--error-exitcode", "1", *steps])
+    """Run eager steps under compute-sanitizer. Returns the exit status."""
+    steps = [sys.executable, __file__, "steps", "--eager"]
+    return _run(tool, ["--tool", "memcheck", "--error-exitcode", "1", *steps], UNCACHED)
 
 
 def profile(out: Path, tool: str = "ncu") -> int:
@@ -146,8 +163,11 @@ def profile(out: Path, tool: str = "ncu") -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         options = ["--csv", "--log-file", str(log), "--metrics", ",".join(METRICS)]
-        graphs = ["--graph-profiling", "node", "--target-processes", "all"]
-        status = _run(tool, [*options, *graphs, sys.executable, __file__, "steps"])
+        options += ["--graph-profiling", "node", "--target-processes", "all"]
+        # A lent device's clocks are not ours to set.
+        options += ["--clock-control", "none"]
+        options += ["--kernel-name", f"regex:{KERNELS}", "--launch-count", str(NUM_LAUNCHES)]
+        status = _run(tool, [*options, sys.executable, __file__, "steps"])
         if status:
             if log.exists():  # it says why: who may read the counters, most of the time
                 print(log.read_text(encoding="utf-8")[-2000:])
@@ -160,25 +180,30 @@ def profile(out: Path, tool: str = "ncu") -> int:
     return 0
 
 
-def _run(tool: str, arguments: Sequence[str]) -> int:
-    """Returns the exit status; NOTHING_TO_RUN if the tool is not installed."""
+def _run(
+    tool: str, arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Run it, with more variables in its environment. Returns the exit status; NOTHING_TO_RUN if
+    the tool is not installed.
+    """
     path = shutil.which(tool)
     if path is None:
         print(f"{tool} is not installed")
         return NOTHING_TO_RUN
-    return subprocess.run([path, *arguments]).returncode
+    return subprocess.run([path, *arguments], env={**os.environ, **environment}).returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("check", "profile", "steps"))
     parser.add_argument("--device", default="cuda", help="of `steps`")
+    parser.add_argument("--eager", action="store_true", help="`steps` captures none")
     given = parser.parse_args(argv)
     if given.what == "check":
         return check()
     if given.what == "profile":
         return profile(Path(os.environ.get("OUT") or RESULTS))
-    print(f"steps captured: {run_steps(given.device)}")
+    print(f"steps captured: {run_steps(given.device, is_eager=given.eager)}")
     return 0
 
 

@@ -1,15 +1,31 @@
-"""Parts of a measurement: each is tried, whatever became of the others, while there is time."""
+"""Parts of a measurement: each is tried, whatever became of the others, while there is time.
+
+Every group of parts runs in a process of its own, which reports each part as it begins and ends.
+A process that ends by itself, or does not end, costs the part that it was in; another one goes on
+with the parts behind it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import subprocess
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout.child_process import ChildProcess, end_of, pickled
+from rollout.errors import decode_error
+
+logger = logging.getLogger(__name__)
+
 MEASURED, FAILED, SKIPPED, INTERRUPTED = "measured", "failed", "skipped", "interrupted"
+START_LIMIT_S = 120.0  # from a child's start to its first part: imports, and a context
+HANG_S = 10.0  # beside three times the seconds that a part may need
+KILL_LIMIT_S = 20.0  # page-locked memory is given back meanwhile
 _NUM_FRAMES = 4
 
 
@@ -21,6 +37,11 @@ class Part:
     kind: str
     needs_s: float
     measure: Callable[[], dict[str, Any]]
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the part is taken to hang."""
+        return HANG_S + 3 * self.needs_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,65 +57,17 @@ class Outcome:
 
 
 class Deadline:
-    """The end of the time that all parts have together."""
+    """The end of the time that all parts have together, on the clock that processes share."""
 
-    def __init__(self, budget_s: float) -> None:
-        self._end = time.monotonic() + budget_s
+    def __init__(self, ends_at: float) -> None:
+        self.ends_at = ends_at
+
+    @classmethod
+    def after(cls, budget_s: float) -> Deadline:
+        return cls(time.monotonic() + budget_s)
 
     def left_s(self) -> float:
-        return self._end - time.monotonic()
-
-
-def run_parts(
-    parts: Sequence[Part],
-    deadline: Deadline,
-    *,
-    before: Callable[[Part], None],
-    after: Callable[[list[Outcome]], None],
-    on_failure: Callable[[], None],
-) -> list[Outcome]:
-    """Run the parts in order; Ctrl-C ends one and skips the rest.
-
-    `after` gets all outcomes so far; `on_failure` clears up what a failed part has left.
-    """
-    outcomes: list[Outcome] = []
-    is_interrupted = False
-    for part in parts:
-        if is_interrupted:
-            outcome = _without_figures(part, SKIPPED, "interrupted before its turn")
-        else:
-            before(part)
-            outcome = _run(part, deadline, on_failure)
-            is_interrupted = outcome.status == INTERRUPTED
-        outcomes.append(outcome)
-        after(outcomes)
-    return outcomes
-
-
-def _run(part: Part, deadline: Deadline, on_failure: Callable[[], None]) -> Outcome:
-    left_s = deadline.left_s()
-    if left_s < part.needs_s:
-        why = f"{max(0.0, left_s):.0f} s were left, it may need {part.needs_s:.0f}"
-        return _without_figures(part, SKIPPED, why)
-    start = time.monotonic()
-    try:
-        figures = part.measure()
-    except KeyboardInterrupt:
-        return _without_figures(part, INTERRUPTED, "Ctrl-C", time.monotonic() - start)
-    except Exception as error:  # it is told with the part; the other parts are measured
-        why = described(error)
-    else:
-        seconds = time.monotonic() - start
-        return Outcome(
-            name=part.name, kind=part.kind, status=MEASURED, seconds=seconds, figures=figures
-        )
-    # Only here, where the error with its frames, and all tensors that they hold, is gone.
-    on_failure()
-    return _without_figures(part, FAILED, why, time.monotonic() - start)
-
-
-def _without_figures(part: Part, status: str, why: str, seconds: float = 0.0) -> Outcome:
-    return Outcome(name=part.name, kind=part.kind, status=status, seconds=seconds, error=why)
+        return self.ends_at - time.monotonic()
 
 
 def described(error: BaseException) -> str:
@@ -102,3 +75,197 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
     places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
     return f"{type(error).__name__}: {error} ({' > '.join(places)})"
+
+
+def _without_figures(part: Part, status: str, why: str, seconds: float = 0.0) -> Outcome:
+    return Outcome(name=part.name, kind=part.kind, status=status, seconds=seconds, error=why)
+
+
+# ---- in the process of a group
+
+BEGIN, END = "begin", "end"
+Report = tuple[str, Any]  # BEGIN and a name, END and an Outcome, or anything else and its value
+
+
+def run_parts(
+    parts: Sequence[Part],
+    deadline: Deadline,
+    *,
+    report: Callable[[Report], None],
+    recover: Callable[[], None],
+) -> None:
+    """Run the parts in order, and report the beginning and the outcome of each.
+
+    After one that failed, `recover` clears up what it has left. If that raises, the device may be
+    broken for this process: the parts behind are not run here, and have no outcome.
+    """
+    for part in parts:
+        left_s = deadline.left_s()
+        if left_s < part.needs_s:
+            report((END, _out_of_time(part, left_s)))
+            continue
+        report((BEGIN, part.name))
+        outcome = _run(part)
+        report((END, outcome))
+        if outcome.status == FAILED:
+            try:
+                # Only here, where the error with its frames, and all their tensors, is gone.
+                recover()
+            except Exception:
+                logger.exception("the device does not recover from %r", part.name)
+                return
+
+
+def _run(part: Part) -> Outcome:
+    start = time.monotonic()
+    try:
+        figures = part.measure()
+    except Exception as error:  # it is told with the part; the other parts are measured
+        return _without_figures(part, FAILED, described(error), time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Outcome(
+        name=part.name, kind=part.kind, status=MEASURED, seconds=seconds, figures=figures
+    )
+
+
+def _out_of_time(part: Part, left_s: float) -> Outcome:
+    why = f"{max(0.0, left_s):.0f} s were left, it may need {part.needs_s:.0f}"
+    return _without_figures(part, SKIPPED, why)
+
+
+# ---- in the process that starts them
+
+
+class GroupRunner:
+    """Runs each group of parts in a child process, and collects the outcomes in order.
+
+    While a group is measured, the child of the next one imports what it needs.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        deadline: Deadline,
+        *,
+        arguments: Callable[[str, list[str]], Sequence[Any]],
+        before: Callable[[str], None],
+        after: Callable[[Outcome], None],
+        others: Callable[[Report], None],
+    ) -> None:
+        """`module` runs as the main module of a child, and calls `run_child`. `arguments` are what
+        the child is sent, of a group and the names of its parts to run. `before` gets the name of a
+        part, `after` its outcome, `others` what else a child reports.
+        """
+        self._module, self._deadline, self._arguments = module, deadline, arguments
+        self._before, self._after, self._others = before, after, others
+        self._reserve: ChildProcess | None = None
+
+    def run(self, groups: Mapping[str, Sequence[Part]]) -> None:
+        """Give every part an outcome. Ctrl-C ends one part and skips the rest."""
+        left = {group: list(parts) for group, parts in groups.items()}
+        names = list(groups)
+        try:
+            for group in names:
+                while left[group] and not self._skips(left[group]):
+                    child = self._take_child(has_more=group != names[-1])
+                    try:
+                        self._run_in(child, group, left[group])
+                    finally:
+                        _end(child)
+        except KeyboardInterrupt:
+            for parts in left.values():
+                while parts:
+                    self._settle(parts, parts[0], SKIPPED, "interrupted before its turn")
+        finally:
+            if self._reserve is not None:
+                _end(self._reserve)
+
+    def _skips(self, parts: list[Part]) -> bool:
+        """Skip all of them if there is no time for any."""
+        left_s = self._deadline.left_s()
+        if any(part.needs_s <= left_s for part in parts):
+            return False
+        while parts:
+            self._after(_out_of_time(parts.pop(0), left_s))
+        return True
+
+    def _take_child(self, *, has_more: bool) -> ChildProcess:
+        """The child that is ready, or a new one; if groups follow, start another one."""
+        child, self._reserve = self._reserve or ChildProcess(self._module), None
+        if has_more:
+            self._reserve = ChildProcess(self._module)
+        return child
+
+    def _run_in(self, child: ChildProcess, group: str, left: list[Part]) -> None:
+        """Take the parts with an outcome out of `left`: at least one."""
+        by_name = {part.name: part for part in left}
+        arguments = self._arguments(group, list(by_name))
+        # A child that is gone is found below.
+        with contextlib.suppress(OSError):
+            child.send(*(pickled(argument, "an argument of a group") for argument in arguments))
+        current: Part | None = None
+        has_begun, start, limit_s = False, time.monotonic(), START_LIMIT_S
+        try:
+            while left:
+                report = _next_report(child, start + limit_s - time.monotonic())
+                if isinstance(report, str):
+                    unmeasured = [current] if current else [] if has_begun else list(left)
+                    for part in unmeasured:
+                        self._settle(left, part, FAILED, report, time.monotonic() - start)
+                    return
+                what, value = report
+                if what == BEGIN:
+                    current, has_begun = by_name[value], True
+                    start, limit_s = time.monotonic(), current.limit_s
+                    self._before(value)
+                elif what == END:
+                    left.remove(by_name[value.name])
+                    current, has_begun = None, True
+                    start, limit_s = time.monotonic(), START_LIMIT_S
+                    self._after(value)
+                else:
+                    self._others(report)
+        except KeyboardInterrupt:
+            if current is not None and current in left:
+                self._settle(left, current, INTERRUPTED, "Ctrl-C", time.monotonic() - start)
+            raise
+
+    def _settle(
+        self, left: list[Part], part: Part, status: str, why: str, seconds: float = 0.0
+    ) -> None:
+        left.remove(part)
+        self._after(_without_figures(part, status, why, seconds))
+
+
+def _next_report(child: ChildProcess, timeout_s: float) -> Report | str:
+    """What the child reports next, or why there is nothing more to come."""
+    if not child.pipe.poll(max(0.0, timeout_s)):
+        child.kill()
+        return "it did not end in time, and was killed"
+    try:
+        word = child.pipe.recv()
+    except (EOFError, OSError):
+        return f"its process ended: {_how_it_ended(child)}"
+    if isinstance(word, dict):
+        error = decode_error(word)
+        return f"{type(error).__name__}: {error}"
+    report: Report = word
+    return report
+
+
+def _how_it_ended(child: ChildProcess) -> str:
+    """Wait for its end, which it may have announced by closing its pipe."""
+    try:
+        return end_of(child.wait(KILL_LIMIT_S))
+    except subprocess.TimeoutExpired:
+        return "it closed its pipe, and went on"
+
+
+def _end(child: ChildProcess) -> None:
+    """Kill what is left of it: its memory must be free for the next one."""
+    child.kill()
+    child.pipe.close()
+    try:
+        child.wait(KILL_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        logger.error("%s does not end", child.name)

@@ -1,12 +1,16 @@
-"""The shapes that are measured on a GPU, and what physics asks of a step: bytes and operations."""
+"""All shapes that the GPU benchmark launches, and what physics asks of a step: bytes, operations.
+
+`PLAN` is the one plan of a run. `REHEARSAL` runs the same parts on a CPU, in sizes that show
+nothing but that they run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.workloads import Workload
 from rollout.layers.rope import RopeSpec
 from rollout.models.spec import ModelSpec
 
@@ -36,11 +40,10 @@ def qwen3(
 
 
 QWEN3 = {
-    "0.6B": qwen3(hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072, tied=True),
-    "4B": qwen3(hidden_size=2560, num_layers=36, num_heads=32, intermediate_size=9728, tied=True),
     "8B": qwen3(
         hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12_288, tied=False
     ),
+    "0.6B": qwen3(hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072, tied=True),
 }
 # Next to no work for the device: what remains of a step is the host's.
 NEAR_NOTHING = replace(
@@ -61,6 +64,134 @@ class PoolShape:
     @property
     def num_blocks(self) -> int:
         return self.num_rows * -(-self.context_len // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloorSizes:
+    """Bytes on the device and in pinned memory, rows of a square matrix, calls per timing."""
+
+    device_bytes: int
+    pinned_bytes: int
+    matrix_size: int
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All sizes of a run.
+
+    shapes: the models, the one that is wanted most first. batches: rows of the decode steps; the
+    first is the largest. context_len: prompt and output of every row. num_held_rows: rows that
+    decode around suspends and updates. num_cycles, num_updates: the first page-locks host memory.
+    generate_shape: of the model that transformers runs, too. layer_batches: rows of the one decode
+    layer. needs_s: seconds that a part may take, by group and step; a part is skipped where fewer
+    are left.
+    """
+
+    device: str
+    memory_kind: str
+    floors: FloorSizes
+    shapes: Mapping[str, ModelSpec]
+    batches: tuple[int, ...]
+    context_len: int
+    num_warm_up: int
+    num_steps: int
+    num_prompts: int
+    prompt_len: int
+    num_held_rows: int
+    num_cycles: int
+    num_updates: int
+    host_spec: ModelSpec
+    host_batches: tuple[int, ...]
+    num_host_steps: int
+    layer_batches: tuple[int, ...]
+    num_layer_calls: int
+    generate_shape: str
+    num_generate_rows: int
+    generate_prompt_len: int
+    generate_output_len: int
+    needs_s: Mapping[tuple[str, str], float]
+
+    @property
+    def pool(self) -> PoolShape:
+        """The KV pool of the engines that decode: room for the largest batch."""
+        return PoolShape(num_rows=max(self.batches), context_len=self.context_len)
+
+
+PLAN = Plan(
+    device="cuda",
+    memory_kind="vmm",
+    floors=FloorSizes(device_bytes=4 << 30, pinned_bytes=1 << 30, matrix_size=8192, num_calls=20),
+    shapes=QWEN3,
+    batches=(256, 64, 1),
+    context_len=512,
+    num_warm_up=8,
+    num_steps=32,
+    num_prompts=64,
+    prompt_len=500,
+    num_held_rows=64,
+    num_cycles=3,
+    num_updates=3,
+    host_spec=NEAR_NOTHING,
+    host_batches=(256, 1),
+    num_host_steps=64,
+    layer_batches=(256, 64),
+    num_layer_calls=50,
+    generate_shape="0.6B",
+    num_generate_rows=64,
+    generate_prompt_len=128,
+    generate_output_len=64,
+    # Expected of an H100 at 3 TB/s, 600 TFLOP/s, 50 GB/s over PCIe, 2 GB/s of page-locking:
+    #   8B    5 s to import and have a context, 2 s of floors; 5 s for the engine, 4 s to prefill
+    #         256 prompts and decode, 2 s for 64 rows and for one, 2 s of prefill; 64 rows hold
+    #         4.8 GB: 4 s; the weights are 16.4 GB, locked once by an update and once by a
+    #         suspend: 10 s each. 44 s, or 30 s where pages are locked at 4 GB/s.
+    #   0.6B  2 s for a context, 3 s for the engine, 5 s for 39 captures, 4 s for what remains,
+    #         3 s for the host's share: 17 s.
+    #   peers 2 s for a context, 1 s for a layer, 5 s to import transformers, 6 s to generate: 14 s.
+    needs_s={
+        ("8B", "floors"): 5.0,
+        ("8B", "decode"): 12.0,
+        ("8B", "prefill"): 3.0,
+        ("8B", "suspend rows"): 6.0,
+        ("8B", "update"): 12.0,
+        ("8B", "suspend weights"): 12.0,
+        ("0.6B", "warm-up"): 8.0,
+        ("0.6B", "decode"): 3.0,
+        ("0.6B", "prefill"): 1.0,
+        ("0.6B", "update"): 2.0,
+        ("0.6B", "suspend weights"): 2.0,
+        ("0.6B", "host"): 3.0,
+        ("peers", "layer"): 3.0,
+        ("peers", "generate"): 8.0,
+    },
+)
+_TINY = replace(NEAR_NOTHING, dtype=torch.float32)
+REHEARSAL = Plan(
+    device="cpu",
+    memory_kind="reserved",
+    floors=FloorSizes(device_bytes=1 << 20, pinned_bytes=1 << 18, matrix_size=64, num_calls=2),
+    shapes={"8B": replace(_TINY, tie_word_embeddings=False), "0.6B": _TINY},
+    batches=(3, 1),
+    context_len=256,
+    num_warm_up=2,
+    num_steps=4,
+    num_prompts=3,
+    prompt_len=40,
+    num_held_rows=2,
+    num_cycles=3,
+    num_updates=2,
+    host_spec=_TINY,
+    host_batches=(2,),
+    num_host_steps=5,
+    layer_batches=(2,),
+    num_layer_calls=2,
+    generate_shape="0.6B",
+    num_generate_rows=2,
+    generate_prompt_len=5,
+    generate_output_len=3,
+    needs_s=dict.fromkeys(PLAN.needs_s, 0.0),
+)
 
 
 def layer_matrix_parameters(spec: ModelSpec) -> int:
@@ -102,44 +233,3 @@ def prefill_flops(spec: ModelSpec, prompt_len: int, num_prompts: int) -> int:
     pairs = prompt_len * (prompt_len + 1) // 2
     attention = 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
     return num_prompts * (layers + head + attention)
-
-
-def generation_bytes(spec: ModelSpec, workload: Workload) -> int:
-    """Bytes that decoding a workload must read if all its samples decode together: the weights once
-    for each step, and for each token the KV of its context.
-    """
-    weights = (max(workload.output_lens) - 1) * weight_bytes_per_step(spec)
-    contexts = 0
-    for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
-        # The first new token comes with the prompt, and has no step of its own.
-        contexts += workload.num_samples * sum(len(prompt) + i for i in range(1, length))
-    return weights + contexts * kv_bytes_per_token(spec)
-
-
-def generation_floor_s(
-    spec: ModelSpec, workload: Workload, *, bytes_per_s: float, flops_per_s: float
-) -> float:
-    """Seconds that physics asks for: each prompt computed once, then its samples all at once."""
-    flops = sum(prefill_flops(spec, len(prompt), 1) for prompt in workload.prompts)
-    return flops / flops_per_s + generation_bytes(spec, workload) / bytes_per_s
-
-
-def context_that_fits(
-    spec: ModelSpec, wanted: PoolShape, free_bytes: int | None, reserve_bytes: int
-) -> PoolShape:
-    """`wanted`, or a shorter context if memory is short: weights and `reserve_bytes` come first.
-
-    `free_bytes` None means that memory is no matter. Raises RuntimeError if no block per row fits.
-    """
-    if free_bytes is None:
-        return wanted
-    block_bytes = kv_bytes_per_token(spec) * BLOCK_TOKENS
-    num_blocks = (free_bytes - weight_bytes(spec) - reserve_bytes) // block_bytes
-    blocks_per_row = num_blocks // wanted.num_rows
-    if blocks_per_row < 1:
-        raise RuntimeError(
-            f"{free_bytes / 1e9:.1f} GB free: too few for the weights and a block of KV for each "
-            f"of {wanted.num_rows} rows"
-        )
-    fitting = min(wanted.context_len, blocks_per_row * BLOCK_TOKENS)
-    return replace(wanted, context_len=fitting)

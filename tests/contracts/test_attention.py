@@ -29,6 +29,7 @@ from tests.contracts.attention_cases import (
     make_spec,
 )
 from tests.contracts.implementations import ATTENTION, is_interpreted
+from tests.run_seed import run_seed
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -159,6 +160,25 @@ def test_ragged_rows_attend_causally_where_kernels_are_interpreted(
 ) -> None:
     """Fewer examples, since each takes a second; in float32, since bfloat16 products are wrong."""
     assert_rows_attend_causally(ATTENTION[name](), replace(ragged, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["native", "triton", "torch_flash"])
+def test_fresh_bfloat16_rows_attend_within_the_bound_at_every_width(
+    name: str, head_dim: int
+) -> None:
+    """Other numbers in each run. Where kernels are interpreted: short rows, in float32 as above."""
+    is_slow = is_interpreted(name)
+    ragged = Ragged(
+        lengths=[(20, 1), (5, 9)] if is_slow else [(290, 1), (70, 1), (33, 18), (0, 40)],
+        num_heads=(2, 1) if is_slow else (8, 2),
+        head_dim=head_dim,
+        block_size=16,
+        order="scattered",
+        dtype=torch.float32 if is_slow else torch.bfloat16,
+        seed=run_seed() + head_dim,
+    )
+    assert_rows_attend_causally(ATTENTION[name](), ragged)
 
 
 def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> None:
