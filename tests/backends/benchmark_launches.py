@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu_engines import DecodingRows, close, pool_config
+from benchmarks.gpu_engines import DecodingRows, pool_config
 from benchmarks.gpu_shapes import NEAR_NOTHING, QWEN3, PoolShape
 from benchmarks.workloads import random_prompts
 from rollout import DynamicInferenceEngine, SamplingParams
@@ -56,7 +56,7 @@ def launch_benchmark(recorder: Recorder, spec: ModelSpec, batches: Sequence[int]
             engine.step()
         source = CausalLM(spec, "cpu").read_weights()
         engine.commit_weights(engine.stage_weights(source), in_flight=True)
-        close(engine)
+        engine.shutdown()
 
 
 def main(path: Path) -> None:

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from rollout.backends import devices
 from rollout.backends.attention.triton_paged import TritonPagedAttention
-from rollout.backends.base import AttentionBackend, Backend
+from rollout.backends.base import AttentionBackend, Backend, Executor
 from rollout.backends.buffers import CopyTokens, Strips
 from rollout.backends.cpu import cpu_backend
+from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.graph import GraphExecutor
 from rollout.backends.executors.graph_shapes import make_ladder
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
@@ -114,7 +115,7 @@ class UncomputedOps(TritonOps):
 
 
 class UncomputedAttention(LaunchedAttention):
-    """Launches attention; its results are undefined."""
+    """Launches attention and computes nothing: results are zero."""
 
     def _result(self, out_THD: Tensor, *arguments: Any) -> Tensor:
         return out_THD.zero_()
@@ -145,7 +146,10 @@ def launching_backend(
     """A backend in place of `cuda_backend`'s, whose arguments it takes. Unless it `computes`, its
     results are zeros.
     """
-    ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
+    executor: Executor = EagerExecutor(CPU)
+    if num_graphs != 0:
+        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
+        executor = GraphExecutor(CPU, RepeatingDevice(), ladder, collectives)
     attention: AttentionBackend = LaunchedAttention(recorder)
     ops: TritonOps = LaunchedOps(recorder)
     if not computes:
@@ -154,7 +158,7 @@ def launching_backend(
         cpu_backend("device" if memory_kind == "device" else "reserved"),
         ops=ops,
         attention=attention,
-        executor=GraphExecutor(CPU, RepeatingDevice(), ladder, collectives),
+        executor=executor,
         copy_tokens=_launched_copy(recorder),
         collectives=collectives,
         fuse_decoder=None,
