@@ -151,7 +151,7 @@ IS_OF_THE_BUNDLE = triton.__version__ == pinned_versions(
 ).get("triton")
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not (IS_OF_THE_BUNDLE and TRITON.is_dir()), reason="needs `make gpu-bundle` and its Triton"
 )
