@@ -11,12 +11,16 @@
 #   make bench            the generation benchmark
 #   make lint             ruff and mypy
 #   make docs             the documentation as a site, in site/
-#   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks
+#   make test-312         the tests of make test under Python 3.12 and what constraints-312.txt
+#                         names, as on a CUDA machine; installs 5 GB into .venv-312 (once)
+#   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks, and the kernels
+#                         that tests and the benchmark launch there, compiled; in .venv-312, too
 #   make gpu-check        tests and measurements there, within nine minutes; results go to $OUT;
 #                         PARTS="check profile" runs those: NVIDIA's tools over its kernels
-#   make clean            removes .venv, caches and outputs
+#   make clean            removes .venv, .venv-312, caches and outputs
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 SEEDS ?= 1
 LIVES ?= 2000
 # Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
@@ -40,10 +44,14 @@ PY := $(VENV)/bin/python
 EXTRAS := wandb,hf,serve,demo,docs,dev
 # Named after what was installed and where, so that only a change of either installs again.
 STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
+# What a CUDA machine has; its versions go before those of constraints.txt.
+VENV312 := .venv-312
+PY312 := $(VENV312)/bin/python
+STAMP312 := $(VENV312)/.installed-$(shell { cat pyproject.toml constraints.txt constraints-312.txt; pwd; } | cksum | cut -d' ' -f1)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-doors test-long test-products lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo test test-312 test-doors test-long test-products lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,11 +67,24 @@ $(STAMP):
 	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
+$(STAMP312):
+	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { echo "error: '$(PYTHON312)' is no Python 3.12; name one with 'make PYTHON312=...'" >&2; exit 1; }
+	@echo "installing into $(VENV312) (once)"
+	@$(PYTHON312) -m venv $(VENV312)
+	@rm -f $(VENV312)/.installed-*
+	@awk -F'[= ;]' 'NR == FNR {own[$$1]} NR == FNR || !($$1 in own)' constraints-312.txt constraints.txt > $(VENV312)/constraints.txt
+	@$(PY312) -m pip install -qq --no-compile $(PIP_ARGS) --upgrade pip
+	@$(PY312) -m pip install -qq --no-compile $(PIP_ARGS) -c $(VENV312)/constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
 demo: $(STAMP)
 	$(PY) examples/train_grpo.py seed=0 seeds=$(SEEDS)
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu" --timeout 120
+
+test-312: $(STAMP312)
+	OMP_NUM_THREADS=1 $(PY312) -m pytest -n 2 --dist worksteal -m "not slow and not gpu" --timeout 120
 
 test-doors: $(STAMP)
 	PYTHONPATH=. $(PY) tests/doors/run.py $(DOORS)
@@ -90,13 +111,13 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m mkdocs build
 
-gpu-bundle:
-	$(PYTHON) scripts/gpu_bundle.py
+gpu-bundle: $(STAMP312)
+	PYTHONPATH=. $(PY312) -m scripts.gpu_bundle
 
 # With that machine's own Python, which has torch for its device: no virtual environment.
 gpu-check:
 	@$(PYTHON) -u scripts/gpu_check.py $(PARTS)
 
 clean:
-	rm -rf $(VENV) .doors build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV312) .doors build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,37 +1,42 @@
-"""Fill .gpu/ with the wheels that a CUDA machine without network lacks: `make gpu-bundle`.
+"""Fill .gpu/ with what a CUDA machine without network lacks: `make gpu-bundle`.
 
-That machine has Python 3.12 on x86-64 Linux, torch, Triton, transformers and the usual tools. The
-versions are those of constraints.txt. A second call downloads nothing that is there already.
-Needs the standard library, pip, and a package index that pip is configured for.
+That machine has Python 3.12 on x86-64 Linux, torch, Triton, transformers and the usual tools.
+`.gpu/*.whl` are wheels, in the versions of constraints.txt. `.gpu/triton` are the kernels that
+tests and the benchmark launch there, compiled for sm_90: a packed cache, see `triton_cache`. A
+second call downloads and compiles nothing that is there already. Needs pip, a package index that
+pip is configured for, gcc, and that machine's versions of Python, torch and Triton.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts import triton_cache
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".gpu"
-LIMIT_BYTES = 64 << 20  # what travels to such a machine
+TRITON = FOLDER / "triton"
+LIMIT_BYTES = 64 << 20  # what travels to such a machine: the tree and the bundle
 
 PACKAGES = (
     "antlr4-python3-runtime",
     "hydra-core",
     "msgspec",
     "omegaconf",
-    "pytest-timeout",
     "pyzmq",
     "torch-memory-saver",
-    # With transformers of another series these might be missing, too.
-    "markdown-it-py",
-    "mdurl",
-    "pygments",
-    "rich",
 )
+LAUNCHES_PER_PROCESS = 8  # at least: they compile in the time that importing torch takes
+INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+SEED = 0  # of the examples that suites draw
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # no wheel on PyPI: it is built here
 
 PYTHON = (3, 12)
@@ -136,9 +141,126 @@ def wheel_names(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("*.whl")]
 
 
-def main() -> int:
-    """Returns the exit status: 1, after a line that says why, if the bundle is not complete."""
-    FOLDER.mkdir(exist_ok=True)
+class Recording(NamedTuple):
+    """A program whose launches are recorded: ROLLOUT_LAUNCHES names the file."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+def recordings(tests: Path, launches: Path) -> list[Recording]:
+    """What launches the kernels that a device is to find compiled.
+
+    Suites launch in the interpreter, from one seed, by which examples are drawn there, too. Whole
+    paths and the benchmark run on a stand-in for the device.
+    """
+    pytest = [sys.executable, "-m", "pytest", "-p", "tests.recorded_launches"]
+    pytest += ["-p", "no:cacheprovider", "--timeout=900"]
+    suites = [str(tests / name) for name in ("contracts", "backends")]
+    chosen = ["-m", "not slow", "-k", "triton and not compiles_for_an_h100", "-n", "2"]
+    own = {"ROLLOUT_LAUNCHES": str(launches), "ROLLOUT_TEST_SEED": str(SEED)}
+    on_device = {"ROLLOUT_LAUNCHES_DEVICE": "1"}
+    benchmark = [sys.executable, "-m", "tests.backends.benchmark_launches", str(launches)]
+    return [
+        Recording("walks", [*pytest, *walks(tests)], own | on_device),
+        Recording("benchmark", benchmark, {}),
+        Recording("suites", [*pytest, *chosen, *suites], own),
+    ]
+
+
+def walks(tests: Path) -> list[str]:
+    """The files of whole paths that also run on a device."""
+    files = sorted((tests / "walks").glob("test_*.py"))
+    return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+
+
+def record(launches: Path, names: Collection[str] = ()) -> list[str]:
+    """Run the recordings of these names, all without any. Returns the names of those that failed,
+    whose launches may be few.
+    """
+    failed = []
+    for recording in recordings(ROOT / "tests", launches):
+        if names and recording.name not in names:
+            continue
+        print(f"recording what is launched: {recording.name}", flush=True)
+        environment = {**os.environ, **INTERPRETED, **recording.environment}
+        if subprocess.run(recording.command, cwd=ROOT, env=environment).returncode != 0:
+            failed.append(recording.name)
+    return failed
+
+
+class Compiled(NamedTuple):
+    """The cache's entries that launches need, and the names of what had to be compiled."""
+
+    keys: set[str]
+    names: list[str]
+
+
+def compile_all(launches: Path, cache: Path) -> Compiled:
+    """Compile recorded launches into a cache, in as many processes as there are processors, or
+    fewer where that takes less than starting them. Raises RuntimeError if one of them fails.
+    """
+    num_launches = len(launches.read_text(encoding="utf-8").splitlines())
+    count = min(os.cpu_count() or 1, 1 + num_launches // LAUNCHES_PER_PROCESS)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "scripts.kernel_launches", str(launches)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(share), str(count)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for share in range(count)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("kernels could not be compiled")
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return Compiled(
+        {key for result in results for key in result["keys"]},
+        [name for result in results for name in result["compiled"]],
+    )
+
+
+def pack_kernels(launches: Path, packed: Path) -> Compiled:
+    """Make `packed` hold what the launches need, and nothing else. Returns what was compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder)
+        triton_cache.install(packed, cache)
+        compiled = compile_all(launches, cache)
+        triton_cache.pack(cache, packed, compiled.keys)
+    return compiled
+
+
+def missing_kernels(launches: Path, packed: Path) -> list[str]:
+    """The names of what a machine with this packed cache would still have to compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder)
+        triton_cache.install(packed, cache)
+        return compile_all(launches, cache).names
+
+
+def fill_triton(packed: Path) -> bool:
+    """Record, compile and pack all kernels. Returns whether none is missing, after a line if so."""
+    with tempfile.TemporaryDirectory() as folder:
+        launches = Path(folder, "launches")
+        failed = record(launches)
+        compiled = pack_kernels(launches, packed)
+        missing = missing_kernels(launches, packed)
+    print(f"compiled {len(compiled.names)}; {triton_cache.num_kernels(packed)} kernels in {packed}")
+    for name in failed:
+        print(f"error: {name} failed: kernels that it launches may be missing", file=sys.stderr)
+    if missing:
+        print(f"error: packed, and yet compiled again: {', '.join(missing)}", file=sys.stderr)
+    return not failed and not missing
+
+
+def fetch_wheels() -> bool:
+    """Make the folder hold the wheels. Returns whether it does, after a line that says why not."""
     wanted = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     plan = make_plan(wanted, wheel_names(FOLDER))
     for file_name in plan.remove:
@@ -147,13 +269,30 @@ def main() -> int:
         print(f"fetching {name} {version}", flush=True)
         if subprocess.run(fetch_command(name, version, FOLDER)).returncode != 0:
             print(f"error: pip could not fetch {name}=={version}", file=sys.stderr)
-            return 1
+            return False
     missing = make_plan(wanted, wheel_names(FOLDER)).fetch
     if missing:
         print(f"error: what pip fetched does not fit: {', '.join(missing)}", file=sys.stderr)
-        return 1
+        return False
     print(table(FOLDER))
-    num_bytes = sum(path.stat().st_size for path in FOLDER.iterdir())
+    return True
+
+
+def bytes_that_travel(root: Path) -> int:
+    """Bytes of the tree's files, but for those that git ignores, and of the bundle."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    files = {root / name for name in listed.split("\0") if name} | set((root / ".gpu").rglob("*"))
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def main() -> int:
+    """Returns the exit status: 1, after a line that says why, if the bundle is not complete."""
+    FOLDER.mkdir(exist_ok=True)
+    if not fetch_wheels() or not fill_triton(TRITON):
+        return 1
+    num_bytes = bytes_that_travel(ROOT)
+    print(f"{num_bytes / 2**20:.1f} MiB with the tree, of at most {LIMIT_BYTES >> 20}")
     if num_bytes > LIMIT_BYTES:
         print(f"error: {num_bytes} bytes are more than {LIMIT_BYTES}", file=sys.stderr)
         return 1

@@ -127,6 +127,12 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "rotary_dim": 8,
+        # Without it Transformers 5.17 turns whole heads.
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000.0,
+            "partial_rotary_factor": 0.5,
+        },
     },
     "glm4_moe": {
         **GROUPED_EXPERTS,

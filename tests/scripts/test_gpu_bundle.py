@@ -1,4 +1,4 @@
-"""The plan of the wheels for a CUDA machine. Nothing is downloaded here."""
+"""What a CUDA machine gets: the plan of its wheels, and its size. Nothing is downloaded here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import packages_distributions, requires
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from scripts.gpu_bundle import (
     PACKAGES,
     ROOT,
+    bytes_that_travel,
     fetch_command,
     make_plan,
     normalised,
@@ -21,6 +23,7 @@ from scripts.gpu_bundle import (
     pinned_versions,
     requirements,
     runs_there,
+    walks,
 )
 
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
@@ -48,7 +51,8 @@ UNFIT = (
 # What such a machine has of what pyproject.toml asks for.
 ALREADY_THERE = {
     *("aiohttp", "coverage", "hypothesis", "jinja2", "matplotlib", "msgpack", "numpy", "peft"),
-    *("prometheus-client", "pyarrow", "pytest", "pytest-xdist", "rich", "safetensors"),
+    *("prometheus-client", "pyarrow", "pytest", "pytest-timeout", "pytest-xdist", "rich"),
+    "safetensors",
     *("tokenizers", "torch", "transformers", "triton", "typing-extensions", "uvloop"),
 }
 IMPORT_WITHOUT = """
@@ -84,7 +88,7 @@ def test_every_package_is_pinned_by_our_constraints() -> None:
 
 
 def test_a_package_without_a_pin_is_named() -> None:
-    with pytest.raises(ValueError, match="omegaconf, pytest-timeout"):
+    with pytest.raises(ValueError, match="msgspec, omegaconf"):
         requirements(
             "antlr4_python3.runtime==4.9.3\nhydra-core==1\npyzmq==2\nTorch_Memory_Saver==1\n"
         )
@@ -141,3 +145,20 @@ def test_a_wheel_is_asked_for_that_machine_and_a_source_is_built_here() -> None:
     assert {"--platform=manylinux2014_x86_64", "--platform=manylinux_2_28_x86_64"} <= set(command)
     assert command[-1] == "pyzmq==27.3.0"
     assert "wheel" in fetch_command("antlr4-python3-runtime", "4.9.3", ROOT)
+
+
+def test_the_tree_and_the_bundle_are_counted_and_what_git_ignores_is_not(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gpu" / "triton" / "KEY").mkdir(parents=True)
+    sizes = {".gitignore": 0, "new.py": 20, "left.log": 400, ".gpu/a.whl": 1000}
+    sizes[".gpu/triton/KEY/b.cubin"] = 5000
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / ".gitignore").write_text(".gpu/\n*.log\n")
+    subprocess.run(["git", "add", ".gitignore"], cwd=tmp_path, check=True)
+    assert bytes_that_travel(tmp_path) == len(".gpu/\n*.log\n") + 20 + 1000 + 5000
+
+
+def test_every_walk_that_runs_on_a_device_is_recorded() -> None:
+    names = {Path(path).name for path in walks(ROOT / "tests")}
+    assert {"test_on_a_device.py", "test_device_sharing.py"} <= names
