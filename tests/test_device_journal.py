@@ -36,10 +36,9 @@ def test_before(): torch.cuda.launch()
 def test_loses(): torch.cuda.launch_out_of_bounds()
 def test_between(): torch.cuda.launch()
 def test_loses_and_says_nothing():
-    try:
-        torch.cuda.launch_out_of_bounds()
-    except RuntimeError:
-        raise AssertionError("nothing came back") from None
+    try: torch.cuda.launch_out_of_bounds()
+    except RuntimeError: pass
+    raise AssertionError("nothing came back")
 def test_after(): torch.cuda.launch()
 """
 NESTED = """
