@@ -15,8 +15,8 @@
 #                         names, as on a CUDA machine; installs 5 GB into .venv-312 (once)
 #   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks, and the kernels
 #                         that tests and the benchmark launch there, compiled; in .venv-312, too
-#   make gpu-check        tests and measurements there, within nine minutes; results go to $OUT;
-#                         PARTS="check profile" runs those: NVIDIA's tools over its kernels
+#   make gpu-check        tests and measurements there, within 330 s; results go to $OUT;
+#                         AGAIN=FILE runs the tests that FILE names, and measures again, within 240 s
 #   make clean            removes .venv, .venv-312, caches and outputs
 
 PYTHON ?= python3
@@ -30,8 +30,8 @@ PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=
-# Of gpu-check, all without any.
-PARTS ?=
+# The again.txt of a first gpu-check: node ids of tests.
+AGAIN ?=
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
 
@@ -116,7 +116,7 @@ gpu-bundle: $(STAMP312)
 
 # With that machine's own Python, which has torch for its device: no virtual environment.
 gpu-check:
-	@$(PYTHON) -u scripts/gpu_check.py $(PARTS)
+	@$(PYTHON) scripts/gpu_check.py $(if $(AGAIN),again $(AGAIN),first)
 
 clean:
 	rm -rf $(VENV) $(VENV312) .doors build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache

@@ -1,268 +1,240 @@
-"""Test and measure on a CUDA machine with its own Python and the wheels in .gpu/: `make gpu-check`.
+"""Test and measure on a CUDA machine with its own Python and the bundle in .gpu/, in two calls.
 
-Every part is tried, whatever became of those before it, and after each the report is written anew:
-gpu-check.json and gpu-check.md in $OUT, or in benchmarks/results. `make gpu-check PARTS="check
-profile"` runs the installation and the parts of these names, for which nine minutes may be short
-beside the others. Exit status: 0 if all parts passed, 1 if one did not, 2 if this machine cannot
-run them at all.
+    python3 scripts/gpu_check.py first        # in 330 s: facts, tests, benchmark
+    python3 scripts/gpu_check.py again FILE   # in 240 s: the tests that FILE names, benchmark
+
+Each part is a process group with a time limit: one that fails, aborts, hangs or loses the device
+costs no other part its result. Results go to $OUT, or to outputs/gpu-check: facts.txt, check.json,
+tests.jsonl (each test that ran), again.txt (node ids of failed tests: FILE of the second call),
+logs.txt, gpu.json and gpu.md. The last 12,000 characters of what is printed sum up. Exit status: 0
+if all parts passed, 1 if one did not, 2 if nothing can run here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import argparse
 import os
-import platform
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.gpu_facts import NO_DEVICE
+from scripts.gpu_processes import Clock, Part, Runner
+from scripts.gpu_results import Outcome, Results, outcome_of
 
 ROOT = Path(__file__).resolve().parents[1]
-WHEELS = ROOT / ".gpu"
-RESULTS = ROOT / "benchmarks" / "results"
+BUNDLE = ROOT / ".gpu"
+RESULTS = ROOT / "outputs" / "gpu-check"
 
-TOTAL_S = 9 * 60.0
-CONTRACTS_S = 150.0
-OTHER_TESTS_S = 110.0
-BENCHMARK_S = 4 * 60.0
-INSTALL_S = 40.0
-KERNELS_S = 120.0
-GRACE_S = 10.0  # from the request to stop, on which pytest sums up, to the kill
-TAIL_LINES = 150
-NO_TESTS_COLLECTED = 5  # pytest's exit status
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One command and the longest it may take."""
-
-    name: str
-    command: Sequence[str]
-    limit_s: float
+FIRST_S, AGAIN_S = 330.0, 240.0
+OWN_S = 5.0  # what this script takes beside its parts
+NUM_WORKERS = 8
+SUITES = ("tests/contracts", "tests/backends")
+WALKS = (
+    "tests/walks/test_on_a_device.py",
+    "tests/walks/test_device_sharing.py",
+    "tests/coordinator/weights/test_cuda_ipc_transport.py",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a part ended; `status` is "passed", "failed", "timed out" or "nothing to run"."""
-
-    name: str
-    status: str
-    seconds: float
-    exit_status: int | None
-    last_lines: list[str]
-
-    @property
-    def is_good(self) -> bool:
-        return self.status in ("passed", "nothing to run")
-
-
-def what_is_missing(wheels: Path) -> str | None:
-    """One line on why this machine cannot run the check; None if it can."""
-    try:
-        import torch
-    except ImportError:
-        return "torch is not installed for " + sys.executable
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA device"
-    if not list(wheels.glob("*.whl")):
-        return f"{wheels} has no wheels: `make gpu-bundle` fetches them, where there is a network"
-    return None
+def first_parts(packages: Path) -> list[Part]:
+    """What an unknown machine is asked, the cheapest answers first."""
+    on_device, metered = "device and not slow", "meters_memory"
+    in_workers = f"{on_device} and not {metered}"
+    return [
+        facts_part(),
+        install_part(packages),
+        Part(name="smoke", command=python("benchmarks/gpu_kernels.py", "steps"), limit_s=45.0),
+        pytest_part("kernels", SUITES, in_workers, limit_s=70.0, num_workers=NUM_WORKERS),
+        pytest_part("memory", SUITES, f"{on_device} and {metered}", limit_s=30.0),
+        pytest_part("walks", WALKS, on_device, limit_s=50.0),
+        benchmark_part(),
+    ]
 
 
-def run_part(part: Part, environment: dict[str, str]) -> Outcome:
-    """Run the command in the repository root, passing its output on line by line.
-
-    At the limit it is asked to stop, as by Ctrl-C, and then killed with all it started.
-    """
-    print(f"\n=== {part.name} (at most {part.limit_s:.0f} s)", flush=True)
-    lines: deque[str] = deque(maxlen=TAIL_LINES)
-    start = time.monotonic()
-    process = subprocess.Popen(
-        part.command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    reader = threading.Thread(target=pass_on, args=(process.stdout, lines), daemon=True)
-    reader.start()
-    if ended_within(process, part.limit_s):
-        status = status_of(process.returncode)
-    else:
-        status = "timed out"
-        stop(process)
-    reader.join(GRACE_S)
-    return Outcome(
-        name=part.name,
-        status=status,
-        seconds=round(time.monotonic() - start, 1),
-        exit_status=process.returncode,
-        last_lines=list(lines),
-    )
+def again_parts(packages: Path, tests: Path) -> list[Part]:
+    """The tests of that list; the benchmark; NVIDIA's tools in what time is left."""
+    files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
+    runs = [
+        pytest_part(
+            "again", files, f"not {metered}", limit_s=35.0, num_workers=NUM_WORKERS, only=tests
+        ),
+        pytest_part("memory", files, metered, limit_s=22.0, only=tests),
+    ]
+    tools = [
+        Part(name="memcheck", command=python(kernels, "check"), limit_s=28.0),
+        Part(
+            name="ncu", command=python(kernels, "profile"), limit_s=20.0, pages=("gpu-kernels.md",)
+        ),
+    ]
+    return [
+        facts_part(),
+        install_part(packages),
+        *(runs if files else []),
+        benchmark_part(),
+        *(replace(part, takes_spare_time=True) for part in tools),
+    ]
 
 
-def pass_on(stream: IO[str] | None, lines: deque[str]) -> None:
-    assert stream is not None
-    for line in stream:
-        print(line, end="", flush=True)
-        lines.append(line.rstrip("\n"))
+def facts_part() -> Part:
+    return Part(name="facts", command=python("scripts/gpu_facts.py"), limit_s=20.0)
 
 
-def ended_within(process: subprocess.Popen[str], limit_s: float) -> bool:
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def install_part(packages: Path) -> Part:
+    """Unpack the wheels into `packages`; the machine's own packages stay as they are."""
+    options = ["--disable-pip-version-check", "--root-user-action=ignore", "--quiet", "--no-index"]
+    options += ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
+    wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
+    command = python("-m", "pip", "install", *options, "--target", str(packages), *wheels)
+    return Part(name="install", command=command, limit_s=20.0)
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """End the process and its children, which share its session."""
-    process.send_signal(signal.SIGINT)
-    ended_within(process, GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    ended_within(process, GRACE_S)
+def benchmark_part() -> Part:
+    command = python("benchmarks/gpu.py", "--budget-s", "70")
+    return Part(name="benchmark", command=command, limit_s=90.0, pages=("gpu.json", "gpu.md"))
 
 
-def status_of(exit_status: int | None) -> str:
-    if exit_status == NO_TESTS_COLLECTED:
-        return "nothing to run"
-    return "passed" if exit_status == 0 else "failed"
+def pytest_part(
+    name: str,
+    paths: Sequence[str],
+    marks: str,
+    *,
+    limit_s: float,
+    num_workers: int = 0,
+    only: Path | None = None,
+) -> Part:
+    """pytest over `paths`, in one process or in workers. A test that hangs ends its process."""
+    options = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
+    options += [f"--timeout={0.5 * limit_s:.0f}", "--timeout-method=thread", "-m", marks]
+    if num_workers:
+        options += ["-n", str(num_workers), "--max-worker-restart=1000"]
+    command = python("-m", "pytest", *options, *paths)
+    return Part(name=name, command=command, limit_s=limit_s, has_tests=True, only=only)
 
 
-def environment_with(packages: Path, out: Path) -> dict[str, str]:
-    """The environment of every part: our packages first, each line of output at once.
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def files_of(tests: Path) -> list[str]:
+    """The test files, in order, that a list of node ids names and that are there."""
+    nodeids = tests.read_text(encoding="utf-8").split("\n")
+    names = dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids if nodeid)
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def environment_with(scratch: Path) -> dict[str, str]:
+    """What every part runs under: our packages first, each line of output at once.
 
     The memory saver needs nothing here: rollout hooks it into torch's allocator by itself.
     """
-    paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **own, "OUT": str(out)}
-
-
-def install_part(wheels: Path, packages: Path) -> Part:
-    """Unpack the wheels into `packages`; the machine's own packages stay as they are."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    offline = ["--root-user-action=ignore", "--no-index", "--no-deps", "--target", str(packages)]
-    files = [str(path) for path in sorted(wheels.glob("*.whl"))]
-    return Part(name="install", command=[*pip, *offline, *files], limit_s=INSTALL_S)
-
-
-def pytest_parts(tests: Path) -> list[Part]:
-    """The contracts and backends, as they are and on the device; then what else is marked gpu."""
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=100"]
-    suites = [tests / "contracts", tests / "backends"]
-    command = [*pytest, "-m", "not slow", *map(str, suites)]
-    parts = [Part(name="contracts", command=command, limit_s=CONTRACTS_S)]
-    others = [
-        str(path)
-        for path in sorted(tests.rglob("test_*.py"))
-        if "mark.gpu" in path.read_text(encoding="utf-8")
-        and not any(path.is_relative_to(suite) for suite in suites)
-    ]
-    if others:
-        command = [*pytest, "-m", "gpu", *others]
-        parts.append(Part(name="other gpu tests", command=command, limit_s=OTHER_TESTS_S))
-    return parts
-
-
-def all_parts(packages: Path) -> list[Part]:
-    """In the order of their weight; the last ones have what time the others leave."""
-    benchmark = [sys.executable, "benchmarks/gpu.py"]
-    kernels = [sys.executable, "benchmarks/gpu_kernels.py"]
-    return [
-        install_part(WHEELS, packages),
-        *pytest_parts(ROOT / "tests"),
-        Part(name="benchmarks", command=benchmark, limit_s=BENCHMARK_S),
-        Part(name="check", command=[*kernels, "check"], limit_s=KERNELS_S),
-        Part(name="profile", command=[*kernels, "profile"], limit_s=KERNELS_S),
-    ]
-
-
-def chosen_parts(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """The first part, which the others need, and those of these names; all without any.
-
-    Raises SystemExit for a name that no part has.
-    """
-    if odd := set(names) - {part.name for part in parts}:
-        known = ", ".join(repr(part.name) for part in parts)
-        sys.exit(f"gpu-check: there is no part {min(odd)!r}; the parts are {known}")
-    return [part for part in parts if not names or part is parts[0] or part.name in names]
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on, as the report names it."""
-    import torch
-
+    paths = [str(ROOT), str(packages_in(scratch)), os.environ.get("PYTHONPATH", "")]
     return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TRITON_CACHE_DIR": str(cache_in(scratch)),
+        "OUT": str(scratch),
     }
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table that reads well as it is."""
-    rows = [f"| {o.name:<16} | {o.status:<14} | {o.seconds:>7.1f} |" for o in outcomes]
-    head = f"| {'part':<16} | {'outcome':<14} | seconds |"
-    return "\n".join([head, f"|{'-' * 18}|{'-' * 16}|--------:|", *rows])
+def packages_in(scratch: Path) -> Path:
+    return scratch / "site-packages"
 
 
-def write(out: Path, described: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """The report so far; replaces an earlier one."""
-    out.mkdir(parents=True, exist_ok=True)
-    content = {"machine": described, "parts": [asdict(outcome) for outcome in outcomes]}
-    (out / "gpu-check.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    summary = ", ".join(f"{name} {value}" for name, value in described.items())
-    page = f"# GPU check\n\n{summary}.\n\n{table(outcomes)}\n"
-    (out / "gpu-check.md").write_text(page, encoding="utf-8")
+def cache_in(scratch: Path) -> Path:
+    return scratch / "triton"
 
 
-def run_all(
-    parts: Sequence[Part], environment: dict[str, str], out: Path, described: dict[str, Any]
-) -> list[Outcome]:
-    """Try every part, the later ones in what time is left of the whole."""
-    end = time.monotonic() + TOTAL_S
-    outcomes: list[Outcome] = []
-    for part in parts:
-        limit_s = max(1.0, min(part.limit_s, end - time.monotonic()))
-        cut = Part(name=part.name, command=part.command, limit_s=limit_s)
-        outcomes.append(run_part(cut, environment))
-        write(out, described, outcomes)
-    return outcomes
+def install_cache(cache: Path) -> None:
+    """Copy the kernels that were compiled beforehand to where Triton can add others."""
+    if (BUNDLE / "triton").is_dir():
+        shutil.copytree(BUNDLE / "triton", cache)
+    else:
+        cache.mkdir()
 
 
-def main(names: Sequence[str] = ()) -> int:
-    """Run all parts, or those of these names. Returns the exit status."""
-    missing = what_is_missing(WHEELS)
-    if missing is not None:
-        print(f"gpu-check: {missing}", file=sys.stderr)
-        return 2
+def num_kernels(cache: Path) -> int:
+    return sum(1 for _ in cache.rglob("*.cubin"))
+
+
+def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
+    """Run it and write its results."""
+    cache = cache_in(runner.folder)
+    before = num_kernels(cache)
+    ended = runner.run(part)
+    log = runner.log_of(part)
+    outcome = outcome_of(part, ended, runner.journal, log, num_kernels(cache) - before)
+    results.add(outcome, log, [runner.folder / name for name in part.pages])
+    return outcome
+
+
+def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: float) -> int:
+    """Try every part, unless the facts say that nothing can run. Returns the exit status."""
+    end = runner.clock.now() + total_s - OWN_S
+    for index, part in enumerate(parts):
+        left_s = end - runner.clock.now() - sum(later.limit_s for later in parts[index + 1 :])
+        if part.takes_spare_time and left_s > part.limit_s:
+            part = replace(part, limit_s=left_s)
+        outcome = run_part(part, runner, results)
+        if part.name == "facts" and outcome.exit_status == NO_DEVICE:
+            why = runner.log_of(part).read_text(encoding="utf-8").splitlines()[-1]
+            return refuse(why)
+    print(results.summary(), flush=True)
+    return 0 if results.are_good else 1
+
+
+def refuse(why: str) -> int:
+    print(f"gpu-check: {why}", file=sys.stderr)
+    return NO_DEVICE
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    calls = parser.add_subparsers(dest="call", required=True)
+    calls.add_parser("first", help="facts, tests and the benchmark")
+    again = calls.add_parser("again", help="tests that failed, and the benchmark")
+    again.add_argument("tests", metavar="FILE", type=Path, help="their node ids, a line each")
+    arguments = parser.parse_args(argv)
+    if arguments.call == "again" and not arguments.tests.is_file():
+        parser.error(f"{arguments.tests} is not there; again.txt of the first call is such a file")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
+    """Run the parts of a call. Returns the exit status."""
+    arguments = parse_arguments(argv)
+    if not list(BUNDLE.glob("*.whl")):
+        return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")
     out = Path(os.environ.get("OUT") or RESULTS).resolve()
     # Parts are asked to sum up by Ctrl-C, which a background job and all it starts would ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
-        packages = Path(folder)
-        environment = environment_with(packages, out)
-        parts = chosen_parts(all_parts(packages), names)
-        outcomes = run_all(parts, environment, out, machine())
-    print(f"\n{table(outcomes)}\n\nwritten to {out}", flush=True)
-    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+        scratch = Path(folder)
+        install_cache(cache_in(scratch))
+        # The list may lie in $OUT, whose files are written anew.
+        asked = scratch / "asked.txt"
+        asked.write_bytes(arguments.tests.read_bytes() if arguments.call == "again" else b"")
+        results = Results(out, arguments.call, asked.read_text(encoding="utf-8").splitlines())
+        runner = Runner(
+            root=ROOT,
+            folder=scratch,
+            journal=results.journal,
+            environment=environment_with(scratch),
+            clock=clock or Clock(),
+        )
+        packages = packages_in(scratch)
+        if arguments.call == "first":
+            return run_parts(first_parts(packages), runner, results, FIRST_S)
+        return run_parts(again_parts(packages, asked), runner, results, AGAIN_S)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -26,17 +26,17 @@ import torch
 from hypothesis.internal.conjecture import providers
 
 from rollout import child_process
+from tests.device_marks import mark_device_tests
 from tests.forked_children import forked_children
-from tests.triton_interpreter import interpret_triton
+from tests.triton_interpreter import Launches, interpret_triton
 
 torch.set_num_threads(1)
 # A shell without job control has its background jobs ignore Ctrl-C, and so would all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if not torch.cuda.is_available():
-    interpret_triton()
+launches = Launches() if torch.cuda.is_available() else interpret_triton()
 
-pytest_plugins = ["tests.run_seed"]
+pytest_plugins = ["tests.run_seed", "tests.device_journal"]
 # The run's seed decides alone: no database, no examples of earlier runs.
 hypothesis.settings.register_profile(
     "rollout",
@@ -112,12 +112,27 @@ def one_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu on a machine without a CUDA device."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Mark what launches on a device; skip what needs one where there is none, or the reverse."""
+    mark_device_tests(items)
+    has_device = torch.cuda.is_available()
+    mark = "interpreted" if has_device else "gpu"
+    reason = "counts in Triton's interpreter" if has_device else "needs a CUDA device"
+    for item in items:
+        if item.get_closest_marker(mark):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Fail a test that launches a kernel but is not marked, so that no device would run it."""
+    before = launches.count
+    result = yield
+    if launches.count > before:
+        is_known = any(map(pyfuncitem.get_closest_marker, ("device", "interpreted")))
+        assert is_known, "it launches a Triton kernel: mark it `device`"
+    return result
 
 
 def pytest_collection_finish() -> None:

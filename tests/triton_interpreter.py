@@ -1,4 +1,7 @@
-"""Triton's interpreter on machines without a GPU: mended where NumPy 2.4 breaks it, hastened."""
+"""Triton's interpreter on machines without a GPU: mended where NumPy 2.4 breaks it, hastened.
+
+It counts launches, so that a test that launches kernels is known.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,34 @@ from functools import cache
 from typing import Any
 
 
-def interpret_triton() -> None:
+class Launches:
+    """How many kernels this process has launched in the interpreter."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def interpret_triton() -> Launches:
     """Have kernels interpreted on CPU tensors; call it before any of them is imported."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    launches = Launches()
     if importlib.util.find_spec("triton") is not None:
         _index_by_tensors()
         _look_for_builtins_once()
+        _count_launches(launches)
+    return launches
+
+
+def _count_launches(launches: Launches) -> None:
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        launches.count += 1
+        return launch(self, *arguments, **options)
+
+    interpreter.GridExecutor.__call__ = counted
 
 
 def _index_by_tensors() -> None:

@@ -96,6 +96,7 @@ def test_a_devices_logits_are_within_the_rounding_of_float32_sums(dtype: torch.d
     assert bool((error <= SUM_BOUND * magnitude).all())
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 )

@@ -136,6 +136,7 @@ def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
     assert (found != expected).float().mean() < 0.005
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("family", ["llama", "gemma", "olmo2"])
 def test_kernels_round_norms_as_the_familys_trainers(family: str) -> None:
     pytest.importorskip("triton")
@@ -151,6 +152,7 @@ def test_kernels_round_norms_as_the_familys_trainers(family: str) -> None:
     assert torch.equal(both[1], x + residual)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("family", KERNEL_FAMILIES)
 def test_the_kernel_before_attention_rounds_as_the_familys_trainers(family: str) -> None:
     """Norms of heads where the family has them, then the rotation; the cache gets the keys."""

@@ -51,6 +51,7 @@ def test_a_stable_buffer_is_the_same_after_any_history(
 
 
 @pytest.mark.gpu
+@pytest.mark.meters_memory
 @pytest.mark.parametrize("kind", [VirtualMemory, UnifiedMemory, MemorySaverMemory])
 def test_a_captured_graph_writes_to_a_buffer_that_went_and_came_back(kind: type) -> None:
     memory: MemoryBackend = kind(CudaRuntime(torch.device("cuda")))

@@ -84,6 +84,7 @@ def assert_as_the_reference(
     torch.testing.assert_close(cached[1:], batch.kv[0][1:], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.device
 @given(mix=mixes, how=st.sampled_from([(None, 8), (1, 0), (2, 0), (5, 0), (40, 8), (40, 0)]))
 @settings(max_examples=14)
 def test_padding_and_host_arrays_do_not_matter(mix: Mix, how: tuple[int | None, int]) -> None:
@@ -95,11 +96,13 @@ def test_padding_and_host_arrays_do_not_matter(mix: Mix, how: tuple[int | None, 
             assert_as_the_reference(mix, num_programs)
 
 
+@pytest.mark.device
 def test_a_batch_of_padding_alone_has_no_output() -> None:
     mix = Mix(decode=(), num_padding_rows=1, prefill=((0, 0),), group_size=1, num_kv_heads=1)
     assert_as_the_reference(mix, None)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 8, 64])
 def test_every_number_of_programs_gives_the_same(num_programs: int) -> None:
     """Shares within a row, over several rows, and none; contexts of one context tile."""
@@ -108,6 +111,7 @@ def test_every_number_of_programs_gives_the_same(num_programs: int) -> None:
     assert_as_the_reference(mix, num_programs)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("num_programs", [1, 4, 7])
 def test_windows_softcaps_and_sinks_hold_in_parts_and_padding(num_programs: int) -> None:
     """Windows that begin within a tile, before it and after it; a sink counts once."""
@@ -125,6 +129,7 @@ def test_windows_softcaps_and_sinks_hold_in_parts_and_padding(num_programs: int)
     assert_as_the_reference(mix, num_programs, traits)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("num_programs", [3, 12])
 def test_prefill_behind_long_contexts_is_the_same_in_parts(
@@ -147,24 +152,28 @@ def test_prefill_behind_long_contexts_is_the_same_in_parts(
     assert_as_the_reference(mix, num_programs, PLAIN if is_plain else traits)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])
 def test_query_heads_of_any_group_size_share_their_kv_head(group_size: int) -> None:
     mix = Mix(decode=(40, 9), prefill=((20, 30), (0, 3)), group_size=group_size, head_dim=64)
     assert_as_the_reference(mix, None)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
 def test_heads_of_any_width_attend(head_dim: int) -> None:
     mix = Mix(decode=(40, 9), prefill=((5, 30),), num_kv_heads=2, group_size=2, head_dim=head_dim)
     assert_as_the_reference(mix, 2)
 
 
+@pytest.mark.device
 def test_rows_without_tokens_take_nothing_from_their_neighbours() -> None:
     prefill = ((3, 0), (0, 0), (5, 17), (9, 0), (0, 33), (1, 0))
     mix = Mix(decode=(5,), prefill=prefill, num_padding_tokens=70, num_kv_heads=2)
     assert_as_the_reference(mix, None)
 
 
+@pytest.mark.device
 def test_a_batch_of_padding_alone_is_harmless() -> None:
     mix = Mix(num_padding_rows=3)
     q, k, v = projection(mix, 3)
@@ -174,6 +183,7 @@ def test_a_batch_of_padding_alone_is_harmless() -> None:
     assert in_graph.kv[0][1:].isnan().all()
 
 
+@pytest.mark.device
 @given(
     num_tokens=st.integers(0, 40),
     heads=st.sampled_from([(1, 1), (14, 2), (8, 8), (40, 8)]),
@@ -225,6 +235,7 @@ def rotation_of(
     return Rotation(angles.cos(), angles.sin(), *((*norms, 1e-5) if turn == "normed" else ()))
 
 
+@pytest.mark.device
 def test_blocks_beyond_two_gi_numbers_are_reached() -> None:
     """A sparse cache of 4 blocks, 2 GiB apart: offsets do not fit into 32 bits."""
     mix = Mix(decode=(20,), prefill=((0, 5),), num_kv_heads=2, group_size=2)

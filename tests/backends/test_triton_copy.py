@@ -31,6 +31,7 @@ QWEN3_8B = CacheSpec(
 )
 
 
+@pytest.mark.device
 @settings(max_examples=30)
 @given(
     layers=st.integers(1, 3),

@@ -26,6 +26,7 @@ LADDER = Ladder(
 )
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("family", "config"),
     [

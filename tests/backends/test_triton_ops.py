@@ -64,6 +64,7 @@ def assert_sampled_as_by_torch(
         )
 
 
+@pytest.mark.device
 @given(
     rows=st.lists(draws, min_size=1, max_size=4),
     vocabulary=st.sampled_from([1, 127, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]),
@@ -81,6 +82,7 @@ def test_rows_without_truncation_are_sampled_as_by_torch(
     assert_sampled_as_by_torch(logits, rows, OPS["triton"]().sample(logits, batch_of(rows)))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("vocabulary", [32_000, 151_936])
 def test_large_vocabularies_are_sampled_as_by_torch(vocabulary: int) -> None:
     rows = [Draw(uniform=0.37, temperature=0.8), Draw(uniform=ALMOST_ONE), Draw(temperature=0)]
@@ -99,6 +101,7 @@ truncating_draws = st.builds(
 )
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the masks over temperature
 @given(
     draw=truncating_draws,
@@ -126,6 +129,7 @@ def is_undecided(logits_V: np.ndarray, draw: Draw) -> bool:
     return bool(np.abs(p_V.cumsum() - np.float32(draw.top_p)).min() < BOUNDARY)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.0), (7, 0.0), (0, 0.05), (7, 0.5)])
 @pytest.mark.parametrize("spread", [0.0, 1e-30, 1e30])
 def test_ties_at_the_threshold_keep_the_lowest_ids(top_k: int, top_p: float, spread: float) -> None:
@@ -140,6 +144,7 @@ def test_ties_at_the_threshold_keep_the_lowest_ids(top_k: int, top_p: float, spr
     torch.testing.assert_close(result.logprobs_S, -torch.tensor([len(kept)]).log(), **LOGPROB)
 
 
+@pytest.mark.device
 def test_truncated_rows_and_others_share_a_batch() -> None:
     logits = random_logits(6, 5000, seed=9)
     rows = [
@@ -151,6 +156,7 @@ def test_truncated_rows_and_others_share_a_batch() -> None:
     assert_sampled_as_by_torch(logits, rows, OPS["triton"]().sample(logits, batch_of(rows)))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("uniform", [0.0, 1e-300, ALMOST_ONE])
 @pytest.mark.parametrize("gap", [104.5, 120.0, 1e30])
 def test_tokens_whose_weight_underflows_are_never_drawn(uniform: float, gap: float) -> None:
@@ -161,6 +167,7 @@ def test_tokens_whose_weight_underflows_are_never_drawn(uniform: float, gap: flo
     assert result.token_ids_S.tolist() == [CHUNK + (900 if uniform == ALMOST_ONE else 5)]
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of infinities
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, 2 * CHUNK + 6])
@@ -180,6 +187,7 @@ def test_one_bad_logit_in_any_chunk_flags_its_row_only(bad: float, place: int, t
     assert torch.equal(result.logprobs_S[[0, 2]], alone.logprobs_S[[0, 2]])
 
 
+@pytest.mark.device
 def test_logits_may_be_a_slice_of_a_wider_matrix_or_one_repeated_row() -> None:
     ops, rows = OPS["triton"](), [Draw(uniform=0.2), Draw(uniform=0.8)]
     wide = random_logits(2, 3000, seed=2)
@@ -191,6 +199,7 @@ def test_logits_may_be_a_slice_of_a_wider_matrix_or_one_repeated_row() -> None:
         assert torch.equal(result.logprobs_S, expected.logprobs_S)
 
 
+@pytest.mark.device
 def test_a_target_outside_the_vocabulary_scores_nan() -> None:
     logits = random_logits(4, 5000, seed=3)
     targets = torch.tensor([-1, 0, 4999, 5000])
@@ -198,6 +207,7 @@ def test_a_target_outside_the_vocabulary_scores_nan() -> None:
     assert scored.isnan().tolist() == [True, False, False, True]
 
 
+@pytest.mark.device
 def test_scores_are_right_where_whole_chunks_are_masked() -> None:
     logits = random_logits(2, 9000, seed=4)
     logits[0, :8500] = -torch.inf
@@ -208,6 +218,7 @@ def test_scores_are_right_where_whole_chunks_are_masked() -> None:
     torch.testing.assert_close(scored, expected.float(), **LOGPROB)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("size", [1, 129, 5120, 16_384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms_of_long_rows_equal_the_reference(size: int, dtype: torch.dtype) -> None:
@@ -220,6 +231,7 @@ def test_norms_of_long_rows_equal_the_reference(size: int, dtype: torch.dtype) -
     torch.testing.assert_close(actual[0], normed)
 
 
+@pytest.mark.device
 def test_the_activation_is_rounded_before_the_product_as_in_the_reference() -> None:
     gate_up = random_logits(4, 6000, seed=5).half()
     actual, expected = OPS["triton"]().silu_mul(gate_up), ReferenceOps().silu_mul(gate_up)
@@ -227,6 +239,7 @@ def test_the_activation_is_rounded_before_the_product_as_in_the_reference() -> N
     assert (actual != expected).float().mean() < 0.01
 
 
+@pytest.mark.device
 def test_results_have_no_gaps_though_the_argument_has() -> None:
     x = random_logits(6, 10 * 32, seed=6).view(6, 10, 32)[:, 2:7]
     normed = OPS["triton"]().rms_norm(x, torch.ones(32), 1e-6)

@@ -35,7 +35,6 @@ from rollout.backends.attention.triton_plan import (
 
 BALANCE = 1.3  # most work of a program over the mean
 BLOCK_N = 32
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
 
 
 def plan_of(rows: list[tuple[int, int]], num_decode_rows: int) -> TritonPlan:
@@ -69,6 +68,7 @@ lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=300)
 windows = st.sampled_from([None, 1, 31, 32, 100, 5000])
 
 
+@pytest.mark.device
 @given(
     lengths=lengths,
     num_kv_heads=st.sampled_from([1, 2, 8]),
@@ -96,6 +96,7 @@ def test_decode_is_cut_into_equal_shares(
         assert max(shares) <= BALANCE * sum(shares) / num_programs
 
 
+@pytest.mark.device
 @given(
     rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 200)), min_size=1, max_size=20),
     num_decode_rows=st.integers(0, 3),
@@ -124,6 +125,7 @@ def test_query_tiles_are_all_there_the_longest_context_first(
     assert found == sorted(found, reverse=True)
 
 
+@pytest.mark.device
 def test_ragged_prompts_keep_all_multiprocessors_busy_to_the_end() -> None:
     """Programs start in order as others end, two on each of 132 multiprocessors. One prompt of
     2,000 tokens comes last: in the order of the batch its longest tiles would run alone.
@@ -216,6 +218,7 @@ def program_costs(
 contexts = st.tuples(st.integers(0, 100_000), st.integers(1, 300))
 
 
+@pytest.mark.device
 @given(
     rows=st.lists(st.one_of(contexts, contexts.map(lambda c: (c[0] % 50, c[1]))), max_size=12),
     long_row=st.tuples(st.integers(3_000, 100_000), st.integers(1, 300)),
@@ -254,6 +257,7 @@ def test_prefill_behind_long_contexts_is_cut_into_even_work(
         assert makespan(costs, num_resident) <= max(BALANCE, 1.25 + 1 / mean)
 
 
+@pytest.mark.device
 def test_whole_prefill_behind_long_contexts_would_leave_multiprocessors_idle() -> None:
     """128 tokens behind 32k of cache: 32 tiles and heads for 132 multiprocessors."""
     spans = [(32_896, 128)]
@@ -264,6 +268,7 @@ def test_whole_prefill_behind_long_contexts_would_leave_multiprocessors_idle() -
     assert makespan(costs, 132) < 1.1
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("prompt_len", [300, 1024, 2048, 4096, 8192])
 @pytest.mark.parametrize("group_size", [2, 4])
@@ -303,7 +308,7 @@ def expected_of(mix: Mix, traits: AttentionTraits) -> torch.Tensor:
     return ReferenceAttention().attend(*parts, 0, build(mix), None, traits)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 300])
 def test_interpreted_programs_do_the_work_that_the_model_counts(
     window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -323,7 +328,7 @@ def test_interpreted_programs_do_the_work_that_the_model_counts(
     assert max(shares) <= BALANCE * sum(shares) / num_programs
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 1300])
 def test_interpreted_parts_of_prefill_do_the_work_that_the_model_counts(
     window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +353,7 @@ def test_interpreted_parts_of_prefill_do_the_work_that_the_model_counts(
     assert torch.equal(out, attended(mix, num_programs, traits))
 
 
-@interpreted
+@pytest.mark.interpreted
 def test_a_query_tile_that_is_not_cut_has_the_same_bits_as_if_none_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -87,6 +87,7 @@ def assert_as_the_model(logits_SV: Tensor, sampling: SamplingBatch) -> None:
     np.testing.assert_array_equal(last_tie_S.cpu().numpy(), expected_ties_S)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_thresholds_of_the_kernels_are_those_of_their_model(part: int) -> None:
     generator = np.random.default_rng(part)
@@ -136,6 +137,7 @@ def distance_from_top_p(logits_V: Tensor, sampling: SamplingBatch, row: int) -> 
     return distance_V
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("room", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_rows_with_more_candidates_than_there_is_room_for_are_searched_in_whole(
     room: int, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +147,7 @@ def test_rows_with_more_candidates_than_there_is_room_for_are_searched_in_whole(
     assert_as_the_model(*random_batch(np.random.default_rng(1)))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
     [

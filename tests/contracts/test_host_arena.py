@@ -8,6 +8,8 @@ from rollout.backends.buffers import HostArena
 from tests.contracts.implementations import GPU_HOST_ARENAS, HOST_ARENAS, marked
 from tests.contracts.residency import Meter, host_meter, host_meter_beside_a_device
 
+pytestmark = pytest.mark.meters_memory
+
 
 @pytest.fixture(params=marked(HOST_ARENAS, on_gpu=GPU_HOST_ARENAS))
 def kind(request: pytest.FixtureRequest) -> str:

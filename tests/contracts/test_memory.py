@@ -11,6 +11,7 @@ from rollout.errors import ConfigError
 from tests.contracts.implementations import GPU_MEMORY, MEMORY, marked
 from tests.contracts.residency import Meter, device_meter, host_meter, resident_bytes
 
+pytestmark = pytest.mark.meters_memory
 ON_HOST = [kind for kind in MEMORY if kind not in GPU_MEMORY]
 
 

@@ -1,167 +1,213 @@
-"""gpu-check: what it refuses, and that one bad part costs no other its result."""
+"""gpu-check runs whole on a fake device: what it refuses, runs and writes, whatever goes wrong.
+
+See device_tree.py for what is real in it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from scripts import gpu_check
-from scripts.gpu_check import Outcome, Part, environment_with, pytest_parts, run_all, run_part
+from scripts.gpu_processes import Part
+from scripts.gpu_results import FILES, ROOT
+from tests.scripts.device_tree import make_tree, run_check
 
-MARK = "@pytest.mark" + ".gpu"  # in two pieces: this file is searched for it as well
-SCRIPT = gpu_check.ROOT / "scripts" / "gpu_check.py"
+PARTS = ("facts", "install", "smoke", "kernels", "memory", "walks", "benchmark")
+WITH_TESTS = ("kernels", "memory", "walks")
+FAULTS = ("fails", "aborts", "hangs", "loses the device")
+# What the summary says of a part that a fault hits, and of a test.
+TOLD = {
+    "fails": ("exit status 1: AssertionError: made up", "AssertionError: made up"),
+    "aborts": ("ended by SIGABRT", "SIGABRT|crashed while running"),
+    "hangs": ("stopped at its time limit", "still running at the part's time limit"),
+    "loses the device": ("CUDA error: an illegal memory", "CUDA error: an illegal memory"),
+}
+OUTPUT_CHARACTERS = 12_000  # that the caller sees
 
 
-def python(name: str, program: str, limit_s: float = 60.0) -> Part:
-    return Part(name=name, command=[sys.executable, "-u", "-c", program], limit_s=limit_s)
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    return make_tree(tmp_path / "tree")
 
 
-def run(part: Part) -> Outcome:
-    return run_part(part, dict(os.environ))
+def parts_in(out: Path) -> dict[str, dict[str, object]]:
+    content = json.loads((out / "check.json").read_text())
+    return {part["name"]: part for part in content["parts"]}
+
+
+def test_first_runs_as_it_is_typed_and_leaves_what_the_caller_needs(
+    tree: Path, tmp_path: Path
+) -> None:
+    done = run_check(tree, "first", out=tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    parts = parts_in(tmp_path / "out")
+    assert tuple(parts) == PARTS
+    assert {part["status"] for part in parts.values()} == {"passed"}
+    for name in WITH_TESTS:
+        assert (parts[name]["num_passed"], parts[name]["num_compiled"]) == (6, 1), name
+    assert [parts[name]["num_skipped"] for name in WITH_TESTS] == [1, 0, 2]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == set(FILES) - {"gpu-kernels.md"}
+    assert "card: unknown" in (tmp_path / "out" / "facts.txt").read_text()
+    assert "torch: " in (tmp_path / "out" / "facts.txt").read_text()
+    assert (tmp_path / "out" / "again.txt").read_text() == ""
+    assert done.stdout.endswith("page of the benchmark\n")
+    assert not list((tree / ".gpu" / "triton").rglob("kernels.cubin")), "the bundle is not changed"
+
+
+@pytest.mark.parametrize("shift", range(len(FAULTS)))
+def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
+    tree: Path, tmp_path: Path, shift: int
+) -> None:
+    """All parts have a fault each, and over the four runs each part has each fault."""
+    faults = {name: FAULTS[(i + shift) % len(FAULTS)] for i, name in enumerate(PARTS)}
+    out = tmp_path / "out"
+    done = run_check(tree, "first", out=out, faults=faults)
+    assert done.returncode == 1, done.stderr
+    assert len(done.stdout) + len(done.stderr) <= OUTPUT_CHARACTERS
+    parts = parts_in(out)
+    assert tuple(parts) == PARTS
+    summary = done.stdout.partition("=== summary")[2]
+    failed_tests = []
+    for name, fault in faults.items():
+        part, of_test = parts[name], name in WITH_TESTS
+        assert part["status"] == ("timed out" if fault == "hangs" else "failed"), name
+        (failure,) = part["failures"]
+        error = failure["error"]
+        assert any(told in error for told in TOLD[fault][of_test].split("|")), (name, fault, error)
+        assert failure["frame"], (name, fault)
+        lines = summary.partition(f"--- {name}: {failure['test']}\n")[2].splitlines()
+        assert lines[0].strip()[:40] == error[:40]
+        assert lines[1] == f"    at {failure['frame']}"
+        if of_test:
+            failed_tests.append(failure["test"])
+            counts = [part[f"num_{what}"] for what in ("passed", "failed", "skipped", "not_run")]
+            num_tests = {"kernels": 7, "memory": 6, "walks": 8}[name]
+            assert sum(counts) == num_tests, name
+            if fault != "hangs":
+                assert counts == [5, 1, num_tests - 6, 0], (name, fault)
+    assert (out / "again.txt").read_text().splitlines() == failed_tests
+    assert [test.partition("::")[2] for test in failed_tests] == [
+        f"test_{name}[2]" for name in WITH_TESTS
+    ]
+
+
+def test_again_runs_the_tests_of_the_list_alone_and_names_those_that_are_gone(
+    tree: Path, tmp_path: Path
+) -> None:
+    names = [
+        "tests/contracts/test_ops.py::test_kernels[2]",
+        "tests/contracts/test_ops.py::test_renamed[2]",
+        "tests/contracts/test_memory.py::test_memory[4]",
+        "tests/walks/test_on_a_device.py::test_managed_memory[unified]",
+        "tests/walks/test_gone.py::test_it",
+    ]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "again.txt").write_text("".join(f"{name}\n" for name in names))
+    done = run_check(tree, "again", str(out / "again.txt"), out=out)
+    parts = parts_in(out)
+    assert done.returncode == 1
+    assert tuple(parts) == (
+        *("facts", "install", "again", "memory", "benchmark"),
+        *("memcheck", "ncu"),
+    )
+    assert (parts["again"]["num_passed"], parts["again"]["num_failed"]) == (1, 1)
+    assert (parts["memory"]["num_passed"], parts["memory"]["num_failed"]) == (1, 0)
+    assert "it is run by name alone" in done.stdout
+    assert "2 tests were asked for and did not start" in done.stdout
+    assert names[1] in done.stdout
+    assert names[4] in done.stdout
+    assert (out / "again.txt").read_text() == f"{names[3]}\n"
+
+
+def test_a_file_that_cannot_be_imported_fails_by_its_name_and_costs_no_other_test(
+    tmp_path: Path,
+) -> None:
+    changes = {"tests/contracts/test_broken.py": "import torch\nraise OSError('no such library')\n"}
+    tree = make_tree(tmp_path / "tree", changes)
+    # A fault that no part has: for the clock and two workers.
+    done = run_check(tree, "first", out=tmp_path / "out", faults={"none": "fails"})
+    assert done.returncode == 1
+    parts = parts_in(tmp_path / "out")
+    for name in ("kernels", "memory"):
+        assert parts[name]["num_passed"] == 6, name
+        (failure,) = parts[name]["failures"]
+        assert failure["test"] == "tests/contracts/test_broken.py"
+        assert failure["error"] == "OSError: no such library"
+
+
+# ---- refusals
+
+
+def refused(tree: Path, *arguments: str, path: Path | None = None) -> str:
+    """The one line that it prints."""
+    environment = {**os.environ, "OUT": str(tree / "out"), "PYTHONPATH": str(path or "")}
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py", *arguments],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    return done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_a_machine_without_a_device_is_refused_in_one_line() -> None:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == f"gpu-check: torch {torch.__version__} sees no CUDA device\n"
+def test_a_machine_without_a_device_is_refused_in_one_line(tree: Path) -> None:
+    assert refused(tree, "first") == f"gpu-check: torch {torch.__version__} sees no CUDA device\n"
 
 
-def test_a_python_without_torch_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_python_without_torch_is_refused_in_one_line(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('none here')\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment)
-    assert done.returncode == 2
-    assert done.stderr == f"gpu-check: torch is not installed for {sys.executable}\n"
+    told = refused(tree, "first", path=tmp_path)
+    assert told == f"gpu-check: torch is not installed for {sys.executable}\n"
 
 
-def test_an_empty_bundle_is_refused_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    missing = gpu_check.what_is_missing(tmp_path)
-    assert missing is not None
-    assert "make gpu-bundle" in missing
-    (tmp_path / "a-1-py3-none-any.whl").touch()
-    assert gpu_check.what_is_missing(tmp_path) is None
+def test_an_empty_bundle_is_refused_with_the_remedy(tree: Path) -> None:
+    (tree / ".gpu" / "carried-1.0-py3-none-any.whl").unlink()
+    assert "`make gpu-bundle` fetches them" in refused(tree, "first")
 
 
-def test_a_part_passes_its_output_on(capfd: pytest.CaptureFixture[str]) -> None:
-    outcome = run(python("good", "import sys; print('one'); print('two', file=sys.stderr)"))
-    assert (outcome.status, outcome.exit_status) == ("passed", 0)
-    assert outcome.last_lines == ["one", "two"]
-    assert "one\ntwo\n" in capfd.readouterr().out
+def test_again_without_its_list_is_refused_with_the_remedy(tree: Path) -> None:
+    told = refused(tree, "again", "none.txt")
+    assert "none.txt is not there; again.txt of the first call is such a file" in told
 
 
-@pytest.mark.parametrize(("exit_status", "status"), [(1, "failed"), (5, "nothing to run")])
-def test_an_exit_status_says_how_a_part_ended(exit_status: int, status: str) -> None:
-    outcome = run(python("a", f"raise SystemExit({exit_status})"))
-    assert (outcome.status, outcome.is_good) == (status, exit_status == 5)
+# ---- what is planned
 
 
-def test_a_part_that_takes_too_long_may_sum_up() -> None:
-    program = """
-import time
-print("begun")
-try:
-    time.sleep(60)
-except KeyboardInterrupt:
-    print("summed up")
-"""
-    outcome = run(python("slow", program, limit_s=2.0))
-    assert outcome.status == "timed out"
-    assert outcome.last_lines == ["begun", "summed up"]
-    assert outcome.seconds < 30
+def limits_of(parts: list[Part]) -> float:
+    return sum(part.limit_s for part in parts) + gpu_check.OWN_S
 
 
-def test_a_part_that_does_not_end_is_killed_with_its_children(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu_check, "GRACE_S", 0.5)
-    program = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print(child.pid)
-time.sleep(60)
-"""
-    outcome = run(python("deaf", program, limit_s=2.0))
-    assert (outcome.status, outcome.exit_status) == ("timed out", -9)
-    child = Path("/proc", outcome.last_lines[0], "stat")
-    deadline = time.monotonic() + 10
-    while child.exists() and child.read_text().split()[2] not in "ZX":
-        assert time.monotonic() < deadline, "the child lives on"
-        time.sleep(0.05)
+def test_all_limits_together_fit_into_the_two_calls(tmp_path: Path) -> None:
+    """Limits hold what installing, summing up and killing take: see test_gpu_processes."""
+    asked = tmp_path / "asked.txt"
+    asked.write_text("tests/contracts/test_ops.py::test_it\n")
+    assert limits_of(gpu_check.first_parts(tmp_path)) <= gpu_check.FIRST_S == 330.0
+    assert limits_of(gpu_check.again_parts(tmp_path, asked)) <= gpu_check.AGAIN_S == 240.0
 
 
-def test_all_parts_are_tried_and_reported_as_they_end(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "folder"
-    seen = f"import json; print(len(json.load(open({str(out / 'gpu-check.json')!r}))['parts']))"
-    parts = [python("bad", "raise SystemExit(3)"), python("next", seen), python("last", seen)]
-    outcomes = run_all(parts, dict(os.environ), out, {"device": "made up"})
-    assert [outcome.status for outcome in outcomes] == ["failed", "passed", "passed"]
-    assert [outcome.last_lines for outcome in outcomes] == [[], ["1"], ["2"]]
-    content = json.loads((out / "gpu-check.json").read_text())
-    assert content["machine"] == {"device": "made up"}
-    assert [part["name"] for part in content["parts"]] == ["bad", "next", "last"]
-    page = (out / "gpu-check.md").read_text()
-    assert page.startswith("# GPU check\n\ndevice made up.\n")
-    assert page.count("| passed ") == 2
-
-
-def test_later_parts_get_only_the_time_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "TOTAL_S", 0.0)
-    (outcome,) = run_all([python("slow", "import time; time.sleep(60)")], {}, tmp_path, {})
-    assert outcome.status == "timed out"
-
-
-def test_all_parts_together_fit_into_nine_minutes(tmp_path: Path) -> None:
-    parts = gpu_check.all_parts(tmp_path)
-    assert [part.name for part in parts][:2] == ["install", "contracts"]
-    assert [part.name for part in parts][-3:] == ["benchmarks", "check", "profile"]
-    assert sum(part.limit_s for part in parts[:-2]) <= 9 * 60
-
-
-def test_parts_are_chosen_by_name_and_none_goes_without_the_installation(tmp_path: Path) -> None:
-    parts = gpu_check.all_parts(tmp_path)
-    assert gpu_check.chosen_parts(parts, ()) == parts
-    chosen = gpu_check.chosen_parts(parts, ["profile", "check"])
-    assert [part.name for part in chosen] == ["install", "check", "profile"]
-    with pytest.raises(SystemExit, match="no part 'chek'; the parts are 'install', 'contracts'"):
-        gpu_check.chosen_parts(parts, ["chek"])
-
-
-def test_tests_for_a_gpu_are_found_wherever_they_are(tmp_path: Path) -> None:
-    for name, text in {
-        "contracts/test_a.py": MARK,
-        "engine/test_b.py": MARK,
-        "engine/test_c.py": "@pytest.mark.slow",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    suites, others = pytest_parts(tmp_path)
-    assert suites.command[-2:] == [str(tmp_path / "contracts"), str(tmp_path / "backends")]
-    assert others.command[-3:] == ["-m", "gpu", str(tmp_path / "engine" / "test_b.py")]
-
-
-def test_our_packages_come_before_the_machines_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/old")
-    environment = environment_with(tmp_path, tmp_path / "out")
-    assert environment["PYTHONPATH"].split(os.pathsep) == [
-        str(gpu_check.ROOT),
-        str(tmp_path),
-        "/old",
+def test_every_file_with_tests_for_a_device_is_run_by_a_part() -> None:
+    """By its text: pytest would import the whole tree."""
+    about_marks = Path("tests/test_device_marks.py"), Path("tests/scripts")
+    found = [
+        path
+        for path in (file.relative_to(ROOT) for file in sorted(ROOT.rglob("tests/**/test_*.py")))
+        if re.search(r"\bmark\.(gpu|device)\b", (ROOT / path).read_text(encoding="utf-8"))
+        and not any(path.is_relative_to(other) for other in about_marks)
     ]
-    assert environment["OUT"] == str(tmp_path / "out")
+    assert len(found) > 10
+    for path in found:
+        assert any(path.is_relative_to(place) for place in gpu_check.SUITES + gpu_check.WALKS), path
+    assert all((ROOT / path).exists() for path in gpu_check.SUITES + gpu_check.WALKS)

@@ -223,6 +223,7 @@ def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mo
 
 
 @pytest.mark.gpu
+@pytest.mark.meters_memory
 @pytest.mark.parametrize("kind", ["device", "vmm", "torch_memory_saver", "unified"])
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_the_driver_gets_what_the_report_says(kind: str, mode: str) -> None:

@@ -1,0 +1,255 @@
+"""The results of gpu-check: what became of each part, the files in $OUT, and the summary."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.gpu_processes import Ended, Part, described, lines_of
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTHING_TO_RUN = 5  # exit status of pytest, and of the programs under benchmarks/
+# All that a call may leave in $OUT, from where eight files come back.
+FILES = (
+    *("facts.txt", "check.json", "tests.jsonl", "again.txt", "logs.txt"),
+    *("gpu.json", "gpu.md", "gpu-kernels.md"),
+)
+NUM_FAILURES = 3  # of a part that are printed; tests.jsonl has all
+# Of the last 12,000 characters that a caller sees, a part's line at its end takes a tenth.
+SUMMARY_CHARACTERS = 10_800
+LOG_BYTES = 1 << 20  # kept of a part's log: its end
+# All failures share so many characters, each at most its widths.
+FAILURES_CHARACTERS = 6_000
+NAME_WIDTH, ERROR_WIDTH = 150, 220
+# The heads of stacks as Python, faulthandler and pytest-timeout write them.
+STACK = re.compile(r"(?:most recent call |^~+ Stack of )", re.MULTILINE)
+FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/(.+?)", line (\d+),? in (\S+)')
+ERROR_LINE = re.compile(r"^((\w+\.)*\w*(Error|Exception|Interrupt)\b|what\(\):)")
+STACK_LINE = re.compile(r'^(File "|Current thread |Thread |Extension modules: |Fatal Python error)')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a test, or without one the part itself, failed. `frame`: the innermost one of ours."""
+
+    test: str
+    error: str
+    frame: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a part; `status` is "passed", "failed", "timed out" or "nothing to run".
+
+    num_not_run: tests that were collected and not started. num_compiled: kernels that Triton's
+    cache lacked.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    exit_status: int | None
+    num_passed: int
+    num_failed: int
+    num_skipped: int
+    num_not_run: int
+    num_compiled: int
+    failures: list[Failure]
+
+    @property
+    def is_good(self) -> bool:
+        return self.status in ("passed", "nothing to run")
+
+
+def outcome_of(part: Part, ended: Ended, journal: Path, log: Path, num_compiled: int) -> Outcome:
+    """Read what the part has left. A part without tests has a failure if it did not end well."""
+    lines = lines_of(journal, part.name)
+    events = Counter(line["event"] for line in lines)
+    stacks = stacks_in(tail_of(log).decode(errors="replace"))
+    failures = [
+        Failure(
+            test=line["test"],
+            error=line["error"],
+            frame=line["frame"] or innermost_frame(stacks, line["test"]),
+        )
+        for line in lines
+        if line["event"] == "failed"
+    ]
+    if ended.is_late:
+        status = "timed out"
+    elif ended.exit_status == NOTHING_TO_RUN and not events["started"]:
+        status = "nothing to run"
+    else:
+        is_whole = ended.exit_status == 0 and not failures
+        status = "passed" if is_whole else "failed"
+    if not failures and status in ("failed", "timed out"):
+        failures = [failure_in(log, ended)]
+    # A process that is started again collects only what is left.
+    num_collected = max((int(line["count"]) for line in lines if "count" in line), default=0)
+    return Outcome(
+        name=part.name,
+        status=status,
+        seconds=round(ended.seconds, 1),
+        exit_status=ended.exit_status,
+        num_passed=events["passed"],
+        num_failed=events["failed"],
+        num_skipped=events["skipped"],
+        num_not_run=max(0, num_collected - events["started"]),
+        num_compiled=num_compiled,
+        failures=failures,
+    )
+
+
+def failure_in(log: Path, ended: Ended) -> Failure:
+    """How the process ended, its last error, and the innermost frame of ours that its log has."""
+    text = tail_of(log).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not STACK_LINE.match(line)]
+    errors = [line for line in lines if ERROR_LINE.match(line)] or lines or ["it printed nothing"]
+    how = "it was stopped at its time limit" if ended.is_late else described(ended.exit_status)
+    return Failure(
+        test="", error=f"{how}: {errors[-1]}", frame=innermost_frame(stacks_in(text)[-1:])
+    )
+
+
+def stacks_in(text: str) -> list[list[str]]:
+    """Our frames of each stack in a log, the outermost first: of errors, aborts and time limits."""
+    found = []
+    for stack in STACK.split(text)[1:]:
+        frames = ["{}:{} {}".format(*match) for match in FRAME.findall(stack)]
+        if frames:
+            found.append(frames[::-1] if stack.startswith("first") else frames)
+    return found
+
+
+def innermost_frame(stacks: Sequence[Sequence[str]], test: str = "") -> str:
+    """Of the first stack that the test's function is in, if one is named; "" if there is none."""
+    function = test.rpartition("::")[2].partition("[")[0]
+    for frames in stacks:
+        if not test or any(frame.endswith(f" {function}") for frame in frames):
+            return frames[-1]
+    return ""
+
+
+def tail_of(log: Path) -> bytes:
+    return log.read_bytes()[-LOG_BYTES:] if log.exists() else b""
+
+
+class Results:
+    """Writes the files of a call to `out`, anew after every part."""
+
+    def __init__(self, out: Path, call: str, asked: Sequence[str]) -> None:
+        """`asked`: node ids of the tests that the call is for; none for all."""
+        out.mkdir(parents=True, exist_ok=True)
+        self._out, self._call, self._asked = out, call, asked
+        self._outcomes: list[Outcome] = []
+        self.journal = out / "tests.jsonl"
+        for name in FILES:
+            (out / name).unlink(missing_ok=True)
+
+    @property
+    def are_good(self) -> bool:
+        return all(outcome.is_good for outcome in self._outcomes)
+
+    def add(self, outcome: Outcome, log: Path, pages: Sequence[Path]) -> None:
+        """Write what is known now, and print the part's line."""
+        self._outcomes.append(outcome)
+        for page in pages:
+            if page.is_file():
+                shutil.copy(page, self._out)
+        if outcome.name == "facts":
+            (self._out / "facts.txt").write_bytes(tail_of(log))
+        with (self._out / "logs.txt").open("ab") as logs:
+            logs.write(f"=== {outcome.name}\n".encode() + tail_of(log) + b"\n")
+        content = {"call": self._call, "parts": [asdict(part) for part in self._outcomes]}
+        (self._out / "check.json").write_text(json.dumps(content, indent=1) + "\n")
+        failures = (failure for part in self._outcomes for failure in part.failures)
+        again = "".join(f"{failure.test}\n" for failure in failures if failure.test)
+        (self._out / "again.txt").write_text(again, encoding="utf-8")
+        print(line_of(outcome), flush=True)
+
+    def summary(self) -> str:
+        """All that the caller needs, in at most SUMMARY_CHARACTERS."""
+        page = self._out / "gpu.md"
+        table = page.read_text(encoding="utf-8", errors="replace") if page.exists() else ""
+        known = {line.get("test") for line in lines_of(self.journal)}
+        unknown = [test for test in self._asked if test and "::" in test and test not in known]
+        return summary_of(self._outcomes, unknown, table)
+
+
+def summary_of(outcomes: Sequence[Outcome], unknown: Sequence[str], table: str) -> str:
+    """A line for each part, the first failures of each, and as much of the table as fits.
+
+    unknown: tests that were asked for and did not start.
+    """
+    lines = ["", "=== summary", *map(line_of, outcomes)]
+    num_told = sum(min(len(outcome.failures), NUM_FAILURES) for outcome in outcomes)
+    for outcome in outcomes:
+        lines += failure_lines(outcome, FAILURES_CHARACTERS // max(1, num_told))
+    if unknown:
+        lines.append(
+            f"--- {len(unknown)} tests were asked for and did not start; are they renamed?"
+        )
+        lines += [f"    {shortened(test, NAME_WIDTH)}" for test in unknown[:NUM_FAILURES]]
+    text = "\n".join(lines) + "\n\n"
+    left = SUMMARY_CHARACTERS - len(text)
+    return text + first_lines(table.strip(), left)
+
+
+def line_of(outcome: Outcome) -> str:
+    """Name, status, counts, seconds and kernels that were compiled: below 120 characters."""
+    counts = {
+        "passed": outcome.num_passed,
+        "failed": outcome.num_failed,
+        "skipped": outcome.num_skipped,
+        "not run": outcome.num_not_run,
+        "compiled": outcome.num_compiled,
+    }
+    if not any(counts.values()):
+        counts = {}
+    told = [f"{outcome.seconds:.1f} s", *(f"{count} {what}" for what, count in counts.items())]
+    return f"{outcome.name:<12} {outcome.status:<14} {', '.join(told)}"
+
+
+def failure_lines(outcome: Outcome, num_characters: int) -> list[str]:
+    """The first failures, each in about so many characters."""
+    name_width = min(NAME_WIDTH, num_characters * 3 // 10)
+    error_width = min(ERROR_WIDTH, num_characters * 4 // 10)
+    lines = []
+    for failure in outcome.failures[:NUM_FAILURES]:
+        lines.append(f"--- {outcome.name}: {shortened(failure.test, name_width)}")
+        lines.append(f"    {shortened(failure.error, error_width)}")
+        if failure.frame:
+            lines.append(f"    at {shortened(failure.frame, name_width)}")
+    if len(outcome.failures) > NUM_FAILURES:
+        lines.append(
+            f"--- {outcome.name}: {len(outcome.failures) - NUM_FAILURES} more in tests.jsonl"
+        )
+    return lines
+
+
+def shortened(text: str, width: int) -> str:
+    """One line of at most `width` characters: both ends of a longer one."""
+    line = " ".join(text.split())
+    if len(line) <= width:
+        return line
+    end = (width - 5) // 2
+    return f"{line[: width - 5 - end]} ... {line[-end:]}"
+
+
+def first_lines(text: str, num_characters: int) -> str:
+    """The whole lines at the start that fit, and how many are left out."""
+    lines = text.splitlines()
+    kept = 0
+    room = num_characters - len("(1000000 more lines in gpu.md)")
+    while kept < len(lines) and len(lines[kept]) + 1 <= room:
+        room -= len(lines[kept]) + 1
+        kept += 1
+    if kept < len(lines):
+        lines[kept:] = [f"({len(lines) - kept} more lines in gpu.md)"]
+    return "\n".join(lines)
