@@ -9,6 +9,7 @@
 #define columns JOIN(columns, WIDTH)
 #define attend_strip JOIN(attend_strip, WIDTH)
 #define attend_strips JOIN(attend_strips, WIDTH)
+#define fma_wide JOIN(fma, WIDTH)
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
@@ -34,7 +35,8 @@ INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride
                 if (rows > 1) KEEP(row[j]);
             }
             for (int i = 0; i < rows; i++) {
-                for (int j = 0; j < count; j++) sums[i][j] += a[i * a_stride + p] * row[j];
+                const vec value = a[i * a_stride + p] - (vec){0}; /* in every lane; x - 0 is x */
+                for (int j = 0; j < count; j++) sums[i][j] = fma_wide(value, row[j], sums[i][j]);
             }
         }
     }
@@ -111,3 +113,4 @@ static void JOIN(attend_tile, WIDTH)(const struct queries *queries, int64_t firs
 #undef columns
 #undef attend_strip
 #undef attend_strips
+#undef fma_wide

@@ -42,7 +42,7 @@ INLINE void tile(float *y, int64_t y_stride, const char *w, const char *next, in
         }
         UNROLL for (int i = 0; i < tokens; i++) {
             const vec values = *(const vec *)(x[i] + k);
-            UNROLL for (int j = 0; j < 4; j++) sums[i][j] += values * weights[j];
+            UNROLL for (int j = 0; j < 4; j++) sums[i][j] = fma_wide(values, weights[j], sums[i][j]);
         }
     }
     UNROLL for (int i = 0; i < tokens; i++) *(v4f *)(y + i * y_stride) = sums_of_rows(sums[i]);

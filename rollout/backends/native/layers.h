@@ -8,7 +8,10 @@
 
 INLINE float sum_of_squares_as(const void *x, int64_t dim, int64_t type) {
     v8f squares = splat(0);
-    for (int64_t i = 0; i < dim; i += LANES) squares += load_as(x, i, type) * load_as(x, i, type);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const v8f values = load_as(x, i, type);
+        squares = fma_8(values, values, squares);
+    }
     return sum_v8(squares);
 }
 
@@ -40,7 +43,8 @@ INLINE void layer_norm_row_as(void *out, const void *x, const void *weight, int6
     for (int64_t i = 0; i < dim; i += LANES) sums += load_as(x, i, type);
     const float mean = sum_v8(sums) / (float)dim;
     for (int64_t i = 0; i < dim; i += LANES) {
-        squares += (load_as(x, i, type) - mean) * (load_as(x, i, type) - mean);
+        const v8f values = load_as(x, i, type) - mean;
+        squares = fma_8(values, values, squares);
     }
     const float scale = 1.0f / sqrtf(sum_v8(squares) / (float)dim + eps);
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -52,21 +56,15 @@ INLINE void layer_norm_row(float *out, const float *x, const float *weight, int6
     layer_norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
 }
 
-/* One head, rotated by the angles of its token; out may be x. In float32 a product may be one instruction with
-   the sum that it is in. */
+/* One head, rotated by the angles of its token; out may be x. */
 INLINE void rotate_head_as(void *out, const void *x, const float *cos, const float *sin, int64_t dim, int64_t type) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         const v8f low = load_as(x, i, type), high = load_as(x, half + i, type);
         const v8f low_cos = load(cos + i), low_sin = load(sin + i);
         const v8f high_cos = load(cos + half + i), high_sin = load(sin + half + i);
-        if (type == FLOAT32) {
-            store_as(out, i, low * low_cos - high * low_sin, type);
-            store_as(out, half + i, high * high_cos + low * high_sin, type);
-        } else {
-            store_as(out, i, rounded_product(low, low_cos) - rounded_product(high, low_sin), type);
-            store_as(out, half + i, rounded_product(high, high_cos) + rounded_product(low, high_sin), type);
-        }
+        store_as(out, i, low * low_cos - high * low_sin, type);
+        store_as(out, half + i, high * high_cos + low * high_sin, type);
     }
 }
 

@@ -62,7 +62,7 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
         }
         UNROLL for (int i = 0; i < tokens; i++) {
             vec value = x[i * a->x_stride + k] - (vec){0}; /* in every lane; x - 0 is x */
-            UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] += value * weights[j];
+            UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] = fma_wide(value, weights[j], sums[i][j]);
         }
     }
     UNROLL for (int i = 0; i < tokens; i++) {

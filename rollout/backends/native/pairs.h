@@ -12,7 +12,6 @@
 
 typedef uint16_t v16h __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t v32h __attribute__((vector_size(64), aligned(2), may_alias));
-typedef float v16f __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* Sums[i] += x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1]. Numbers that are subnormal count as 0. */
 INLINE v16f add_pairs(v16f sums, v32h x, v32h y) {

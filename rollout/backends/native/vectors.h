@@ -1,8 +1,14 @@
-/* Eight floats at a time, with GCC's and Clang's vector extensions: no intrinsics, any CPU. */
+/* Eight floats at a time, with GCC's and Clang's vector extensions: any CPU. The one intrinsic is that of a
+   product and a sum that are rounded once. */
 
 #ifndef ROLLOUT_VECTORS_H
 #define ROLLOUT_VECTORS_H
 
+#ifdef __FMA__
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,6 +36,28 @@ INLINE v8f select_v8(v8i mask, v8f yes, v8f no) {
 }
 
 INLINE v8f max_v8(v8f a, v8f b) { return select_v8(a > b, a, b); }
+
+/* a * b + c, rounded once. The compiler makes no such instruction out of a product and a sum
+   (-ffp-contract=off), so that what is computed does not depend on the processor it compiles for. One
+   without the instruction rounds twice. */
+INLINE v8f fma_8(v8f a, v8f b, v8f c) {
+#ifdef __FMA__
+    return (v8f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    union { v8f whole; float32x4_t half[2]; } x = {a}, y = {b}, z = {c};
+    z.half[0] = vfmaq_f32(z.half[0], x.half[0], y.half[0]);
+    z.half[1] = vfmaq_f32(z.half[1], x.half[1], y.half[1]);
+    return z.whole;
+#else
+    return a * b + c;
+#endif
+}
+
+#ifdef __AVX512F__
+typedef float v16f __attribute__((vector_size(64), aligned(4), may_alias));
+
+INLINE v16f fma_16(v16f a, v16f b, v16f c) { return (v16f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#endif
 
 INLINE float sum_v8(v8f x) {
     union { v8f whole; v4f half[2]; } u = {x};
@@ -116,17 +144,6 @@ INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
 #define KEEP(x) (void)0
 #endif
 
-/* a * b, rounded to float32: the compiler does not make one instruction of it and a sum. */
-INLINE v8f rounded_product(v8f a, v8f b) {
-    v8f product = a * b;
-#ifdef __AVX__
-    KEEP(product);
-#else
-    __asm__("" : "+m"(product));
-#endif
-    return product;
-}
-
 INLINE float max_of_lanes(v8f x) {
     union { v8f whole; v4f half[2]; } u = {x};
     v4f a = u.half[0], b = u.half[1];
@@ -146,17 +163,17 @@ INLINE v4d add_as_doubles(v4d sums, v8f x) {
 INLINE v8f exp_v8(v8f x) {
     const v8f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
     v8f capped = select_v8(x > 88.0f, splat(88.0f), x);
-    v8f shifted = capped * 1.44269504f + magic;
+    v8f shifted = fma_8(capped, splat(1.44269504f), magic);
     v8f n = shifted - magic;
-    v8f r = capped - n * 0.693145752f; /* ln(2), its 16 leading bits and the rest */
-    r = r - n * 1.42860677e-6f;
-    v8f y = r * (1.0f / 5040) + 1.0f / 720;
-    y = y * r + 1.0f / 120;
-    y = y * r + 1.0f / 24;
-    y = y * r + 1.0f / 6;
-    y = y * r + 0.5f;
-    y = y * r + 1.0f;
-    y = y * r + 1.0f;
+    v8f r = fma_8(n, splat(-0.693145752f), capped); /* ln(2), its 16 leading bits and the rest */
+    r = fma_8(n, splat(-1.42860677e-6f), r);
+    v8f y = fma_8(r, splat(1.0f / 5040), splat(1.0f / 720));
+    y = fma_8(y, r, splat(1.0f / 120));
+    y = fma_8(y, r, splat(1.0f / 24));
+    y = fma_8(y, r, splat(1.0f / 6));
+    y = fma_8(y, r, splat(0.5f));
+    y = fma_8(y, r, splat(1.0f));
+    y = fma_8(y, r, splat(1.0f));
     v8u scaled = (v8u)y + (((v8u)shifted - (v8u)magic) << 23); /* wraps where it is masked */
     return (v8f)((v8i)scaled & (x >= -86.5f));
 }
@@ -165,10 +182,10 @@ INLINE v8f exp_v8(v8f x) {
    0.25 leaves less than 3e-9. */
 INLINE v8f tanh_v8(v8f x) {
     v8f square = x * x, far = 1.0f - 2.0f / (exp_v8(x + x) + 1.0f);
-    v8f y = square * (62.0f / 2835) - 17.0f / 315;
-    y = y * square + 2.0f / 15;
-    y = y * square - 1.0f / 3;
-    y = (y * square + 1.0f) * x;
+    v8f y = fma_8(square, splat(62.0f / 2835), splat(-17.0f / 315));
+    y = fma_8(y, square, splat(2.0f / 15));
+    y = fma_8(y, square, splat(-1.0f / 3));
+    y = fma_8(y, square, splat(1.0f)) * x;
     return select_v8(square < 0.0625f, y, far);
 }
 

@@ -12,6 +12,7 @@
 #define vec JOIN(vec, WIDTH)
 #define words JOIN(words, WIDTH)
 #define load_weights JOIN(load_weights, WIDTH)
+#define fma_wide JOIN(fma, WIDTH)
 
 #endif
 

@@ -1,0 +1,54 @@
+"""A program that prints a digest of deterministic tokens and log-probs.
+
+    python -m tests.backends.same_bits -march=x86-64-v3 1024
+
+The kernels are compiled for the processor that the first argument names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import numpy as np
+
+from rollout import SamplingParams
+from rollout.backends.native import library
+from tests.family_cases import family_model
+from tests.tiny_models import drain, prompt_of, tiny_engine, tiny_model
+
+MODELS = {
+    "dense": lambda: tiny_model("qwen3", seed=5, head_dim=64),
+    "gelu": lambda: family_model("gemma2"),
+}
+NUM_REQUESTS = 8
+
+
+def digest_of(num_tokens: int) -> str:
+    """Of `num_tokens` tokens of each model, and of their log-probs, in float32 and bfloat16."""
+    digest = hashlib.sha256()
+    for make in MODELS.values():
+        for dtype in ("float32", "bfloat16"):
+            engine = tiny_engine(make(), deterministic=True, dtype=dtype, seed=3)
+            for seed in range(NUM_REQUESTS):
+                params = SamplingParams(
+                    num_tokens_to_generate=num_tokens // NUM_REQUESTS,
+                    seed=seed,
+                    temperature=0.8,
+                    top_p=0.95 if seed % 2 else 1.0,
+                    return_log_probs=True,
+                    ignore_eos=True,
+                )
+                engine.add_request(prompt_of(5 + 9 * seed, seed=seed), params, request_id=seed)
+            for _, request in sorted(drain(engine).items()):
+                digest.update(np.array(request.generated_tokens, np.int32).tobytes())
+                digest.update(np.array(request.generated_log_probs, np.float32).tobytes())
+            engine.shutdown()
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    march, count = sys.argv[1:]
+    flags = tuple(f for f in library._FLAGS if not f.startswith("-march"))
+    library._FLAGS = (*flags, march)
+    print(digest_of(int(count)))
