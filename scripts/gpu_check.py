@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts import triton_cache
+from scripts.gpu_bundle import SEED
 from scripts.gpu_facts import NO_DEVICE
 from scripts.gpu_processes import Clock, Part, Runner
 from scripts.gpu_results import Outcome, Results, outcome_of
@@ -140,6 +141,7 @@ def environment_with(scratch: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "ROLLOUT_TEST_SEED": str(SEED),  # examples draw the kernels that were compiled beforehand
         "TRITON_CACHE_DIR": str(cache_in(scratch)),
         "OUT": str(scratch),
     }
@@ -154,24 +156,17 @@ def cache_in(scratch: Path) -> Path:
 
 
 def install_cache(cache: Path) -> None:
-    """Copy the kernels that were compiled beforehand to where Triton can add others."""
-    if (BUNDLE / "triton").is_dir():
-        shutil.copytree(BUNDLE / "triton", cache)
-    else:
-        cache.mkdir()
-
-
-def num_kernels(cache: Path) -> int:
-    return sum(1 for _ in cache.rglob("*.cubin"))
+    """Install the kernels that were compiled beforehand where Triton can add others."""
+    triton_cache.install(BUNDLE / "triton", cache)
 
 
 def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
     """Run it and write its results."""
     cache = cache_in(runner.folder)
-    before = num_kernels(cache)
+    before = triton_cache.num_kernels(cache)
     ended = runner.run(part)
     log = runner.log_of(part)
-    outcome = outcome_of(part, ended, runner.journal, log, num_kernels(cache) - before)
+    outcome = outcome_of(part, ended, runner.journal, log, triton_cache.num_kernels(cache) - before)
     results.add(outcome, log, [runner.folder / name for name in part.pages])
     return outcome
 

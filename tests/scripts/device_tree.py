@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINE = ROOT / "tests" / "scripts" / "fake_machine"
 REAL = (
     "pyproject.toml",
+    "scripts/gpu_bundle.py",
     "scripts/gpu_check.py",
     "scripts/gpu_facts.py",
     "scripts/gpu_processes.py",
     "scripts/gpu_results.py",
+    "scripts/triton_cache.py",
     "tests/device_journal.py",
     "tests/device_marks.py",
     "tests/backends/fake_graphs.py",
@@ -47,7 +49,9 @@ def test_{part}(number):
     torch.cuda.replayed_graph()
     if number == 2:
         happen("{part}")
-    pathlib.Path(os.environ["TRITON_CACHE_DIR"], "{part}.cubin").touch()
+    entry = pathlib.Path(os.environ["TRITON_CACHE_DIR"], "{part}")
+    entry.mkdir()
+    (entry / "kernel.cubin").touch()
 def test_on_a_cpu():
     raise AssertionError("it was not asked for")
 @pytest.mark.gpu
