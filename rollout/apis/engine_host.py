@@ -69,7 +69,7 @@ class EngineHost:
                 lambda: AsyncLLM.joined(
                     address,
                     tokenizer,
-                    seed=engine.build.config.seed,
+                    seed=engine.seed_of_next_client(),
                     model_directory=model_directory,
                 )
             )

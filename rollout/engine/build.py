@@ -31,6 +31,7 @@ from rollout.runner.weight_update import MAX_VERSION
 from rollout.runner.weights import ServedWeights
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
+from rollout.step.seeds import given_or_drawn, mix_seed
 from rollout.text import Tokenizer
 
 
@@ -74,6 +75,11 @@ class DynamicInferenceEngine(Engine):
             )
         return cls._made_of(*_muscle_of(model, config, weights_version), config, tokenizer)
 
+    def seed_of_next_client(self) -> int:
+        """Return a seed for a client that names the seeds of this engine's requests from now on. It
+        follows from the engine's own and repeats no request that the engine has had."""
+        return mix_seed(self.seed, self._inputs.num_submitted, 0)
+
     @classmethod
     def leading(
         cls,
@@ -97,6 +103,7 @@ class DynamicInferenceEngine(Engine):
         config: InferenceConfig,
         tokenizer: Tokenizer | None,
     ) -> DynamicInferenceEngine:
+        config = config.replace(seed=given_or_drawn(config.seed, "an engine"))
         backend, causal_lm = loaded.backend, loaded.model
         routing = _routing_record(causal_lm.spec, sizes) if config.record_routing else None
         scheduler = _scheduler(config, sizes, routing)
@@ -211,6 +218,7 @@ def _input_processor(
         can_score_prompts=not config.materialize_only_last_token_logits,
     )
     tokenizer_end = None if tokenizer is None else tokenizer.eos_id
+    assert config.seed is not None, "from_model has drawn one"
     return InputProcessor(
         limits=limits,
         tokenizer=tokenizer,

@@ -32,7 +32,6 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
 
 logger = logging.getLogger(__name__)
-
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
@@ -57,6 +56,7 @@ class Engine:
         max_kv_staleness_versions: int | None,
     ) -> None:
         self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
+        self.seed = inputs.seed  # requests without one derive theirs from it
         self._pipeline, self._muscle, self._weights = pipeline, muscle, muscle.weights
         self._suspension, self._counters = suspension, counters
         self._max_kv_staleness_versions = max_kv_staleness_versions
@@ -217,10 +217,8 @@ class Engine:
         return self._hand_out(self._outputs.pop_all_ended())
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank of the engine is gone; without steps nobody would notice.
-
-        The same thread steps.
-        """
+        """Raise LockstepError if a rank is gone, which only steps would notice. The same thread
+        steps."""
         self._muscle.check_ranks()
 
     # ---- states
