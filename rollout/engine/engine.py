@@ -363,6 +363,8 @@ class Engine:
         """
         self.check_update(version, in_flight)
         self._pipeline.commit_all()
+        if not self._weights.is_finite:
+            self._scheduler.kv_cache_manager.distrust(self.weights_version)
         start, stall_start = time.perf_counter(), self._stall_start(staged)
         num_bytes = self._muscle.commit_weights(staged, version)
         self._after_new_version()
