@@ -53,6 +53,7 @@ class EngineHost:
             engine_id=uuid.uuid4().bytes,
             block_size_tokens=engine.block_size_tokens,
             max_requests=engine.build.sizes.num_rows,
+            settings=engine.shared_settings,
             fetch=WeightFetcher(),
         )
         address = self._coordinator.address

@@ -20,6 +20,7 @@ from rollout.engine.pipeline import StepPipeline
 from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.engine.ranks import start_group
 from rollout.engine.reports import EngineCounters
+from rollout.engine.shared_settings import shared_settings
 from rollout.engine.spmd_follower import SpmdFollower
 from rollout.engine.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
 from rollout.engine.spmd_muscle import SpmdMuscle
@@ -79,6 +80,15 @@ class DynamicInferenceEngine(Engine):
         """Return a seed for a client that names the seeds of this engine's requests from now on. It
         follows from the engine's own and repeats no request that the engine has had."""
         return mix_seed(self.seed, self._inputs.num_submitted, 0)
+
+    @property
+    def shared_settings(self) -> dict[str, str]:
+        """What all engines of a fleet must have alike, as text by name."""
+        return shared_settings(
+            *(self.build.model.spec, self.build.config),
+            max_sequence_length=self._inputs.max_sequence_length,
+            end_token_ids=self._inputs.end_ids,
+        )
 
     @classmethod
     def leading(

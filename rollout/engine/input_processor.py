@@ -65,7 +65,7 @@ class InputProcessor:
         enable_prefix_caching: bool,
         seed: int,
     ) -> None:
-        self._limits, self._tokenizer, self._default_end_ids = limits, tokenizer, end_ids
+        self._limits, self._tokenizer, self.end_ids = limits, tokenizer, end_ids
         self._block_size, self._enable_prefix_caching = block_size, enable_prefix_caching
         self.seed = seed
         self.num_submitted = 0
@@ -316,7 +316,7 @@ class InputProcessor:
         """Return the end tokens of a request, apart from the stop token ids that it names."""
         if params.ignore_eos:
             return ()
-        return self._default_end_ids if params.termination_id is None else (params.termination_id,)
+        return self.end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
         """Return the stop words as the tokenizer encodes them."""

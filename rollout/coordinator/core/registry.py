@@ -136,6 +136,11 @@ class Registry:
                 f"{routed}: an engine may lack the block it is chosen for; start it with "
                 f"block_size_tokens={routed}"
             )
+        if differs := self.fleet.difference(message.settings):
+            return ConfigError(
+                f"the engine has {differs}: what a request is answered would depend on the engine; "
+                "start this one as the others were"
+            )
         if self.fleet.state is CoordinatorState.STOPPING:
             return EngineStateError("the fleet is stopped; no engine is taken any more")
         num_others = len({*self.engines, *self._registered} - {message.engine_id})
@@ -192,6 +197,7 @@ class Registry:
             self._requests.requeue(registration.left, now)
             return
         weights = self._take_fleet_weights(message)
+        fleet.settings = message.settings if fleet.settings is None else fleet.settings
         engine = EngineSession(
             engine_id=message.engine_id,
             identity=registration.identity,

@@ -374,6 +374,30 @@ def test_an_engine_whose_blocks_do_not_divide_those_of_the_routing_is_refused(
         assert "start it with block_size_tokens=16" in error_of(nack)
 
 
+def test_an_engine_whose_settings_differ_from_the_first_ones_is_refused_with_both_values() -> None:
+    fleet = FakeFleet()
+    first = fleet.engine(settings={"rope.theta": "10000.0", "max_sequence_length": "512"})
+    fleet.run()
+    alike = fleet.engine(settings=dict(reversed(first.settings.items())))
+    other = fleet.engine(settings={**first.settings, "max_sequence_length": "256"})
+    silent = fleet.engine()
+    fleet.run()
+    assert set(fleet.core.ranks().values()) == {first.engine_id, alike.engine_id}
+    (nack,) = other.seen
+    assert "the engine has max_sequence_length=256, the fleet 512" in error_of(nack)
+    (nack,) = silent.seen
+    assert "rope.theta=None, the fleet 10000.0; max_sequence_length=None" in error_of(nack)
+
+
+def test_of_two_engines_that_wait_and_differ_one_is_admitted() -> None:
+    fleet = FakeFleet(deterministic_mode=True)
+    engines = [fleet.engine(settings={"rms_norm_eps": value}) for value in ("1e-06", "1e-05")]
+    fleet.run()
+    assert list(fleet.core.ranks().values()) == [engines[0].engine_id]
+    (nack,) = [message for message in engines[1].seen if isinstance(message, Nack)]
+    assert "rms_norm_eps=1e-05, the fleet 1e-06" in error_of(nack)
+
+
 def test_a_vote_nobody_remembers_is_rolled_back_on_return() -> None:
     fleet, _, _ = fleet_in("PAUSED", 1)
     prepare = Prepare(command_id=77, version=5, source=source_of(5))

@@ -99,6 +99,7 @@ def make_agent(
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=8,
+        settings={},
         fetch=fetch,
         clock=clock,
     )
