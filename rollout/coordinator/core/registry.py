@@ -71,8 +71,10 @@ class Registry:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no engine is about to be admitted, to get work, or to be told of as lost."""
-        return not (self.departed or self._registered or self._joining or self._reached())
+        """Whether no engine is about to be admitted, to get work, or to be told of as lost, and the
+        dispatcher knows whether only a push brings one."""
+        is_pending = self.departed or self._registered or self._joining or self._reached()
+        return not is_pending and self.dispatcher.awaits_push is self._needs_push
 
     def ready_engines(self) -> Iterator[EngineSession]:
         """The engines that get work, in the order in which they joined."""
@@ -86,6 +88,18 @@ class Registry:
         is_for_all = below is None and not source.builds_on
         waiting = self._awaiting_push.values() if is_for_all else ()
         return [*self.ready_engines(), *waiting]
+
+    @property
+    def num_awaiting_push(self) -> int:
+        """How many engines lack the fleet's weights, which nobody keeps."""
+        return len(self._awaiting_push)
+
+    @property
+    def _needs_push(self) -> bool:
+        """Whether engines are there, and only a push makes one get work."""
+        if not self._awaiting_push or self._joining or self._registered:
+            return False
+        return not any(self.ready_engines())
 
     def _reached(self) -> list[EngineSession]:
         """The engines that waited for a push, and have the fleet's weights now."""
@@ -188,6 +202,7 @@ class Registry:
                 del self._joining[engine.engine_id]
                 engine.progress_at = now
                 self.dispatcher.engine_ready(engine)
+        self.dispatcher.await_push(self._needs_push, now)
 
     def _admit(self, registration: _Registration, now: float) -> None:
         message, context, fleet = registration.message, self.context, self.fleet
