@@ -235,6 +235,7 @@ class ReportingEngine:
             engine_id=bytes(16),
             block_size_tokens=engine.block_size_tokens,
             max_requests=num_rows,
+            settings={},
             fetch=lambda source: {},
         )
         self._agent.handle(_ENTRY)

@@ -203,7 +203,7 @@ def summarise(
 
 
 def _place(group: Any) -> tuple[int, int]:
-    return group.ticket.epoch, group.ticket.index
+    return group.ticket.epoch, group.ticket.position
 
 
 def cases() -> list[Case]:

@@ -46,7 +46,7 @@ def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
     task = Task(settings.model, settings.data, settings.reward)
     policy = task.new_policy()
     asyncio.run(warm_up_to_the_end(policy, task, settings))
-    with LLM(policy, inference_config=settings.engine) as llm:
+    with LLM(policy, inference_config=settings.engine, seed=settings.seed) as llm:
         trainer = make_trainer(settings, task, policy, num_steps, TRLRollouts(llm), DIRECTORY)
         trainer.train()
     summary = reward_summary([row for row in trainer.state.log_history if "reward" in row])

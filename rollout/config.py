@@ -112,7 +112,8 @@ class InferenceConfig:
     schedule_conservativeness: how much of the growth expected of running requests is kept free at
         admission: 1.0 all of it, 0.0 none. None: 1.0, or 0.0 where paused_buffer_size_gb is given.
     materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
-    seed: of requests that bring no seed of their own.
+    seed: the seed that requests without one of their own derive theirs from. None: drawn from the
+        system for each engine, so that no two repeat each other, and logged; `LLM.seed` tells it.
     deterministic: tokens and log-probs are the same to the last bit however requests are scheduled.
         On a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is
         slower.
@@ -176,7 +177,7 @@ class InferenceConfig:
     enable_chunked_prefill: bool = True
     schedule_conservativeness: float | None = None
     materialize_only_last_token_logits: bool = True
-    seed: int = 0
+    seed: int | None = None
     deterministic: bool = False
 
     # Prefix caching

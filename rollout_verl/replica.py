@@ -42,7 +42,7 @@ class EngineReplica(RolloutReplica):
                 runtime_env={"env_vars": environment},
                 max_concurrency=self.max_concurrency,
             )
-            .remote(self.config, self.model_config.local_path, self.rollout_mode)
+            .remote(self.config, self.model_config.local_path, self.rollout_mode, self.replica_rank)
         )
         self.servers, self._server_handle = [server], server
         self._server_address = await server.launch.remote()

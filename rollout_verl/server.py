@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from rollout import AsyncLLM, DynamicInferenceRequest, EngineState, InvalidRequestError, ServeConfig
+from rollout import (
+    AsyncLLM,
+    DynamicInferenceRequest,
+    EngineState,
+    InvalidRequestError,
+    SamplingParams,
+    ServeConfig,
+)
 from rollout.coordinator.client.submission import params_of_sample
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import RolloutError
 from rollout.models.checkpoint import Checkpoint
+from rollout.step.seeds import mix_seed
 from rollout_verl.settings import engine_fields, sampling_params_of
 
 
@@ -25,8 +34,12 @@ class EngineServer:
     `min_global_steps` and `max_global_steps` of its own tokens.
     """
 
-    def __init__(self, config: Any, model_path: str, rollout_mode: RolloutMode) -> None:
+    def __init__(
+        self, config: Any, model_path: str, rollout_mode: RolloutMode, replica_rank: int = 0
+    ) -> None:
         self._config, self._model_path, self._mode = config, model_path, rollout_mode
+        self._replica_rank = replica_rank
+        self._num_requests = 0  # since the start
         self._llm: AsyncLLM | None = None
         self._live: set[int] = set()  # ids of requests that run
         self._is_open, self._rejects = asyncio.Event(), False
@@ -36,7 +49,7 @@ class EngineServer:
 
     async def launch(self) -> str:
         """Start the engines and an OpenAI-compatible server; returns its address, "ip:port"."""
-        self._llm = AsyncLLM(self._model_path, **engine_fields(self._config))
+        self._llm = AsyncLLM(self._model_path, **engine_fields(self._config, self._replica_rank))
         await self._llm.start()
         await self._llm.serve(ServeConfig(port=0, doors=("openai",)), blocking=False)
         assert self._llm.serving.address is not None
@@ -73,7 +86,7 @@ class EngineServer:
             raise InvalidRequestError("images, video and sound are not supported")
         prompt = list(prompt_ids)
         params = sampling_params_of(sampling_params, self._config, len(prompt))
-        params = params_of_sample(params, 0, 0)  # the seed of the one sample of `LLM.generate`
+        params = self._seeded(params)
         while not self._is_open.is_set():
             if self._rejects:
                 return TokenOutput(
@@ -92,6 +105,16 @@ class EngineServer:
         finally:
             self._live.discard(future.request_id)
         return self._output(self.llm.request_of(future, prompt, params))
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with a seed: a given one as `LLM.generate` uses it for its one sample,
+        else a new one. It follows from the trainer's step, too: a resumed job repeats no noise.
+        """
+        self._num_requests += 1
+        if params.seed is not None:
+            return params_of_sample(params, 0, 0)
+        step = -1 if self._global_steps is None else self._global_steps
+        return replace(params, seed=mix_seed(self.llm.seed, step, self._num_requests))
 
     def _output(self, request: DynamicInferenceRequest) -> TokenOutput:
         is_aborted = request.finish_reason == "abort"

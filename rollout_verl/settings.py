@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
 
 # The key of rollout.engine_kwargs under which fields of InferenceConfig stand.
 ENGINE_KWARGS = "rollout"
@@ -20,8 +21,10 @@ _CONVERTED = ("top_k", "top_p", "stop", "logprobs")
 _IGNORED = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "n", "best_of")
 
 
-def engine_fields(config: Any) -> dict[str, Any]:
+def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
     """Return keywords of AsyncLLM for a RolloutConfig. Raises ConfigError for what has no effect.
+
+    Replicas have one `rollout.seed`; each gets another seed, which follows from it and its rank.
 
     `rollout.engine_kwargs.rollout` may hold any field of InferenceConfig, such as buffer_size_gb.
     """
@@ -35,7 +38,7 @@ def engine_fields(config: Any) -> dict[str, Any]:
     fields = {
         "data_parallel_size": config.data_parallel_size,
         "dtype": config.dtype,
-        "seed": config.seed,
+        "seed": None if config.seed is None else mix_seed(config.seed, replica_rank),
         "max_sequence_length": max_model_len(config),
         "max_requests": config.max_num_seqs,
         "max_tokens": config.max_num_batched_tokens,

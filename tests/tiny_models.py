@@ -118,6 +118,7 @@ def tiny_engine(
         "max_sequence_length": MAX_LENGTH,
         "materialize_only_last_token_logits": False,
         "device": "cpu",
+        "seed": 0,
     } | config
     if "buffer_size_gb" not in fields:
         fields["buffer_size_gb"] = pool_gb(model, num_blocks, fields["block_size_tokens"] or 64)

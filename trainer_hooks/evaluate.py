@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
-from rollout.step.seeds import mix_seed
+from rollout.step.seeds import mix_seed, system_seed
 from rollout.text import Tokenizer
 from trainer_hooks.producer.groups import (
     GeneratesAsync,
@@ -76,11 +76,11 @@ async def evaluate(
     loop = asyncio.get_running_loop()
     _check_counts(n, max_concurrent, pass_at)
     start_s, items = loop.time(), _items(prompts)
-    reward, owns_reward = as_runner(reward_fn)
+    (reward, owns_reward), seed = as_runner(reward_fn), _seed_of(sampling_params, rollout_fn)
     text, places = tokenizer_for(llm, tokenizer), asyncio.Semaphore(max_concurrent)
 
     async def score(index: int, item: PromptItem) -> _Scored:
-        params = _seeded(sampling_params, index, rollout_fn is not None)
+        params = _of_prompt(sampling_params, seed, index)
         scoped = [ScopedLLM(llm, params, item, i, text) for i in range(n)]
         async with places:
             rollouts = await _sample(llm, scoped, rollout_fn)
@@ -104,13 +104,15 @@ async def evaluate(
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
-def _seeded(params: SamplingParams, index: int, has_turns: bool) -> SamplingParams:
-    """With a seed of the prompt's own, if `params` have one, or if a ScopedLLM is to make the seeds
-    of turns from it.
-    """
-    if params.seed is None and not has_turns:
-        return params
-    return replace(params, seed=mix_seed(params.seed or 0, index))
+def _seed_of(params: SamplingParams, rollout_fn: RolloutFunction | None) -> int | None:
+    """Return the seed that those of the prompts follow from; None leaves seeds to the engine. A
+    ScopedLLM makes the seeds of turns, and needs one: a new one if `params` have none."""
+    return system_seed() if params.seed is None and rollout_fn is not None else params.seed
+
+
+def _of_prompt(params: SamplingParams, seed: int | None, index: int) -> SamplingParams:
+    """Return `params` with a seed of the prompt's own, unless `seed` is None."""
+    return params if seed is None else replace(params, seed=mix_seed(seed, index))
 
 
 def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rollout import LLM, DynamicInferenceRequest, SamplingParams
 from rollout.errors import RolloutError
+from rollout.step.seeds import mix_seed
 from trainer_hooks.phase import generation_phase
 from trainer_hooks.weight_sync import WeightSync
 
@@ -25,12 +27,16 @@ class TRLRollouts:
     two generations the engine is suspended, its KV memory given back. Attached, the trainer takes
     it for its vLLM: `vllm_importance_sampling_correction` and `sampling/*` metrics then compare its
     own log-probs with those of the engine's tokens.
+
+    Seeds follow from the engine's `seed`, the trainer's process and its step. So processes draw
+    differently with one seed, and a trainer that resumes repeats no noise.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._weight_sync = WeightSync(llm)
         self._are_weights_old = True
+        self._latest_call = (-1, -1)  # the trainer's step, and the calls within it before this one
 
     def attach(self, trainer: Any) -> None:
         """Make `trainer` push weights and use the behaviour log-probs. Call it before training."""
@@ -46,19 +52,30 @@ class TRLRollouts:
         share their prompt's KV. Raises RolloutError if one cannot run.
         """
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
-        params = sampling_params_of(trainer)
+        params, seed = sampling_params_of(trainer), self._next_seed(trainer)
         push: tuple[Any, ...] = ()
         if self._are_weights_old:
             push = (self._weight_sync, trainer.accelerator.unwrap_model(trainer.model))
         with generation_phase(self._llm, *push):
             self._are_weights_old = False
             group_ids = [
-                self._llm.submit([_token_ids(prompt, trainer)], params, n=count)[0]
-                for prompt, count in groups
+                self._llm.submit(
+                    [_token_ids(prompt, trainer)],
+                    replace(params, seed=mix_seed(seed, index)),
+                    n=count,
+                )[0]
+                for index, (prompt, count) in enumerate(groups)
             ]
             finished = {group.group_id: group.requests for group in self._llm.collect()}
         requests = [request for group_id in group_ids for request in finished[group_id]]
         return _as_output(requests)
+
+    def _next_seed(self, trainer: Any) -> int:
+        """Return the seed of this call."""
+        step = int(trainer.state.global_step)
+        latest_step, num_calls = self._latest_call
+        self._latest_call = (step, num_calls + 1 if step == latest_step else 0)
+        return mix_seed(self._llm.seed, trainer.accelerator.process_index, *self._latest_call)
 
 
 def sampling_params_of(trainer: Any) -> SamplingParams:

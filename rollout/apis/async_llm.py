@@ -41,6 +41,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
+from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer, tokenizer_of
 
 # The end of the coordinator's process may be noticed so long after that of its connection.
@@ -166,7 +167,8 @@ class AsyncLLM:
         push: WeightPush,
         curve: CurveKeys | None = None,
     ) -> None:
-        self.tokenizer, self._seed, self._curve = tokenizer, seed, curve
+        self.tokenizer, self._curve = tokenizer, curve
+        self.seed = given_or_drawn(seed, "an AsyncLLM")  # requests without one derive theirs
         self.address = ""  # of the coordinator: other clients, and engines, may dial it
         self.model_directory = None
         self.serving = Serving(self)
@@ -206,7 +208,7 @@ class AsyncLLM:
             if self._client is None:
                 self._loop = asyncio.get_running_loop()
                 client = InferenceClient(
-                    self.address, tokenizer=self.tokenizer, seed=self._seed, curve=self._curve
+                    self.address, tokenizer=self.tokenizer, seed=self.seed, curve=self._curve
                 )
                 await client.start()
                 self._client = client

@@ -53,6 +53,7 @@ class EngineHost:
             engine_id=uuid.uuid4().bytes,
             block_size_tokens=engine.block_size_tokens,
             max_requests=engine.build.sizes.num_rows,
+            settings=engine.shared_settings,
             fetch=WeightFetcher(),
         )
         address = self._coordinator.address
@@ -69,7 +70,7 @@ class EngineHost:
                 lambda: AsyncLLM.joined(
                     address,
                     tokenizer,
-                    seed=engine.build.config.seed,
+                    seed=engine.seed_of_next_client(),
                     model_directory=model_directory,
                 )
             )

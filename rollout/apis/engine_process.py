@@ -56,6 +56,7 @@ def run_engine(
         engine_id=uuid.uuid4().bytes,
         block_size_tokens=engine.block_size_tokens,
         max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
+        settings=engine.shared_settings,
         fetch=WeightFetcher(),
     )
     with Link(address, handshake=agent.registration, status=agent.status, curve=curve) as link:

@@ -73,6 +73,10 @@ class FleetRuntime:
                 "here, or an InferenceClient"
             )
 
+    @property
+    def seed(self) -> int:
+        return self._llm.seed
+
     # ---- requests
 
     def submit(

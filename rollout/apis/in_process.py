@@ -83,6 +83,10 @@ class InProcessRuntime:
         return self.engine.state
 
     @property
+    def seed(self) -> int:
+        return self.engine.seed
+
+    @property
     def weights_version(self) -> int:
         return self.engine.weights_version
 

@@ -102,6 +102,12 @@ class LLM:
             return self._runtime.engine
         raise ConfigError("llm.engine is in other processes; it needs use_coordinator=False")
 
+    @property
+    def seed(self) -> int:
+        """The seed that requests without one of their own derive theirs from."""
+        require_one_process(self._ranks, "llm.seed")
+        return self._runtime.seed
+
     # ---- generation
 
     @on_all_ranks

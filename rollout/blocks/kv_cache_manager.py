@@ -55,8 +55,9 @@ class KVCacheManager:
     index only if it and all blocks before it were written entirely under one weights version, and
     is found only under that version. With `reuse_across_versions` any full block enters the index,
     and is found unless it holds KV that is more than `max_age_versions` older than the current
-    weights. `keeps_unused`: an indexed block outlives its last user until its space is needed
-    (LRU); otherwise it leaves the index with that user (REF_ZERO).
+    weights. KV that `distrust` names is found under no later version. `keeps_unused`: an indexed
+    block outlives its last user until its space is needed (LRU); otherwise it leaves the index
+    with that user (REF_ZERO).
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class KVCacheManager:
         self.reuse_across_versions = reuse_across_versions
         self.prefix_index = PrefixIndex(num_blocks, keeps_unused=keeps_unused)
         self._max_age_versions = max_age_versions
+        self._distrusted_version: int | None = None  # KV of this version and of those before it
         self.free_blocks = list(range(num_blocks, 0, -1))  # the next one last
         self._num_users = array("i", bytes(4 * (num_blocks + 1)))
         self._free_rows = list(range(1, num_rows + 1))
@@ -254,13 +256,25 @@ class KVCacheManager:
         if self.enable_prefix_caching and not self.reuse_across_versions:
             self.prefix_index.start_generation()
 
+    def distrust(self, version: int) -> None:
+        """From the version after `version` on, no request finds KV that `version` or an earlier one
+        wrote: it may hold NaN, which fails whoever reads it. O(1).
+        """
+        before = self._distrusted_version
+        self._distrusted_version = version if before is None else max(before, version)
+
     def drop_unused_blocks(self) -> None:
         """From now on, no request finds the blocks without a user: their KV may be lost. O(1)."""
         self.prefix_index.drop_unused()
 
     def _oldest_version(self, version: int) -> int | None:
         """Return the oldest version whose KV may be reused under `version`; None if any may."""
-        return None if self._max_age_versions is None else version - self._max_age_versions
+        bounds = []
+        if self._max_age_versions is not None:
+            bounds.append(version - self._max_age_versions)
+        if self._distrusted_version is not None and version > self._distrusted_version:
+            bounds.append(self._distrusted_version + 1)
+        return max(bounds, default=None)
 
     def _key(
         self, table: BlockTable, tokens: Sequence[int], position: int, key_version: int

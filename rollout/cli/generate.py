@@ -125,7 +125,8 @@ def _generate(
                     counts.add(row)
                 output.flush()
                 num_written += 1
-    summary = dataclasses.asdict(counts) | {"seconds": round(time.monotonic() - start, 3)}
+    summary = dataclasses.asdict(counts) | {"seed": llm.seed}
+    summary["seconds"] = round(time.monotonic() - start, 3)
     if is_json:
         print(json.dumps(summary), file=sys.stderr)
     elif counts.num_failed:

@@ -21,6 +21,7 @@ from rollout.engine.pipeline import StepPipeline
 from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.engine.ranks import start_group
 from rollout.engine.reports import EngineCounters
+from rollout.engine.shared_settings import shared_settings
 from rollout.engine.spmd_follower import SpmdFollower
 from rollout.engine.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
 from rollout.engine.spmd_muscle import SpmdMuscle
@@ -32,6 +33,7 @@ from rollout.runner.weight_update import MAX_VERSION
 from rollout.runner.weights import ServedWeights
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
+from rollout.step.seeds import given_or_drawn, mix_seed
 from rollout.text import Tokenizer
 
 
@@ -75,6 +77,20 @@ class DynamicInferenceEngine(Engine):
             )
         return cls._made_of(*_muscle_of(model, config, weights_version), config, tokenizer)
 
+    def seed_of_next_client(self) -> int:
+        """Return a seed for a client that names the seeds of this engine's requests from now on. It
+        follows from the engine's own and repeats no request that the engine has had."""
+        return mix_seed(self.seed, self._inputs.num_submitted, 0)
+
+    @property
+    def shared_settings(self) -> dict[str, str]:
+        """What all engines of a fleet must have alike, as text by name."""
+        return shared_settings(
+            *(self.build.model.spec, self.build.config),
+            max_sequence_length=self._inputs.max_sequence_length,
+            end_token_ids=self._inputs.end_ids,
+        )
+
     @classmethod
     def leading(
         cls,
@@ -98,6 +114,7 @@ class DynamicInferenceEngine(Engine):
         config: InferenceConfig,
         tokenizer: Tokenizer | None,
     ) -> DynamicInferenceEngine:
+        config = config.replace(seed=given_or_drawn(config.seed, "an engine"))
         backend, causal_lm = loaded.backend, loaded.model
         routing = _routing_record(causal_lm.spec, sizes) if config.record_routing else None
         scheduler = _scheduler(config, sizes, routing)
@@ -218,6 +235,7 @@ def _input_processor(
         can_score_prompts=not config.materialize_only_last_token_logits,
     )
     tokenizer_end = None if tokenizer is None else tokenizer.eos_id
+    assert config.seed is not None, "from_model has drawn one"
     return InputProcessor(
         limits=limits,
         tokenizer=tokenizer,

@@ -33,7 +33,6 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
 
 logger = logging.getLogger(__name__)
-
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
@@ -59,6 +58,7 @@ class Engine:
         max_kv_staleness_versions: int | None,
     ) -> None:
         self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
+        self.seed = inputs.seed  # requests without one derive theirs from it
         self._pipeline, self._muscle, self._weights = pipeline, muscle, muscle.weights
         self._suspension, self._counters, self._guard = suspension, counters, guard
         self._max_kv_staleness_versions = max_kv_staleness_versions
@@ -229,10 +229,8 @@ class Engine:
         return self._hand_out(self._outputs.ended_ids())
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank of the engine is gone; without steps nobody would notice.
-
-        The same thread steps.
-        """
+        """Raise LockstepError if a rank is gone, which only steps would notice. The same thread
+        steps."""
         self._muscle.check_ranks()
 
     # ---- states
@@ -384,6 +382,8 @@ class Engine:
         """
         self.check_update(version, in_flight)
         self._pipeline.commit_all()
+        if not self._weights.is_finite:
+            self._scheduler.kv_cache_manager.distrust(self.weights_version)
         start, stall_start = time.perf_counter(), self._stall_start(staged)
         with self._guard.change("commit_weights"):
             with self._guard.undoing():

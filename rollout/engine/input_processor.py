@@ -52,7 +52,7 @@ class InputProcessor:
     """Gives out request ids, group ids and default seeds.
 
     `end_ids` end a request that names no termination id. A request without a seed gets one that
-    follows from `seed` and the number of requests before it.
+    follows from `seed` and the number of requests before it. `num_submitted`: requests so far.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class InputProcessor:
         enable_prefix_caching: bool,
         seed: int,
     ) -> None:
-        self._limits, self._tokenizer, self._default_end_ids = limits, tokenizer, end_ids
+        self._limits, self._tokenizer, self.end_ids = limits, tokenizer, end_ids
         self._block_size, self._enable_prefix_caching = block_size, enable_prefix_caching
-        self._seed = seed
+        self.seed = seed
+        self.num_submitted = 0
         self._next_id = 0
-        self._num_submitted = 0
         # Not a request id: those may be used again while members of an old group still wait.
         self._num_groups = 0
 
@@ -122,8 +122,8 @@ class InputProcessor:
         priority: int,
         weights_version: int,
     ) -> DynamicInferenceRequestRecord:
-        seed = mix_seed(self._seed, self._num_submitted) if params.seed is None else params.seed
-        self._num_submitted += 1
+        seed = mix_seed(self.seed, self.num_submitted) if params.seed is None else params.seed
+        self.num_submitted += 1
         return DynamicInferenceRequestRecord.from_request(
             DynamicInferenceRequest(
                 request_id=request_id,
@@ -316,7 +316,7 @@ class InputProcessor:
         """Return the end tokens of a request, apart from the stop token ids that it names."""
         if params.ignore_eos:
             return ()
-        return self._default_end_ids if params.termination_id is None else (params.termination_id,)
+        return self.end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
         """Return the stop words as the tokenizer encodes them."""

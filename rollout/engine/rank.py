@@ -76,7 +76,7 @@ def load_model(
         model,
         dtype=config.dtype,
         device=backend.device,
-        seed=config.seed,
+        seed=config.seed or 0,  # of random weights, which all ranks and engines have alike
         rank=collectives.rank,
         size=collectives.size,
     )

@@ -122,7 +122,7 @@ class Router(nn.Module):
 
     def _in_best_groups(self, choice_TN: Tensor) -> Tensor:
         """The scores, -inf outside the groups whose two best scores sum to the most."""
-        choice_TPM = choice_TN.view(len(choice_TN), self.spec.num_groups, -1)
+        choice_TPM: Tensor = choice_TN.unflatten(1, (self.spec.num_groups, -1))
         ratings_TP = choice_TPM.topk(_BEST_OF_GROUP).values.sum(-1)
         chosen = ratings_TP.topk(self.spec.num_chosen_groups).indices
         is_out_TP = torch.ones_like(ratings_TP, dtype=torch.bool).scatter_(1, chosen, False)

@@ -41,6 +41,7 @@ class Replaced:
     packed: PackedCopies
     version: int
     had_values: bool
+    was_finite: bool
     bases: Mapping[str, Tensor]
 
 
@@ -54,7 +55,8 @@ class StagedWeights:
     under an adapter. `bases` has what adapted weights are without it. `follows_served`: it is an
     adapter on the weights that were served. `started_at` is when staging began, on the clock of
     time.perf_counter; `seconds` is how long it took. `share`: this rank's of its fingerprints;
-    `checksum` is "" until it is accepted with those of all ranks. `is_spent`: a commit has begun
+    `checksum` is "" until it is accepted with those of all ranks, as is `is_finite`: whether no
+    weight has NaN or infinity. `is_spent`: a commit has begun
     and was not undone. `replaced`: what the commit has replaced. `elsewhere`: what the other
     ranks have staged, which ends with this.
     """
@@ -70,5 +72,6 @@ class StagedWeights:
     replaced: Replaced | None = None
     elsewhere: Any = None
     checksum: str
+    is_finite: bool
     started_at: float
     seconds: float

@@ -65,7 +65,7 @@ def next_version(current: int, version: int | None) -> int:
     Raises WeightUpdateError unless it is above the current one.
     """
     if version is None:
-        return current + 1
+        version = current + 1
     if isinstance(version, bool) or not isinstance(version, int) or version > MAX_VERSION:
         raise WeightUpdateError(
             f"version={version!r} must be an integer of at most {MAX_VERSION}, for tensors of "

@@ -98,6 +98,7 @@ class ServedWeights:
         self._num_writes = self._latest_write = 0
         self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
         self.version, self.has_values = version, True
+        self.is_finite = True  # as far as it is known: an update's weights are looked at
         if fill is not None:
             fill()
         trim_heap()  # what drawing or moving the values has freed
@@ -187,7 +188,9 @@ class ServedWeights:
             slots = self._model.weight_slots()
             origins = origins_of(slots, source.share.pieces)
             is_alone = self._model.spec.shard.size == 1
-            checksum = self._accepted([source.share], source_checksum) if is_alone else ""
+            checksum, is_finite = "", True
+            if is_alone:
+                checksum, is_finite = self._accepted([source.share], source_checksum)
             # Those that lack here are served already.
             given = {p: source.pieces[p] for p in origins.values() if p in source.pieces}
             chosen = {piece.weight: values for piece, values in given.items()}
@@ -201,6 +204,7 @@ class ServedWeights:
                 follows_served=adapted.follows_served,
                 share=source.share,
                 checksum=checksum,
+                is_finite=is_finite,
                 started_at=start,
                 seconds=time.perf_counter() - start,
             )
@@ -238,10 +242,11 @@ class ServedWeights:
         `source_checksum` is that of `stage`. Raises WeightUpdateError as `stage` does where a
         process has the model alone, which has no use for this.
         """
-        staged.checksum = self._accepted(shares, source_checksum)
+        staged.checksum, staged.is_finite = self._accepted(shares, source_checksum)
 
-    def _accepted(self, shares: Sequence[WeightShare], source_checksum: str) -> str:
-        """Return the checksum of all weights once the sums of `shares` have passed all checks."""
+    def _accepted(self, shares: Sequence[WeightShare], source_checksum: str) -> tuple[str, bool]:
+        """Return the checksum of all weights, and whether all are finite, once the sums of `shares`
+        have passed all checks."""
         total = sum_of(shares)
         if source_checksum:
             check_checksum(total.own, source_checksum)
@@ -250,7 +255,8 @@ class ServedWeights:
         origins = checked_origins(
             self._model.weight_slots(), total.pieces, reject_non_finite=self._reject_non_finite
         )
-        return checksum_of({name: total.pieces[origin] for name, origin in origins.items()})
+        served = {name: total.pieces[origin] for name, origin in origins.items()}
+        return checksum_of(served), not any(num_bad for _, num_bad in served.values())
 
     @torch.no_grad()
     def commit(self, staged: StagedWeights, version: int | None) -> int:
@@ -288,9 +294,11 @@ class ServedWeights:
                 packed=packed,
                 version=before,
                 had_values=had_values,
+                was_finite=self.is_finite,
                 bases=self._bases,
             )
             self.version, self.has_values, self._bases = new_version, True, staged.bases
+            self.is_finite = staged.is_finite
             self._num_writes = self._latest_write = self._latest_write + 1
         except BaseException:
             staged.replacement.restore()
@@ -313,7 +321,7 @@ class ServedWeights:
         staged.replacement.restore()
         replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
-        self._bases = replaced.bases
+        self.is_finite, self._bases = replaced.was_finite, replaced.bases
         self._num_writes = replaced.num_writes_before
         staged.is_spent, staged.replaced = False, None
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
 from rollout.blocks.prefix_index import root_key
 from rollout.blocks.routing_record import RoutingRecord
+from rollout.errors import NonFiniteLogitsError
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import ASSUMED_OUTPUT_TOKENS, MemoryForecast, length_draw
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
@@ -235,9 +236,17 @@ class Scheduler:
             step.cache_blocks(self._kv)
         for finished in update.finished:
             sequence = self.requests[finished.request_id]
+            if isinstance(finished.error, NonFiniteLogitsError):
+                self._distrust_kv_of(sequence, plan.weights_version)
             self._finish(sequence, has_stopped=finished.finish_reason == "stop")
         self.running.leave_flight(step)
         return update
+
+    def _distrust_kv_of(self, sequence: Sequence, version: int) -> None:
+        """Keep the KV of a request whose logits under `version` were not finite from requests under
+        other weights. If some of it is older, that may be the cause: no request gets it any more.
+        """
+        self._kv.distrust(version - 1 if sequence.kv_spans.min() < version else version)
 
     def abandon(self) -> tuple[int, ...]:
         """Give up the plans in flight, which have failed. Their requests are queued again, with

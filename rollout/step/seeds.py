@@ -6,13 +6,30 @@ SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number gen
 
 from __future__ import annotations
 
+import logging
+import secrets
+
 import numpy as np
 from numpy.typing import NDArray
 
+_logger = logging.getLogger(__name__)
 _GOLDEN = 0x9E3779B97F4A7C15
 _GOLDEN_64 = np.uint64(_GOLDEN)
 _MASK = (1 << 64) - 1
 _NUM_AHEAD = 16  # positions
+
+
+def system_seed() -> int:
+    """Return a new seed in [0, 2**63) from the system's random numbers."""
+    return secrets.randbits(63)
+
+
+def given_or_drawn(seed: int | None, owner: str) -> int:
+    """Return `seed`, or one of the system if it is None. Logs what is drawn for `owner`."""
+    if seed is None:
+        seed = system_seed()
+        _logger.info("seed=%d was drawn for %s; give it to draw the same tokens again", seed, owner)
+    return seed
 
 
 def mix_seed(seed: int, *indices: int) -> int:

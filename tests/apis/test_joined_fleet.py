@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollout import AsyncLLM, ConfigError, EngineState, WeightUpdateError
+from rollout.apis.engine_process import run_engine
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.history_oracle import HistoryOracle
 from tests.apis.leftovers import fleet_pids
@@ -71,6 +76,36 @@ def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> 
                 HistoryOracle(weights).check(await waiting)
                 await llm.shutdown()
                 await until(lambda: engine.poll() == 0, "the shutdown ends it")
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def test_an_engine_that_would_answer_otherwise_is_refused_by_the_name_of_what_differs(
+    tmp_path: Path,
+) -> None:
+    def directory_with(**changes: Any) -> Path:
+        """The tests' model, with a config that says something else of the same weights."""
+        path = tmp_path / "-".join(changes)
+        shutil.copytree(directory(), path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | changes))
+        return path
+
+    theta = {"rope_theta": 5e5, "rope_type": "default"}
+    others = {
+        "max_sequence_length=256, the fleet 512": (directory(), {"max_sequence_length": 256}),
+        "rms_norm_eps=0.01, the fleet": (directory_with(rms_norm_eps=0.01), {}),
+        "rope.theta=500000, the fleet": (directory_with(rope_parameters=theta), {}),
+        r"end_token_ids=\[7\], the fleet \[\]": (directory_with(eos_token_id=7), {}),
+    }
+
+    async def work() -> None:
+        async with AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=1) as llm:
+            for message, (path, changes) in others.items():
+                config = CONFIG.replace(**changes)
+                with pytest.raises(ConfigError, match=message):
+                    await asyncio.to_thread(run_engine, llm.address, path, None, config)
+            HistoryOracle(weights).check(await llm.generate(prompt_of(9), params(1)))
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 

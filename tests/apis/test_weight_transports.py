@@ -18,6 +18,7 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
+from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
 from rollout.coordinator.weights.transport import WeightTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
@@ -70,6 +71,28 @@ def test_engine_processes_take_every_push_and_one_that_comes_back_catches_up(
             await llm.update_weights(weights(3), in_flight=True)
             assert await llm.weights_checksum() == checksum(3)
         assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+@pytest.mark.distributed
+def test_a_trainer_that_waits_for_rollouts_of_a_lost_fleet_learns_that_it_must_push() -> None:
+    params = SamplingParams(num_tokens_to_generate=4, seed=1)
+
+    async def work() -> None:
+        options = {"limits": CoordinatorLimits(push_wait_s=1.0)}
+        async with AsyncLLM(
+            directory(), None, CONFIG, weight_transport="collective", coordinator_options=options
+        ) as llm:
+            await llm.update_weights(weights(1), in_flight=True)
+            os.kill(fleet_pids()[1], signal.SIGKILL)
+            request = await llm.generate(prompt_of(9), params)
+            assert request.finish_reason == "error"
+            assert "Push the weights and submit again" in str(request.last_error)
+            await llm.update_weights(weights(1), in_flight=True)
+            request = await llm.generate(prompt_of(9), params)
+            assert request.succeeded()
+            assert set(request.policy_versions.tolist()) == {2}
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 

@@ -27,6 +27,7 @@ MAY_NAME_WHOLE_CONFIG = (
     "rollout/engine/build.py",
     "rollout/engine/rank.py",
     "rollout/engine/ranks.py",
+    "rollout/engine/shared_settings.py",  # sorts all its fields
     "rollout/engine/follower_process.py",
     "rollout/engine/spmd_group.py",
     "rollout/backends/select.py",

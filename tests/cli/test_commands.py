@@ -118,6 +118,7 @@ def test_generate_gives_what_llm_gives(
     assert rows[0]["policy_staleness"] == [0] * 6
     (summary,) = lines_of(shown.err)
     assert (summary["num_samples"], summary["num_generated_tokens"]) == (4, 24)
+    assert summary["seed"] == 5
 
 
 def test_a_failed_request_has_its_error_and_the_exit_code_is_1(

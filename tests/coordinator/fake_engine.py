@@ -106,6 +106,7 @@ class FakeEngine:
     must_register: bool = False
     max_requests: int = 64
     block_size_tokens: int = 2
+    settings: dict[str, str] = field(default_factory=dict)
     num_waiting: int = 0  # as it says: all it holds make a token in each step
     num_received: int = 0
     num_granted: int = 0
@@ -126,6 +127,7 @@ class FakeEngine:
             max_requests=self.max_requests,
             running=tuple(running),
             prepared_command_id=None if self.prepared is None else self.prepared.command_id,
+            settings=self.settings,
         )
 
     def heartbeat(self) -> Heartbeat:

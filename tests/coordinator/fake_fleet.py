@@ -33,7 +33,7 @@ from tests.coordinator.fake_engine import FakeEngine
 
 LIMITS = CoordinatorLimits(
     client_lease_s=30, engine_lease_s=10, heartbeat_s=1, progress_deadline_s=20,
-    orphan_deadline_s=40, command_deadline_s=15, abort_grace_s=5, commit_grace_s=5,
+    orphan_deadline_s=40, push_wait_s=12, command_deadline_s=15, abort_grace_s=5, commit_grace_s=5,
 )  # fmt: skip
 
 Peer = FakeEngine | FakeClient

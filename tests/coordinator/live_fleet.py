@@ -59,6 +59,7 @@ class LiveEngine:
             engine_id=bytes([number + 1]) * 16,
             block_size_tokens=BLOCK_SIZE,
             max_requests=16,
+            settings={},
             fetch=WeightFetcher(),
         )
         self.link = Link(address, handshake=self.agent.registration, status=self.agent.status)

@@ -101,7 +101,9 @@ def test_every_family_has_a_case() -> None:
 
 @all_families
 def test_chunks_groups_and_prefix_hits_give_the_trainers_numbers(family: str) -> None:
-    """Three rounds: nothing cached, all prompts cached, and after an update from another model."""
+    """Three rounds: nothing cached, all prompts cached, and after an update from another model,
+    with chunks that sample nothing and score nothing.
+    """
     engine, model = chunking_engine(family), model_of(family)
     add_all(engine)
     assert_like_the_trainer(model, list(drain(engine).values()))
@@ -113,7 +115,7 @@ def test_chunks_groups_and_prefix_hits_give_the_trainers_numbers(family: str) ->
     engine.pause()
     engine.update_weights(new_model)
     engine.unpause()
-    add_all(engine, num_greedy=4)
+    add_all(engine, num_greedy=4, is_prompt_scored=False)
     assert_like_the_trainer(new_model, list(drain(engine).values()))
 
 

@@ -68,10 +68,11 @@ def route(logits: Vector, correction: Vector, spec: RouterSpec) -> dict[int, flo
     kind=st.sampled_from(["softmax", "softmax_chosen", "sigmoid"]),
     groups=st.sampled_from([(1, 1), (3, 1), (4, 2), (6, 3)]),
     flags=st.tuples(*[st.booleans()] * 4),
+    num_tokens=st.sampled_from([0, 1, 7]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_router_chooses_and_weighs_as_defined(
-    kind: str, groups: tuple[int, int], flags: tuple[bool, ...], seed: int
+    kind: str, groups: tuple[int, int], flags: tuple[bool, ...], num_tokens: int, seed: int
 ) -> None:
     normalizes, has_correction, has_bias, is_float32 = flags
     is_sigmoid = kind == "sigmoid"
@@ -90,7 +91,7 @@ def test_a_router_chooses_and_weighs_as_defined(
     router = Router(HIDDEN_SIZE, spec, dtype=torch.float32, device=CPU)
     for parameter in router.parameters():
         parameter.normal_(generator=generator)
-    x_TE = torch.randn(7, HIDDEN_SIZE, generator=generator)
+    x_TE = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator)
     correction_N = torch.randn(spec.num_experts, generator=generator) * spec.has_correction
     ids_TK, weights_TK = router(x_TE, correction_N if spec.has_correction else None)
     assert (ids_TK.dtype, weights_TK.dtype) == (torch.int64, torch.float32)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from rollout import ConfigError, InvalidRequestError, SamplingParams
-from rollout.errors import WeightUpdateError
+from rollout.errors import RolloutError, WeightUpdateError
 from rollout.models.checkpoint import Checkpoint
+from rollout.step.seeds import mix_seed, system_seed
 from tests.apis.fleets import directory, weights
 from tests.rollout_verl.fake_verl import RolloutMode, fake_verl, rollout_config
 
@@ -72,7 +73,7 @@ def test_what_an_engine_cannot_do_is_refused(
 ) -> None:
     settings = import_module("rollout_verl.settings")
     with pytest.raises(ConfigError, match=message):
-        settings.engine_fields(rollout_config(**change))
+        settings.engine_fields(rollout_config(**change), 0)
 
 
 @pytest.mark.distributed
@@ -207,3 +208,62 @@ def test_the_self_check_says_what_is_missing(
     monkeypatch.setattr(check, "entry_points", lambda group: [])
     assert check.main() == 1
     assert "no entry point 'rollout' in verl.plugins" in capsys.readouterr().err
+
+
+def recording_server(replica_rank: int, seed: int | None = 0) -> tuple[Any, list[int]]:
+    """A server of that replica whose requests go nowhere, and the seeds of those requests."""
+    config = rollout_config(seed=seed)
+    server = import_module("rollout_verl.server").EngineServer(
+        config, directory(), RolloutMode.HYBRID, replica_rank
+    )
+    fields = import_module("rollout_verl.settings").engine_fields(config, replica_rank)
+    seeds: list[int] = []
+
+    def add_groups(groups: Any, priority: int) -> Any:
+        ((_, (params,)),) = groups
+        seeds.append(params.seed)
+        raise RolloutError("not sent")
+
+    server._llm = SimpleNamespace(
+        client=SimpleNamespace(add_groups=add_groups),
+        seed=system_seed() if fields["seed"] is None else fields["seed"],
+        weights_version=0,
+    )
+    return server, seeds
+
+
+def seeds_of(replica_rank: int, steps: list[int], seed: int | None = 0) -> list[int]:
+    """Seeds of two requests in each of the trainer's `steps`."""
+    server, seeds = recording_server(replica_rank, seed)
+
+    async def run() -> None:
+        for step in steps:
+            await server.set_global_steps(step)
+            for _ in range(2):
+                with pytest.raises(RolloutError, match="not sent"):
+                    await server.generate([5, 6, 7], {}, "name")
+
+    asyncio.run(run())
+    return seeds
+
+
+def test_replicas_of_one_seed_draw_differently_and_a_resumed_job_repeats_no_noise(
+    verl: SimpleNamespace,
+) -> None:
+    whole = seeds_of(0, [1, 2, 3])
+    assert seeds_of(0, [1, 2, 3]) == whole, "an explicit seed repeats a run"
+    runs = [whole, seeds_of(1, [1, 2, 3]), seeds_of(0, [4, 5]), seeds_of(1, [4, 5])]
+    runs += [seeds_of(rank, [1, 2, 3], seed=None) for rank in (0, 0)]
+    seeds = [seed for run in runs for seed in run]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_seed_in_the_sampling_parameters_is_that_of_llm_generate(verl: SimpleNamespace) -> None:
+    server, seeds = recording_server(3)
+
+    async def run() -> None:
+        with pytest.raises(RolloutError, match="not sent"):
+            await server.generate([5, 6, 7], {"seed": 9}, "name")
+
+    asyncio.run(run())
+    assert seeds == [mix_seed(9, 0, 0)]

@@ -21,6 +21,7 @@ from rollout import (
 )
 from rollout.backends.ops.cpu import CpuOps
 from rollout.runner.replacement import WeightBackup
+from rollout.runner.weight_update import MAX_VERSION
 from tests.tiny_models import (
     IS_LONG,
     Finished,
@@ -299,6 +300,20 @@ def test_a_version_that_is_not_above_the_served_one_is_refused(state: str) -> No
             engine.commit_weights(engine.stage_weights(new_weights()), version, in_flight=True)
     assert engine.weights_version == 0
     assert_undisturbed(engine)
+
+
+@pytest.mark.parametrize("version", [None, MAX_VERSION, MAX_VERSION + 1])
+def test_no_version_follows_the_last_one(version: int | None) -> None:
+    engine = tiny_engine(old_model(), weights_version=MAX_VERSION)
+    with pytest.raises(WeightUpdateError, match="version="):
+        engine.update_weights(new_weights(), version, in_flight=True)
+    with pytest.raises(WeightUpdateError, match="version="):
+        engine.commit_weights(engine.stage_weights(new_weights()), version, in_flight=True)
+    with pytest.raises(WeightUpdateError, match="version="):
+        engine.check_update(version, in_flight=True)
+    assert engine.weights_version == MAX_VERSION
+    (request,) = generate_all(engine, [(prompt_of(9), PARAMS)])
+    assert set(request.policy_versions.tolist()) == {MAX_VERSION}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

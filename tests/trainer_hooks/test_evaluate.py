@@ -209,8 +209,10 @@ def test_turns_of_different_prompts_have_different_seeds() -> None:
         return Rollout([first, second], reward=float(len(prompt)))
 
     llm = FakeLLM()
-    metrics = run_virtually(evaluate(llm, PROMPTS, None, n=2, rollout_fn=two_turns))
-    assert len(set(llm.seeds)) == len(llm.seeds) == len(PROMPTS) * 2 * 2
+    for num_evaluations in (1, 2):
+        metrics = run_virtually(evaluate(llm, PROMPTS, None, n=2, rollout_fn=two_turns))
+        num_requests = num_evaluations * len(PROMPTS) * 2 * 2
+        assert len(set(llm.seeds)) == len(llm.seeds) == num_requests
     assert metrics["eval/reward"] == sum(len(row["prompt"]) for row in PROMPTS) / len(PROMPTS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
 from rollout.errors import ConfigError
+from rollout.step.seeds import mix_seed
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.jobs.settings import WarmupSettings
 from trainer_hooks.jobs.task import Task
@@ -60,7 +62,11 @@ async def warm_up(
                     sampled = list(islice(checked, settings.check_prompts))
                     async with generation_phase(threaded, WeightSync(threaded), policy):
                         metrics = await evaluate(
-                            threaded, sampled, task.reward, params, rollout_fn=task.rollout_fn
+                            threaded,
+                            sampled,
+                            task.reward,
+                            replace(params, seed=mix_seed(seed, step)),
+                            rollout_fn=task.rollout_fn,
                         )
                     row["warmup/reward"] = latest = metrics["eval/reward"]
                 yield {**row, "timing_s/warmup": time.perf_counter() - start_s}

@@ -147,9 +147,9 @@ class GroupMaker:
 
     A score that fails is tried again by the runner, with the same samples; a prompt whose score
     fails to the end is given up without another generation.
-    Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, prompt index,
-    attempt), and `generate` mixes the sample's index in. Attempts of a prompt that is issued again
-    because its group grew too old are counted on: the same samples would grow too old again.
+    Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, place in the
+    epoch, attempt), and `generate` mixes the sample's index in. Attempts of a prompt that is issued
+    again because its group grew too old are counted on: the same samples would grow too old again.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class GroupMaker:
     ) -> ScoredGroup:
         loop = asyncio.get_running_loop()
         attempt += num_reissues * self._max_attempts
-        seed = mix_seed(self._seed, ticket.epoch, ticket.index, attempt)
+        seed = mix_seed(self._seed, ticket.epoch, ticket.position, attempt)
         start_s = loop.time()
         rollouts = await self._generate(item, replace(self._params, seed=seed))
         failed = [request for each in rollouts for request in each.requests if request.failed()]

@@ -35,6 +35,7 @@ from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
 from rollout.coordinator.security import CurveKeys
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import given_or_drawn
 from rollout.text import as_tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -51,15 +52,14 @@ class ClientStateError(RolloutError):
 class InferenceClient:
     """A client of a coordinator, in one event loop. An async context manager.
 
-    inference_coordinator_port: a port on loopback, or a full address. tokenizer: for text prompts
-    and the text of outputs; one of ours, a directory with one, or a Hugging Face tokenizer. seed:
-    requests without a seed of their own get mix_seed(seed, request id); None takes a random one.
+    inference_coordinator_port: a port on loopback, or an address. tokenizer: for text prompts and
+    outputs; one of ours, a directory with one, or a Hugging Face tokenizer. seed: requests without
+    one get mix_seed(seed, request id); None draws one.
 
     Verbs are plain functions that return futures, so that messages are sent in the order of the
-    calls. A future may be ignored. All verbs raise ClientStateError before the start, after the end
-    and in another event loop. If the coordinator is lost, all pending futures fail with
-    CoordinatorLostError, at once if its process has ended; then make a new client. A blocked event
-    loop loses nothing, however long: a thread of the client keeps the session.
+    calls. A future may be ignored. Verbs raise ClientStateError before the start, after the end and
+    in another event loop. If the coordinator is lost, pending futures fail with
+    CoordinatorLostError. The event loop may block: a thread of the client keeps the session.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class InferenceClient:
         self.coordinator: ConnectAck | None = None  # None before the start
         self.listener_task: asyncio.Task[None] | None = None  # takes what the coordinator sends
         self._name, self._curve, self._max_frame_bytes = name, curve, max_frame_bytes
-        self._seed = int.from_bytes(self.client_id[:8], "big") if seed is None else seed
+        self.seed = given_or_drawn(seed, "a client")
         self._tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self._next_command_id = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -271,7 +271,7 @@ class InferenceClient:
                     tokenizer=self._tokenizer,
                     request_ids=ids,
                     seeds=seeds,
-                    client_seed=self._seed,
+                    client_seed=self.seed,
                     priority=priority,
                     deadline_s=deadline_s,
                     streaming=streaming,

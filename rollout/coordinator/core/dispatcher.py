@@ -16,7 +16,7 @@ from rollout.coordinator.protocol.messages import AssignRequest, Attempt, Credit
 from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
-from rollout.errors import ProtocolError
+from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
 from rollout.requests.block_hash import compute_block_hashes_batched
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class Dispatcher:
         self._ready: dict[int, EngineSession] = {}  # by rank
         self._with_room: dict[int, EngineSession] = {}
         self._is_policy_blamed = False
+        self.awaits_push = False  # whether only a push brings an engine that gets work
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:
         """Return the hashes of the prompt's whole blocks; [] if prefixes are ignored."""
@@ -216,8 +217,43 @@ class Dispatcher:
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
 
+    def await_push(self, is_awaited: bool, now: float) -> None:
+        """Take whether only a push brings an engine that gets work. Waiting requests fail sooner
+        then: who pushes may be waiting for them."""
+        if is_awaited is self.awaits_push:
+            return
+        self.awaits_push = is_awaited
+        if is_awaited:
+            logger.warning(
+                "no engine has the weights of the last push, which nobody keeps; requests fail in "
+                "%g s unless there is another one",
+                self._orphan_wait_s,
+            )
+        for group_id in [] if self._ready else self.waiting_groups():
+            self._context.timers.discard(("orphan", group_id))
+            self._watch_orphans([group_id], now)
+
+    def orphan_error(self) -> RolloutError:
+        """Return why requests that have waited for long enough fail."""
+        if not self.awaits_push:
+            return RolloutError(f"no engine was there for {self._orphan_wait_s:g} s")
+        error = WeightUpdateError(
+            "no engine has the weights of the last push: all that had them have ended, its "
+            "transport keeps no copy for those that were started since, and no other push came for "
+            f"{self._orphan_wait_s:g} s (push_wait_s). Push the weights and submit again; with "
+            "weight_transport='shared' or 'directory:PATH' engines fetch them themselves"
+        )
+        error.is_transient = True
+        return error
+
+    @property
+    def _orphan_wait_s(self) -> float:
+        limits = self._context.limits
+        longest_s = limits.orphan_deadline_s
+        return min(longest_s, limits.push_wait_s) if self.awaits_push else longest_s
+
     def _watch_orphans(self, group_ids: Iterable[int], now: float) -> None:
-        timers, due_at = self._context.timers, now + self._context.limits.orphan_deadline_s
+        timers, due_at = self._context.timers, now + self._orphan_wait_s
         for group_id in group_ids:
             if ("orphan", group_id) not in timers:
                 timers.set(("orphan", group_id), due_at)

@@ -64,13 +64,15 @@ class CommittedWeights:
 
 @dataclass(slots=True)
 class Fleet:
-    """weights: None until an engine registers or an update is committed. released: owners whose
+    """weights: None until an engine registers or an update is committed. settings: those of the
+    first engine; None until there was one. released: owners whose
     memory a SUSPEND has released. is_diverged: engines may be in another state or hold other memory
     than is known, because only some have done a command, or because one joined a suspended fleet.
     command_ids: the ids of commands towards engines."""
 
     state: CoordinatorState = CoordinatorState.RUNNING
     weights: CommittedWeights | None = None
+    settings: Mapping[str, str] | None = None
     released: frozenset[str] = frozenset()
     is_diverged: bool = False
     command_ids: Iterator[int] = field(default_factory=count)
@@ -83,6 +85,16 @@ class Fleet:
     def weights_checksum(self) -> str:
         """That of the weights which every engine serves, "" as long as no engine has joined."""
         return "" if self.weights is None else self.weights.checksum
+
+    def difference(self, settings: Mapping[str, str]) -> str:
+        """Return in what an engine of these settings differs from the first one, for an error
+        message; "" if in nothing, or if there was no engine."""
+        if self.settings is None:
+            return ""
+        own = self.settings
+        names = [name for name in {**own, **settings} if settings.get(name) != own.get(name)]
+        listed = [f"{name}={settings.get(name)}, the fleet {own.get(name)}" for name in names[:3]]
+        return "; ".join(listed) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
     def is_done(self, header: Headers) -> bool:
         """Whether every engine is in the command's target state already.

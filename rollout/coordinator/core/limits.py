@@ -17,6 +17,8 @@ class CoordinatorLimits:
     probe_interval_s: how often each engine is sent a heartbeat, which fails if it was killed.
     progress_deadline_s: an engine that has work and makes no step for so long is given up.
     orphan_deadline_s: how long requests wait while there is no engine at all.
+    push_wait_s: how long requests wait while no engine has the fleet's weights, which were sent by
+    a transport that keeps none, so that the trainer has to push again.
     command_deadline_s: the deadline of commands that name none.
     max_lost_attempts: a request fails when so many engines were lost while they ran it.
     abort_grace_s: how long an aborted request waits for the record of its engine.
@@ -43,6 +45,7 @@ class CoordinatorLimits:
     probe_interval_s: float = 0.25
     progress_deadline_s: float = 60.0
     orphan_deadline_s: float = 1800.0
+    push_wait_s: float = 60.0
     command_deadline_s: float = 60.0
     max_lost_attempts: int = 3
     abort_grace_s: float = 10.0

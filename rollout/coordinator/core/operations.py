@@ -258,6 +258,7 @@ class WeightCommit(Operation):
             version = self.fleet.weights_version + 1
         self._version = self.fleet.require_next_version(version, WeightUpdateError)
         engines = self.registry.members_of(self.message.source)
+        self.registry.dispatcher.await_push(False, now)  # it is here
         prepare = Prepare(
             command_id=self.command_id,
             version=self._version,
@@ -294,6 +295,11 @@ class WeightCommit(Operation):
             self._roll_back(next(iter(self.refusals.values())), now)
         elif not self.members:
             # Without a vote nobody knows whether engines can load these weights.
+            num_others = self.registry.num_awaiting_push
+            if num_others and self.message.source.lora is not None:
+                reason = f"all {num_others} engines lack the weights below this adapter"
+                self._refuse(reason, now, "push the full weights first")
+                return
             reason = f"no engine was there to verify version {self._version}"
             self._refuse(reason, now, "push again when one has joined", is_transient=True)
         else:

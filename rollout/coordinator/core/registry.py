@@ -71,8 +71,10 @@ class Registry:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no engine is about to be admitted, to get work, or to be told of as lost."""
-        return not (self.departed or self._registered or self._joining or self._reached())
+        """Whether no engine is about to be admitted, to get work, or to be told of as lost, and the
+        dispatcher knows whether only a push brings one."""
+        is_pending = self.departed or self._registered or self._joining or self._reached()
+        return not is_pending and self.dispatcher.awaits_push is self._needs_push
 
     def ready_engines(self) -> Iterator[EngineSession]:
         """The engines that get work, in the order in which they joined."""
@@ -86,6 +88,18 @@ class Registry:
         is_for_all = below is None and not source.builds_on
         waiting = self._awaiting_push.values() if is_for_all else ()
         return [*self.ready_engines(), *waiting]
+
+    @property
+    def num_awaiting_push(self) -> int:
+        """How many engines lack the fleet's weights, which nobody keeps."""
+        return len(self._awaiting_push)
+
+    @property
+    def _needs_push(self) -> bool:
+        """Whether engines are there, and only a push makes one get work."""
+        if not self._awaiting_push or self._joining or self._registered:
+            return False
+        return not any(self.ready_engines())
 
     def _reached(self) -> list[EngineSession]:
         """The engines that waited for a push, and have the fleet's weights now."""
@@ -136,6 +150,11 @@ class Registry:
                 f"{routed}: an engine may lack the block it is chosen for; start it with "
                 f"block_size_tokens={routed}"
             )
+        if differs := self.fleet.difference(message.settings):
+            return ConfigError(
+                f"the engine has {differs}: what a request is answered would depend on the engine; "
+                "start this one as the others were"
+            )
         if self.fleet.state is CoordinatorState.STOPPING:
             return EngineStateError("the fleet is stopped; no engine is taken any more")
         num_others = len({*self.engines, *self._registered} - {message.engine_id})
@@ -183,6 +202,7 @@ class Registry:
                 del self._joining[engine.engine_id]
                 engine.progress_at = now
                 self.dispatcher.engine_ready(engine)
+        self.dispatcher.await_push(self._needs_push, now)
 
     def _admit(self, registration: _Registration, now: float) -> None:
         message, context, fleet = registration.message, self.context, self.fleet
@@ -192,6 +212,7 @@ class Registry:
             self._requests.requeue(registration.left, now)
             return
         weights = self._take_fleet_weights(message)
+        fleet.settings = message.settings if fleet.settings is None else fleet.settings
         engine = EngineSession(
             engine_id=message.engine_id,
             identity=registration.identity,

@@ -197,9 +197,8 @@ class RequestLifecycle:
             request.is_overdue = True
 
     def orphaned(self, group_id: int, now: float) -> None:
-        """Fail what waits of a group: no engine has come in time."""
-        wait_s = self._context.limits.orphan_deadline_s
-        error = WireError.of(RolloutError(f"no engine was there for {wait_s:g} s"))
+        """Fail what waits of a group: no engine that gets work has come in time."""
+        error = WireError.of(self._dispatcher.orphan_error())
         group = self._table.groups.get(group_id)
         for request in [] if group is None else list(group.waiting.values()):
             self.fail(request, error)

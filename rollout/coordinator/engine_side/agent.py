@@ -75,12 +75,15 @@ class EngineAgent:
         engine_id: bytes,
         block_size_tokens: int,
         max_requests: int,
+        settings: Mapping[str, str],
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fetch`: as for WeightUpdates. `clock`: returns monotonic seconds, for deadlines."""
+        """`settings`: what all engines of the fleet must have alike. `fetch`: as for WeightUpdates.
+        `clock`: returns monotonic seconds, for deadlines."""
         self._engine, self._engine_id, self._clock = engine, engine_id, clock
         self._block_size, self._max_requests = block_size_tokens, max_requests
+        self._settings = settings
         self._requests = EngineRequests(engine)
         self._updates = WeightUpdates(engine, fetch)
         self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
@@ -131,6 +134,7 @@ class EngineAgent:
             max_requests=self._max_requests,
             running=self._requests.held(),
             prepared_command_id=self._registered_vote,
+            settings=self._settings,
         )
 
     def check_ranks(self) -> None:

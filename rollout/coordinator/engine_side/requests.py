@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Attempt,
@@ -24,6 +26,8 @@ from rollout.coordinator.protocol.packed import (
 from rollout.engine.engine import Engine
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import mix_seed
 
 _logger = logging.getLogger(__name__)
 
@@ -132,14 +136,13 @@ class EngineRequests:
         """Add new samples of one prompt, or one resumed sample, to the engine."""
         tokens = message.prompt_tokens.tolist()
         params = [unpack_params(sample.sampling_params) for sample in samples]
+        seeds = [self._seed_of(sample, own) for sample, own in zip(samples, params, strict=True)]
         if _num_known(samples[0]):
-            record = resumed_record(samples[0], params[0], tokens, priority=message.priority)
+            sample = structs.replace(samples[0], seed=seeds[0])
+            record = resumed_record(sample, params[0], tokens, priority=message.priority)
             self._engine.add_record(record)
         else:
-            seeded = [
-                p if sample.seed is None else replace(p, seed=sample.seed)
-                for p, sample in zip(params, samples, strict=True)
-            ]
+            seeded = [replace(p, seed=seed) for p, seed in zip(params, seeds, strict=True)]
             ids = [sample.request_id for sample in samples]
             self._engine.add_group(tokens, seeded, ids, message.priority)
         for sample, own in zip(samples, params, strict=True):
@@ -149,6 +152,14 @@ class EngineRequests:
             slot = self._report_times.slot(interval)
             slot[sample.request_id] = None
             self._running[sample.request_id] = _Running(sample.attempt, _num_known(sample), slot)
+
+    def _seed_of(self, sample: Sample, params: SamplingParams) -> int:
+        """Return the sample's seed. A client may have named none: request ids are unique in the
+        fleet, so engines with one seed draw differently, and every attempt draws alike."""
+        for seed in (sample.seed, params.seed):
+            if seed is not None:
+                return seed
+        return mix_seed(self._engine.seed, sample.request_id)
 
     # ---- ending
 

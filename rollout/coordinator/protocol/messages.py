@@ -39,6 +39,9 @@ from rollout.errors import ProtocolError, RolloutError, decode_error, encode_err
 # ---- what several messages carry
 
 
+Settings = Annotated[Mapping[Name, Name], Meta(max_length=1024)]
+
+
 class Attempt(WireData, frozen=True, kw_only=True):
     """One assignment of one request. Of two attempts of a request, the larger number counts."""
 
@@ -154,7 +157,7 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
     engine_id: a uuid, one for the life of the process. state: name of its state. running: the
     attempts that it still holds, those that have ended included. prepared_command_id: the Prepare
     that it has voted yes to and has no decision on; the RegisterAck names the weights to fetch, or
-    a Rollback follows it.
+    a Rollback follows it. settings: what all engines of a fleet must have alike, as text by name.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -166,6 +169,7 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
     max_requests: Count
     running: Attempts = ()
     prepared_command_id: Count | None = None
+    settings: Settings = field(default_factory=dict)
 
 
 class RegisterAck(Message, frozen=True, kw_only=True, tag=74):

@@ -308,6 +308,83 @@ def test_a_late_joiner_takes_adapters_on_the_weights_that_all_engines_start_with
     assert list(fleet.core.ranks()) == [0, 1]
 
 
+def fleet_that_awaits_a_push(*, lora: bool = False) -> tuple[FakeFleet, FakeClient]:
+    """All engines were started again after a push that nobody keeps, while requests ran. Full
+    weights were pushed, then an adapter if `lora`."""
+    fleet, client, engines = fleet_in("RUNNING", 2)
+    sources = [source_of(1), *([replace(source_of(2), lora=TERMS)] if lora else [])]
+    for source in sources:
+        fleet.give(client, client.update(replace(source, is_kept=False), in_flight=True))
+    fleet.send(client, *(client.submission([9]) for _ in range(2)))
+    fleet.run()
+    for engine in engines:
+        fleet.cut(engine)
+    fleet.pass_time(LIMITS.engine_lease_s + 1)
+    for _ in engines:
+        fleet.engine()
+    fleet.run()
+    assert fleet.core.ranks() == {}
+    return fleet, client
+
+
+def test_requests_fail_in_time_where_only_a_push_brings_an_engine_that_serves() -> None:
+    fleet, client = fleet_that_awaits_a_push()
+    fleet.pass_time(LIMITS.push_wait_s - 1)
+    fleet.send(client, client.submission([9]))
+    fleet.run()
+    assert not any(asked.replies for asked in client.asked.values())
+    fleet.pass_time(2)
+    fleet.run()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1, 1, 0]
+    (reply,) = client.asked[0].replies
+    assert reply.error is not None
+    assert "Push the weights and submit again" in reply.error.message
+    assert reply.error.is_transient
+    update = client.update(replace(source_of(2), is_kept=False), in_flight=True)
+    assert isinstance(fleet.give(client, update), Ack)
+    fleet.finish()
+    (reply,) = client.asked[2].replies
+    assert not reply.is_failed, "the push has brought the engines back"
+
+
+def test_requests_wait_for_a_push_that_is_under_way() -> None:
+    fleet, client = fleet_that_awaits_a_push()
+    engines = [peer for peer in fleet.peers.values() if isinstance(peer, FakeEngine)]
+    engines[0].ignores = {"Prepare"}
+    fleet.pass_time(LIMITS.push_wait_s - 1)
+    fleet.give(client, client.update(replace(source_of(2), is_kept=False), in_flight=True))
+    fleet.pass_time(LIMITS.command_deadline_s - 1)
+    assert not any(asked.replies for asked in client.asked.values()), "longer than push_wait_s"
+    fleet.pass_time(LIMITS.push_wait_s - 1)
+    assert not any(asked.replies for asked in client.asked.values()), "it has failed: from anew"
+    fleet.pass_time(4)
+    fleet.run()
+    assert all(len(asked.replies) == 1 for asked in client.asked.values())
+
+
+def test_requests_go_on_waiting_where_an_engine_serves_or_is_coming() -> None:
+    fleet, client = fleet_that_awaits_a_push()
+    fleet.engine(version=1, checksum="sum1")
+    fleet.run()
+    assert len(fleet.core.ranks()) == 1
+    fleet.pass_time(LIMITS.push_wait_s + 1)
+    fleet.finish()
+    assert [reply.is_failed for asked in client.asked.values() for reply in asked.replies] == [
+        False,
+        False,
+    ]
+
+
+def test_an_adapter_for_engines_that_lack_its_base_is_refused_with_the_remedy() -> None:
+    fleet, client = fleet_that_awaits_a_push(lora=True)
+    adapter = replace(source_of(3), lora=TERMS, is_kept=False)
+    nack = fleet.give(client, client.update(adapter, in_flight=True))
+    assert isinstance(nack, Nack)
+    assert "all 2 engines lack the weights below this adapter" in nack.error.message
+    assert "push the full weights first" in nack.error.message
+    assert not nack.error.is_transient, "the same push fails again"
+
+
 def test_requests_of_an_engine_that_missed_a_push_go_on_elsewhere() -> None:
     fleet, client, (first, second) = fleet_in("RUNNING", 2)
     fleet.send(client, *(client.submission([9]) for _ in range(2)))
@@ -372,6 +449,30 @@ def test_an_engine_whose_blocks_do_not_divide_those_of_the_routing_is_refused(
     if not is_taken:
         (nack,) = engine.seen
         assert "start it with block_size_tokens=16" in error_of(nack)
+
+
+def test_an_engine_whose_settings_differ_from_the_first_ones_is_refused_with_both_values() -> None:
+    fleet = FakeFleet()
+    first = fleet.engine(settings={"rope.theta": "10000.0", "max_sequence_length": "512"})
+    fleet.run()
+    alike = fleet.engine(settings=dict(reversed(first.settings.items())))
+    other = fleet.engine(settings={**first.settings, "max_sequence_length": "256"})
+    silent = fleet.engine()
+    fleet.run()
+    assert set(fleet.core.ranks().values()) == {first.engine_id, alike.engine_id}
+    (nack,) = other.seen
+    assert "the engine has max_sequence_length=256, the fleet 512" in error_of(nack)
+    (nack,) = silent.seen
+    assert "rope.theta=None, the fleet 10000.0; max_sequence_length=None" in error_of(nack)
+
+
+def test_of_two_engines_that_wait_and_differ_one_is_admitted() -> None:
+    fleet = FakeFleet(deterministic_mode=True)
+    engines = [fleet.engine(settings={"rms_norm_eps": value}) for value in ("1e-06", "1e-05")]
+    fleet.run()
+    assert list(fleet.core.ranks().values()) == [engines[0].engine_id]
+    (nack,) = [message for message in engines[1].seen if isinstance(message, Nack)]
+    assert "rms_norm_eps=1e-05, the fleet 1e-06" in error_of(nack)
 
 
 def test_a_vote_nobody_remembers_is_rolled_back_on_return() -> None:

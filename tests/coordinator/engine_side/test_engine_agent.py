@@ -99,6 +99,7 @@ def make_agent(
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=8,
+        settings={},
         fetch=fetch,
         clock=clock,
     )
@@ -238,6 +239,29 @@ def test_another_engine_goes_on_from_the_last_token_told(num_steps: int) -> None
         assert num_steps - num_old < 3
         assert request.policy_versions.tolist() == [0] * num_old + [3] * (14 - num_old)
         assert request.completed_at_version == 3
+
+
+def test_samples_without_a_seed_differ_on_engines_of_one_seed_and_go_on_elsewhere() -> None:
+    free = SamplingParams(num_tokens_to_generate=14, return_log_probs=True)
+
+    def unseeded(index: int, attempt: int = 0, run: TokenRun | None = None) -> AssignRequest:
+        sample = Sample(
+            request_id=index, attempt=attempt, sampling_params=pack_params(free), resumed=run
+        )
+        return AssignRequest(samples=(sample,), prompt_tokens=np.array(PROMPT, dtype=np.int32))
+
+    first, second = make_agent(seed=3), make_agent(seed=3)
+    outboxes = []
+    for index, agent in enumerate((first, second)):
+        tell(agent, entered())
+        tell(agent, unseeded(index))
+        outboxes.append([*steps(agent, 9)])
+    run = told(outboxes[0], 0)
+    ended = [requests_of(steps(agent))[i] for i, agent in enumerate((first, second))]
+    assert ended[0].generated_tokens != ended[1].generated_tokens
+    tell(second, unseeded(0, attempt=1, run=run))
+    again = requests_of(steps(second))[0]
+    assert again.generated_tokens == ended[0].generated_tokens
 
 
 def test_a_repeated_assignment_changes_nothing_and_a_later_attempt_replaces() -> None:

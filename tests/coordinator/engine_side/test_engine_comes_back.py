@@ -34,6 +34,7 @@ def test_newer_weights_are_taken_by_an_engine_that_had_released_its_own(
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=4,
+        settings={},
         fetch=lambda _: dict(model.named_parameters()),
     )
     engine.pause()

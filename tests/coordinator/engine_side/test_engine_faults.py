@@ -121,6 +121,7 @@ def agent_of(engine: Any, link: ScriptedLink | None = None) -> EngineAgent:
         engine_id=bytes(16),
         block_size_tokens=8,
         max_requests=4,
+        settings={},
         fetch=lambda _: dict(MODEL.named_parameters()),
         clock=time.monotonic if link is None else link.now,
     )

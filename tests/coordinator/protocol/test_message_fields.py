@@ -86,6 +86,7 @@ LEGAL = {
     "Float32s": _NO_TOKENS,
     "Float32s | None": _NO_TOKENS | {"none"},
     "PlainMap": _PLAIN,
+    "Settings": {"empty map"},
     "Samples": set(),
     "Attempts": _LIST,
     "TensorEntry.shape": _LIST | {"list of 16"},

@@ -98,7 +98,7 @@ def test_each_turn_of_each_sample_has_a_seed_of_its_own() -> None:
     seeds = [r.seed for group in batch.groups for r in group.requests]
     assert len(set(seeds)) == len(seeds) == 2 * 3 * 3
     group = batch.groups[0]
-    group_seed = mix_seed(0, 0, group.ticket.index, 0)
+    group_seed = mix_seed(0, 0, group.ticket.position, 0)
     own = [mix_seed(mix_seed(group_seed, 1, turn), 0, 0) for turn in range(3)]
     assert [turn.seed for turn in group.rollouts[1].requests] == own
 

@@ -17,6 +17,7 @@ from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.producer.fake_llm import FakeLLM, levels, train
+from trainer_hooks.curriculum import Curriculum
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
 from trainer_hooks.prompt_ledger import PromptLedger
 from trainer_hooks.rewards import RewardFunctionError
@@ -122,6 +123,19 @@ def test_a_version_that_is_noted_begins_a_batch_before_it_is_asked_for() -> None
             assert (batch.version, batch.admitted_at_version) == (8, 8)
 
     run_virtually(work())
+
+
+def test_a_prompt_that_a_curriculum_draws_twice_in_an_epoch_gets_other_seeds() -> None:
+    async def seeds() -> list[int]:
+        llm = FakeLLM()
+        curriculum = Curriculum(weight=lambda index, history: index == 3, with_replacement=True)
+        async with producer_of(llm, shuffle=True, curriculum=curriculum) as producer:
+            for batch in await train(llm, producer, 2):
+                assert levels(batch) == [3, 3]
+        return llm.seeds
+
+    drawn = run_virtually(seeds())
+    assert len(set(drawn)) == len(drawn) >= 2 * 2 * 3
 
 
 def test_a_failed_rollout_is_nan_and_its_group_stays_if_enough_are_left() -> None:

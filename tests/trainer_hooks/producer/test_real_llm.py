@@ -44,7 +44,7 @@ def plain_loop(llm: LLM, num_batches: int) -> list[Told]:
         batch: Told = []
         for _ in range(BATCH_GROUPS):
             ticket = ledger.issue()
-            params = replace(PARAMS, seed=mix_seed(SEED, ticket.epoch, ticket.index, 0))
+            params = replace(PARAMS, seed=mix_seed(SEED, ticket.epoch, ticket.position, 0))
             prompt = ledger.item(ticket).prompt
             tokens = [r.generated_tokens for r in llm.generate(prompt, params, GROUP_SIZE)]
             batch.append((list(prompt), tokens, parity(tokens)))

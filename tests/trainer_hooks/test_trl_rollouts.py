@@ -1,0 +1,59 @@
+"""TRLRollouts' seeds, with a trainer that has what TRL's has: a process index and a step."""
+
+from __future__ import annotations
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rollout import LLM
+from tests.apis.fleets import CONFIG, directory, weights
+from tests.tiny_models import prompt_of
+from trainer_hooks.trl_rollouts import TRLRollouts
+
+PROMPTS = [prompt_of(5), prompt_of(5), prompt_of(7)]  # two samples of the first one
+
+
+class Tokenizer:
+    eos_token_id = None
+
+    def apply_chat_template(self, prompt: Any, **_: Any) -> list[int]:
+        return list(prompt)
+
+
+def completions(
+    rank: int, steps: list[int], seed: int | None, num_calls: int = 1
+) -> list[tuple[int, ...]]:
+    """What the process `rank` of a trainer generates in its `steps`."""
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(process_index=rank, unwrap_model=lambda model: model),
+        model=weights(),
+        processing_class=Tokenizer(),
+        state=SimpleNamespace(global_step=0),
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None},
+        max_completion_length=12,
+    )
+    generated: list[tuple[int, ...]] = []
+    with LLM(directory(), None, CONFIG, seed=seed) as llm, torch.no_grad():
+        rollouts = TRLRollouts(llm)
+        for step in steps:
+            trainer.state.global_step = step
+            for _ in range(num_calls):
+                rows = rollouts(PROMPTS, trainer)["completion_ids"]
+                generated += [tuple(row) for row in rows]
+    return generated
+
+
+def test_ranks_with_one_seed_or_none_draw_different_completions() -> None:
+    for seed in (None, 7):
+        drawn = list(chain(*(completions(rank, [0, 2], seed) for rank in range(2))))
+        assert len(set(drawn)) == len(drawn) == 12
+
+
+def test_a_seed_repeats_a_run_and_a_trainer_that_resumes_goes_on_in_it() -> None:
+    whole = completions(0, [0, 2, 4], seed=7, num_calls=2)
+    assert len(set(whole)) == len(whole) == 18
+    assert completions(0, [0, 2, 4], seed=7, num_calls=2) == whole
+    assert completions(0, [2, 4], seed=7, num_calls=2) == whole[6:]
