@@ -126,7 +126,11 @@ class EngineWithoutModel(DynamicInferenceEngine):
     ) -> None:
         muscle = cast(Any, NoModel())
         pipeline = StepPipeline(
-            scheduler=scheduler, muscle=muscle, outputs=outputs, counters=counters
+            scheduler=scheduler,
+            muscle=muscle,
+            outputs=outputs,
+            counters=counters,
+            guard=parts["guard"],
         )
         super().__init__(
             scheduler=scheduler, outputs=outputs, pipeline=pipeline, counters=counters, **parts
