@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+
+# The functions behind those of `signal`, which look numbers up in enums: a step would take longer.
+from _signal import getsignal
+from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -32,10 +36,10 @@ class deferred_signals:  # a context manager, used as a function
             return
         try:
             for number in _NUMBERS:
-                handler = signal.getsignal(number)
+                handler = getsignal(number)
                 if callable(handler):
                     self._handlers.append((number, handler))
-                    signal.signal(number, self._defer)
+                    set_handler(number, self._defer)
             return
         except BaseException:
             self._restore()
@@ -61,4 +65,4 @@ class deferred_signals:  # a context manager, used as a function
 
     def _restore(self) -> None:
         for number, handler in self._handlers:
-            signal.signal(number, handler)
+            set_handler(number, handler)
