@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import trained_logprobs
 from trainer_hooks.curriculum import Curriculum
@@ -42,20 +43,21 @@ logger = logging.getLogger(__name__)
 Order = Literal["admission", "ready"]
 
 
-def check_options(
-    llm: GeneratesAsync,
-    group_size: int,
-    batch_groups: int,
-    max_attempts: int,
-    oversample_groups: int | None,
-    sampling_params: SamplingParams,
-) -> None:
-    """Raise ConfigError for what could only fail later."""
-    least = {"group_size": 1, "batch_groups": 1, "max_attempts": 1, "oversample_groups": 0}
-    given = (group_size, batch_groups, max_attempts, oversample_groups)
-    for (name, low), value in zip(least.items(), given, strict=True):
-        if value is not None and value < low:
-            raise ConfigError(f"{name}={value} must be at least {low}")
+_RANGES: dict[str, Any] = {
+    "group_size": PositiveInt,
+    "batch_groups": PositiveInt,
+    "max_attempts": PositiveInt,
+    "min_valid_samples": PositiveInt,
+    "oversample_groups": NonNegativeInt | None,
+    "max_refills": NonNegativeInt | None,
+    "version_timeout_s": NonNegativeSeconds,
+}
+
+
+def check_options(llm: GeneratesAsync, sampling_params: SamplingParams, **options: Any) -> None:
+    """Raise ConfigError for what could only fail later. `options`: by their names in _RANGES."""
+    for name, value in options.items():
+        check_value(name, value, _RANGES[name], ConfigError)
     if not inspect.iscoroutinefunction(llm.generate):
         raise ConfigError(
             f"{type(llm).__name__}.generate cannot be awaited; use AsyncLLM, or wrap an LLM: "
@@ -179,7 +181,15 @@ class AsyncRolloutProducer:
     ) -> None:
         """Raises ConfigError for options that cannot work, naming them."""
         check_options(
-            llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
+            llm,
+            sampling_params,
+            group_size=group_size,
+            batch_groups=batch_groups,
+            max_attempts=max_attempts,
+            min_valid_samples=min_valid_samples,
+            oversample_groups=oversample_groups,
+            max_refills=max_refills,
+            version_timeout_s=version_timeout_s,
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
         self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
