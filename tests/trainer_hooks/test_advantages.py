@@ -222,4 +222,5 @@ def test_whitened_values_without_spread_are_zero(values: list[float]) -> None:
     mask = torch.tensor([[True] * len(values) + [False]])
     row = torch.tensor([[*values, NAN]])
     assert torch.equal(whitened(row, mask), torch.zeros(1, len(values) + 1))
-    assert torch.equal(reinforce_plus_plus_advantages(row, mask), torch.zeros(1, len(values) + 1))
+    advantages = reinforce_plus_plus_advantages(row, mask, gamma=0.0)  # returns are rewards then
+    assert torch.equal(advantages, torch.zeros(1, len(values) + 1))

@@ -285,8 +285,8 @@ def test_entropy_of_logits_that_exclude_tokens_is_finite_with_its_gradient() -> 
     logits_BTV = torch.tensor([[[0.0, -math.inf, 1.0], [0.0, 0.0, -math.inf]]], requires_grad=True)
     tokens_BT = torch.tensor([[0, 2]])
     logprobs_BT, entropies_BT = token_logprobs(logits_BTV, tokens_BT, return_entropy=True)
-    assert entropies_BT[0, 1] == pytest.approx(0.5822, abs=1e-4)
-    assert_close(entropies_BT.detach(), token_entropies(logits_BTV))
+    assert entropies_BT[0, 1].item() == pytest.approx(0.5822, abs=1e-4)
+    assert_close(entropies_BT.detach(), token_entropies(logits_BTV.detach()))
     (logprobs_BT + entropies_BT).sum().backward()
     assert logits_BTV.grad is not None
     assert logits_BTV.grad.isfinite().all()
