@@ -185,7 +185,7 @@ class Learner:
             for part in parts
         ]
         policy_group["lr"] = rates[0]
-        if not parts:  # a step without gradients, which the scheduler wants to see
+        if not any(reports):  # a step without gradients, which the scheduler wants to see
             self.optimizer.zero_grad()
             self.optimizer.step()
         self.scheduler.step()
