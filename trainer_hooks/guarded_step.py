@@ -85,7 +85,7 @@ class GuardedStep:
         self.num_skipped += 1
         kept = self._saved(batch)
         _log.warning(
-            "an optimizer step was skipped: the norms of its gradients are %s (%d in a row)%s",
+            "an optimizer step was skipped: the norms of its gradients here are %s (%d in a row)%s",
             norms, self._num_in_a_row, kept,
         )  # fmt: skip
         if self._num_in_a_row >= self._max_skipped:
