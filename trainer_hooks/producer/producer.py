@@ -43,21 +43,19 @@ logger = logging.getLogger(__name__)
 Order = Literal["admission", "ready"]
 
 
-_RANGES: dict[str, Any] = {
-    "group_size": PositiveInt,
-    "batch_groups": PositiveInt,
-    "max_attempts": PositiveInt,
-    "min_valid_samples": PositiveInt,
-    "oversample_groups": NonNegativeInt | None,
-    "max_refills": NonNegativeInt | None,
-    "version_timeout_s": NonNegativeSeconds,
-}
-
-
-def check_options(llm: GeneratesAsync, sampling_params: SamplingParams, **options: Any) -> None:
-    """Raise ConfigError for what could only fail later. `options`: by their names in _RANGES."""
-    for name, value in options.items():
-        check_value(name, value, _RANGES[name], ConfigError)
+def check_options(
+    llm: GeneratesAsync,
+    group_size: int,
+    batch_groups: int,
+    max_attempts: int,
+    version_timeout_s: float,
+    sampling_params: SamplingParams,
+) -> None:
+    """Raise ConfigError for what could only fail later."""
+    check_value("group_size", group_size, PositiveInt, ConfigError)
+    check_value("batch_groups", batch_groups, PositiveInt, ConfigError)
+    check_value("max_attempts", max_attempts, PositiveInt, ConfigError)
+    check_value("version_timeout_s", version_timeout_s, NonNegativeSeconds, ConfigError)
     if not inspect.iscoroutinefunction(llm.generate):
         raise ConfigError(
             f"{type(llm).__name__}.generate cannot be awaited; use AsyncLLM, or wrap an LLM: "
@@ -100,7 +98,9 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """What a batch is, with the defaults of the numbers that are None."""
+    """What a batch is, with the defaults of the numbers that are None. Raises ConfigError."""
+    check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
+    check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
         oversample_groups = batch_groups // 4 if order == "ready" else 0
     return BatchRules(
@@ -181,15 +181,7 @@ class AsyncRolloutProducer:
     ) -> None:
         """Raises ConfigError for options that cannot work, naming them."""
         check_options(
-            llm,
-            sampling_params,
-            group_size=group_size,
-            batch_groups=batch_groups,
-            max_attempts=max_attempts,
-            min_valid_samples=min_valid_samples,
-            oversample_groups=oversample_groups,
-            max_refills=max_refills,
-            version_timeout_s=version_timeout_s,
+            llm, group_size, batch_groups, max_attempts, version_timeout_s, sampling_params
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
         self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
