@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from examples.settings import CriticSettings
 from trainer_hooks import RolloutBatch, UpdateSettings, gae_advantages, split_by_tokens, value_loss
+from trainer_hooks.advantages import whitened
 
 Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
 
@@ -50,10 +51,8 @@ class Critic(nn.Module):
             gamma=self.settings.gamma,
             lam=self.settings.lam,
         )
-        trained = advantages_BT[batch.mask_BT]
-        whitened_BT = (advantages_BT - trained.mean()) / trained.std().clamp(min=1e-6)
         return {
-            "advantages_BT": whitened_BT,
+            "advantages_BT": whitened(advantages_BT, batch.mask_BT),
             "old_values_BT": old_values_BT,
             "returns_BT": returns_BT,
         }

@@ -27,7 +27,6 @@ from trainer_hooks import (
     TrainerState,
     WeightSync,
     accumulate_gradients,
-    clip_gradients,
     fixed_logprobs,
     group_advantages,
     has_reward_spread,
@@ -39,6 +38,7 @@ from trainer_hooks import (
     token_rewards,
 )
 from trainer_hooks.fsdp2 import WholeOptimizer, savable, shard
+from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.jobs import ModelSettings
 from trainer_hooks.jobs.adapter import load_adapter
 from trainer_hooks.jobs.import_paths import import_object
@@ -53,6 +53,7 @@ class Learner:
     `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
     `reference`: the policy that a KL term, if there is one, holds `policy` near.
     `advantages_B`: of the rows of the last update, means over their tokens.
+    `skipped_directory`: for the batches of steps that were skipped (`GuardedStep`).
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Learner:
         trainer: TrainerSettings,
         reference: ReferencePolicy | None = None,
         ranks: TrainerRanks = ALONE,
+        skipped_directory: Path | None = None,
     ) -> None:
         self.policy, self.reference, self._ranks = policy, reference, ranks
         self._algorithm, self._trainer = algorithm, trainer
@@ -77,6 +79,10 @@ class Learner:
             groups.append({"params": list(self.critic.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
         self.scheduler = scheduler_of(self.optimizer, trainer)
+        self._guard = GuardedStep(
+            self.optimizer, trainer.max_grad_norm, trainer.max_skipped_steps, ranks,
+            skipped_directory,
+        )  # fmt: skip
 
     @classmethod
     def load(
@@ -110,7 +116,10 @@ class Learner:
             reference.load_state_dict(own.get("reference", {}))
         if settings.trainer.strategy == "fsdp2":
             shard(policy)
-        learner = cls(policy, settings.algorithm, settings.trainer, reference, ranks)
+        learner = cls(
+            policy, settings.algorithm, settings.trainer, reference, ranks,
+            skipped_directory=checkpoint.parents[1] / "skipped",
+        )  # fmt: skip
         if learner.critic is not None and "critic" in own:
             learner.critic.load_state_dict(own["critic"])
         optimizer = WholeOptimizer(learner.optimizer)
@@ -176,7 +185,7 @@ class Learner:
             for part in parts
         ]
         policy_group["lr"] = rates[0]
-        if not parts:  # a step without gradients, which the scheduler wants to see
+        if not any(reports):  # a step without gradients, which the scheduler wants to see
             self.optimizer.zero_grad()
             self.optimizer.step()
         self.scheduler.step()
@@ -192,10 +201,11 @@ class Learner:
         rate: float,
     ) -> dict[str, float]:
         trained_BT = batch.mask_BT & batch.per_row(kept_R)[:, None]
-        names = dict.fromkeys(name for report in reports for name in report)
+        names = dict.fromkeys(name for report in reports for name in report)  # {} where skipped
         metrics = {
             **{f"train/{name}": fmean(r[name] for r in reports if name in r) for name in names},
             "train/learning_rate": rate,
+            "train/skipped_steps": sum(not report for report in reports),
             "train/num_tokens": int(trained_BT.sum()),
             "train/num_stale_tokens": int((batch.policy_lag_BT[trained_BT] >= 1).sum()),
         }
@@ -297,9 +307,8 @@ class Learner:
         if self.critic is not None:  # it shares no parameter with the policy
             metrics |= self.critic.accumulate_gradients(batch, columns, self._settings)
             trained.append(self.critic)
-        norms = [clip_gradients(model, self._trainer.max_grad_norm) for model in trained]
-        self.optimizer.step()
-        return {**metrics, "grad_norm": norms[0]}
+        norm, is_done = self._guard.step(trained, batch)
+        return {**metrics, "grad_norm": norm} if is_done else {}
 
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from rollout import ConfigError, InferenceConfig, SamplingParams
+from rollout.config import MAX_THREADS
+from rollout.ranges import (
+    Choices,
+    Fraction,
+    Interval,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
+from rollout.sampling_params import TrainedTemperature
 from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
 from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
+from trainer_hooks.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 from trainer_hooks.jobs import (
     DataSettings,
     EvaluationSettings,
@@ -21,7 +35,10 @@ from trainer_hooks.jobs import (
 )
 from trainer_hooks.jobs.environment import EnvironmentSettings
 from trainer_hooks.jobs.selection import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
+from trainer_hooks.losses import POLICY_LOSS_KINDS
 
+_Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
+_MAX_SEED = 2**32 - 1  # of numpy's generators
 AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
@@ -31,11 +48,14 @@ class CriticSettings:
     in one update. `warmup_steps`: first steps that train the critic alone.
     """
 
-    learning_rate: float
-    gamma: float
-    lam: float
-    clip_range: float
-    warmup_steps: int
+    learning_rate: PositiveFloat
+    gamma: Fraction
+    lam: Fraction
+    clip_range: PositiveFloat
+    warmup_steps: NonNegativeInt
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +79,29 @@ class AlgorithmSettings:
     another kind.
     """
 
-    groups_per_step: int
-    group_size: int
-    num_minibatches: int
-    temperature: float
-    max_new_tokens: int
+    groups_per_step: PositiveInt
+    group_size: PositiveInt
+    num_minibatches: PositiveInt
+    temperature: TrainedTemperature
+    max_new_tokens: PositiveInt
     shuffle_rewards: bool
     decoupled: bool
     loss: PolicyLossConfig
     advantage_normalization: AdvantageNormalization | None = None
     advantage_baseline: AdvantageBaseline | None = None
     critic: CriticSettings | None = None
-    num_iterations: int = 1
-    max_tokens_per_forward: int | None = None
+    num_iterations: PositiveInt = 1
+    max_tokens_per_forward: PositiveInt | None = None
     is_packed: bool = False
     replay_routing: bool = False
     mask_truncated_completions: bool = False
     advantage_estimator: AdvantageEstimator = "group"
-    reward_kl_coefficient: float = 0.0
+    reward_kl_coefficient: NonNegativeFloat = 0.0
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
-    made_for: str | None = None
+    made_for: Annotated[str, Choices(POLICY_LOSS_KINDS)] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         if self.made_for not in (None, self.loss.kind):
             raise ConfigError(
                 f"algorithm.loss.kind={self.loss.kind!r} with settings that are made for "
@@ -103,16 +124,19 @@ class AlgorithmSettings:
                 f"algorithm.advantage_estimator={self.advantage_estimator!r} beside a critic, "
                 "which gives advantages itself; leave one of them out"
             )
-        if not self.reward_kl_coefficient >= 0.0:
+        is_of_groups = self.advantage_estimator != "reinforce_plus_plus"
+        if self.critic is None and is_of_groups and self.group_size < 2:
             raise ConfigError(
-                f"algorithm.reward_kl_coefficient={self.reward_kl_coefficient} must be 0 or more"
+                f"algorithm.group_size={self.group_size} with algorithm.advantage_estimator="
+                f"{self.advantage_estimator!r}, which compares the rollouts of a group: every "
+                "advantage would be 0 and nothing would be trained; set algorithm.group_size to 2 "
+                "or more, or choose algorithm=ppo or algorithm=reinforce_plus_plus"
             )
         if self.reference.sync_interval is not None and not self.needs_reference:
             raise ConfigError(
                 f"algorithm.reference.sync_interval={self.reference.sync_interval} without a KL "
                 "term; set algorithm.loss.kl_coefficient or algorithm.reward_kl_coefficient"
             )
-        _ = self.update_settings  # checks its fields
 
     @property
     def needs_reference(self) -> bool:
@@ -151,21 +175,26 @@ class TrainerSettings:
     `scheduler`: of torch.optim.lr_scheduler, by its path and its options beside the optimizer, in
     place of the warm-up and decay. `eval_interval`: steps between two evaluations on held-out
     prompts; 0 for before and after only. `evaluation`: what is measured there.
-    `num_threads`: of torch; None leaves them as they are.
+    `num_threads`: of torch; None leaves them as they are. `max_skipped_steps`: optimizer steps in a
+    row whose gradient is not finite, and which are skipped, before the job ends with an error.
     """
 
-    num_steps: int
-    learning_rate: float
-    final_learning_rate_fraction: float
-    warmup_steps: int
-    betas: tuple[float, float]
-    max_grad_norm: float
-    checkpoint_interval: int
-    eval_interval: int
-    num_threads: int | None
+    num_steps: PositiveInt
+    learning_rate: PositiveFloat
+    final_learning_rate_fraction: Fraction
+    warmup_steps: NonNegativeInt
+    betas: tuple[_Beta, _Beta]
+    max_grad_norm: PositiveFloat
+    checkpoint_interval: PositiveInt
+    eval_interval: NonNegativeInt
+    num_threads: Annotated[int, Interval(1, MAX_THREADS)] | None
+    max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
     strategy: Literal["single", "fsdp2"] = "single"
     scheduler: FunctionSettings | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,10 +210,10 @@ class JobSettings:
 
     PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others
 
-    run_name: str
-    num_engines: int
-    seed: int
-    seeds: int
+    run_name: Name
+    num_engines: Annotated[int, Interval(0, 1024)]
+    seed: Annotated[int, Interval(0, _MAX_SEED)]
+    seeds: Annotated[int, Interval(1, _MAX_SEED)]
     resume: Literal["auto", "never"]
     engine: InferenceConfig
     model: ModelSettings
@@ -198,9 +227,10 @@ class JobSettings:
     weight_sync: WeightSyncSettings
     environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009 - it is frozen
     launcher: FunctionSettings = FunctionSettings(path=LOCAL_LAUNCHER)  # noqa: RUF009
-    weight_transport: str | None = None
+    weight_transport: Name | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         if not self.reward.terms and self.environment.path is None:
             raise ConfigError(
                 "no reward is given; name a function, reward=package.module:function, set "

@@ -15,8 +15,10 @@ The demo shows that GRPO climbs on the verifier of a third-party library, not th
 supervision. Results are in outputs/train_grpo/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl
 (the prompts of each step, as [epoch, index], and how often each was sampled again because its
 rollouts grew too old), completions.jsonl (samples), checkpoints, report.html, reward_curve.png,
-summary.json, reference/ where the loss has a KL term, and base/ below a LoRA adapter. A run that
-starts over renames the folder of the one before to seed_<seed>.previous.
+summary.json, reference/ where the loss has a KL term, base/ below a LoRA adapter, and skipped/ with
+the batches of steps whose gradient was not finite. A run that starts over renames the folder of
+the one before to seed_<seed>.previous, or to .previous-2, ...: nothing is deleted. A folder that
+another job is running in is refused.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from trainer_hooks import (
     metrics,
     read_trainer_state,
 )
+from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.jobs.adapter import new_adapter
 from trainer_hooks.jobs.report import REPORT_NAME, write_report
@@ -121,19 +124,21 @@ def run_seed(
 ) -> dict[str, float]:
     """One run: warm-up, training, greedy evaluation before and after. Returns its summary.
 
-    Raises KeyboardInterrupt at a step edge after Ctrl-C, with a checkpoint once training has begun.
+    Raises ConfigError if another job runs in `directory`, and KeyboardInterrupt at a step edge
+    after Ctrl-C, with a checkpoint once training has begun.
     """
     title = f"{settings.title}, seed {seed}"
-    try:
-        asyncio.run(Run(directory, settings, seed, ranks).run())
-    finally:  # of a run that failed, too
-        if (directory / "metrics.jsonl").exists():
-            write_report(directory, title)
-    rows = metrics.read_jsonl(directory / "metrics.jsonl")
-    summary = summarise(rows, seed)
-    jobs.write_run_picture(directory / "reward_curve.png", rows, title)
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
+    with jobs.locked_run(directory):
+        try:
+            asyncio.run(Run(directory, settings, seed, ranks).run())
+        finally:  # of a run that failed, too
+            if (directory / "metrics.jsonl").exists():
+                write_report(directory, title)
+        rows = metrics.read_jsonl(directory / "metrics.jsonl")
+        summary = summarise(rows, seed)
+        jobs.write_run_picture(directory / "reward_curve.png", rows, title)
+        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
 
 
 class Run:
@@ -162,9 +167,10 @@ class Run:
     async def train(self) -> None:
         """From the newest checkpoint, if the run may go on, to the last step and evaluation."""
         settings, view = self.settings, jobs.Dashboard(self.console)
+        restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
-        if checkpoint is None:
-            jobs.set_aside(self.directory)
+        if checkpoint is None and (previous := jobs.begin_directory(self.directory)) is not None:
+            self.console.print(f"the earlier run is now in {previous}", highlight=False)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
         with (
             jobs.stop_on_interrupt() as stop,

@@ -7,13 +7,28 @@ Values that no device could honour are refused here; what one device cannot do i
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from rollout.errors import ConfigError
 from rollout.keyword_hints import refuses_with_hints
+from rollout.ranges import (
+    AnyValue,
+    Choices,
+    Fraction,
+    Interval,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveSeconds,
+    PowersOfTwo,
+    Seed,
+    Text,
+    check_fields,
+    check_value,
+)
 from rollout.telemetry import MetricsWriter
 
 GIB = 2**30
@@ -54,9 +69,12 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
 class MambaInferenceStateConfig:
     """Shapes of a hybrid model's recurrent states, per request."""
 
-    layer_type_list: list[str]
-    mamba_conv_states_shape: tuple[int, ...]
-    mamba_ssm_states_shape: tuple[int, ...]
+    layer_type_list: list[Name]
+    mamba_conv_states_shape: tuple[PositiveInt, ...]
+    mamba_ssm_states_shape: tuple[PositiveInt, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -65,7 +83,13 @@ MEMORY_KINDS = ("auto", "device", "reserved", "vmm", "torch_memory_saver")
 STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver")
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
-MAX_THREADS = 1024
+MAX_THREADS = 1024  # no more than the processors of the machine are of use
+MAX_BLOCK_SIZE_TOKENS = 2**20
+_PositiveGib = Annotated[float, Interval(0.0, 2**33, is_low_open=True, unit="GiB")]
+_NonNegativeGib = Annotated[float, Interval(0.0, 2**33, unit="GiB")]
+_NamedPolicy = Annotated[
+    str, Text("the name of a registered policy, or a path such as 'package.module:Class'")
+]
 
 
 # Names of vLLM and SGLang.
@@ -161,23 +185,23 @@ class InferenceConfig:
     """
 
     # KV cache
-    block_size_tokens: int | None = None
-    buffer_size_gb: float | None = None
-    paused_buffer_size_gb: float | None = None
-    max_sequence_length: int | None = None
+    block_size_tokens: Annotated[int, PowersOfTwo(MAX_BLOCK_SIZE_TOKENS)] | None = None
+    buffer_size_gb: _PositiveGib | None = None
+    paused_buffer_size_gb: _NonNegativeGib | None = None
+    max_sequence_length: PositiveInt | None = None
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     static_kv_memory_pointers: bool = False
-    memory_kind: str = "auto"
-    unified_memory_level: int = 0
-    max_kv_staleness_versions: int | None = None
+    memory_kind: Annotated[str, Choices(MEMORY_KINDS)] = "auto"
+    unified_memory_level: Annotated[int, Interval(0, 1)] = 0
+    max_kv_staleness_versions: NonNegativeInt | None = None
 
     # Scheduling
-    max_requests: int | None = None
-    max_tokens: int | None = None
+    max_requests: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
     enable_chunked_prefill: bool = True
-    schedule_conservativeness: float | None = None
+    schedule_conservativeness: NonNegativeFloat | None = None
     materialize_only_last_token_logits: bool = True
-    seed: int | None = None
+    seed: Seed | None = None
     deterministic: bool = False
 
     # Prefix caching
@@ -185,27 +209,27 @@ class InferenceConfig:
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = (
         PrefixCachingEvictionPolicy.REF_ZERO
     )
-    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy | str = (
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy | _NamedPolicy = (
         PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     )
     prefix_reuse_across_versions: bool = False
 
     # Device
-    device: str = "auto"
-    dtype: str = "auto"
-    attention_backend: str = "auto"
-    num_threads: int | None = None
-    num_cuda_graphs: int | None = None
-    cuda_graph_mixed_prefill_count: int | None = 16
+    device: Name = "auto"
+    dtype: Annotated[str, Choices(DTYPES)] = "auto"
+    attention_backend: Annotated[str, Choices(ATTENTION_BACKENDS)] = "auto"
+    num_threads: Annotated[int, Interval(1, MAX_THREADS)] | None = None
+    num_cuda_graphs: NonNegativeInt | None = None
+    cuda_graph_mixed_prefill_count: NonNegativeInt | None = 16
     use_cuda_graphs_for_non_decode_steps: bool = True
     use_flashinfer_fused_rope: bool | None = False
-    tensor_parallel_size: int = 1
-    tensor_parallel_timeout_s: float = 60.0
-    tensor_parallel_start_timeout_s: float = 1800.0
-    pg_collection: Any = None
+    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_timeout_s: PositiveSeconds = 60.0
+    tensor_parallel_start_timeout_s: PositiveSeconds = 1800.0
+    pg_collection: Annotated[Any, AnyValue("its group tp is compared below")] = None
 
     # Hybrid models
-    mamba_memory_ratio: float | None = None
+    mamba_memory_ratio: Fraction | None = None
     mamba_inference_state_config: MambaInferenceStateConfig | None = None
 
     # Weights
@@ -215,62 +239,18 @@ class InferenceConfig:
     record_routing: bool = False
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
-    metrics_writer: MetricsWriter | None = None
-    logging_step_interval: int = 0
-    request_metadata_types: list[tuple[str, Any, bool]] | None = None
+    metrics_writer: Annotated[MetricsWriter | None, AnyValue("its log is checked below")] = None
+    logging_step_interval: NonNegativeInt = 0
+    request_metadata_types: list[tuple[Name, Annotated[Any, AnyValue("a dtype")], bool]] | None = (
+        None
+    )
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        policy = _as_routing_policy(self.prefix_caching_coordinator_policy)
-        object.__setattr__(self, "prefix_caching_coordinator_policy", policy)
-        for name, kind in _ENUM_FIELDS.items():
-            object.__setattr__(self, name, as_enum(name, kind, getattr(self, name)))
-        n = self.block_size_tokens
-        if n is not None and (n < 1 or n & (n - 1)):
-            nearest = 1 << max(0, round(math.log2(max(1, n))))
-            raise ConfigError(f"block_size_tokens={n} must be a power of two; nearest is {nearest}")
-        for name in (
-            *("max_sequence_length", "max_requests", "max_tokens", "num_threads"),
-            "tensor_parallel_size",
-        ):
-            _check_at_least(self, name, 1)
-        for name in (
-            *("logging_step_interval", "max_kv_staleness_versions"),
-            *("num_cuda_graphs", "cuda_graph_mixed_prefill_count"),
-        ):
-            _check_at_least(self, name, 0)
-        if self.num_threads is not None and self.num_threads > MAX_THREADS:
-            raise ConfigError(
-                f"num_threads={self.num_threads} must be at most {MAX_THREADS}; no more than the "
-                "processors of the machine are of use"
-            )
-        if self.unified_memory_level not in (0, 1):
-            raise ConfigError(
-                f"unified_memory_level={self.unified_memory_level} must be 0 or 1: higher levels "
-                "do not exist"
-            )
-        for name in ("tensor_parallel_timeout_s", "tensor_parallel_start_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 (s)")
-        self._check_pg_collection()
-        if self.buffer_size_gb is not None and not self.buffer_size_gb > 0:
-            raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be above 0 (GiB)")
-        if self.paused_buffer_size_gb is not None and self.paused_buffer_size_gb < 0:
-            raise ConfigError(
-                f"paused_buffer_size_gb={self.paused_buffer_size_gb} must be 0 or more (GiB)"
-            )
-        if self.schedule_conservativeness is not None and self.schedule_conservativeness < 0:
-            raise ConfigError(
-                f"schedule_conservativeness={self.schedule_conservativeness} must be 0 or more"
-            )
         # By its name: a config is made without torch.
         if str(type(self.device)) == "<class 'torch.device'>":
             object.__setattr__(self, "device", str(self.device))
-        if not isinstance(self.device, str):
-            raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _check_choice("memory_kind", self.memory_kind, MEMORY_KINDS)
+        check_fields(self, ConfigError)
+        self._check_pg_collection()
         self._check_pairs()
 
     def _check_pg_collection(self) -> None:
@@ -333,11 +313,6 @@ class InferenceConfig:
         return dataclasses.replace(self, **changes)
 
 
-_ENUM_FIELDS: dict[str, type[Enum]] = {
-    "kv_cache_management_mode": KVCacheManagementMode,
-    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
-}
-
 # Every device refuses these fields unless they have their defaults. The values are the reasons.
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
@@ -352,48 +327,5 @@ def _default(name: str) -> Any:
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
     """Return the member of `kind` that `value` is or names. Raises ConfigError for others."""
-    try:
-        return kind(value)
-    except ValueError:
-        legal = [member.value for member in kind]
-        raise ConfigError(f"{name}={value!r} must be one of {legal}") from None
-
-
-def _as_routing_policy(value: object) -> PrefixCachingCoordinatorPolicy | str:
-    """Return a member, or the name of a policy that only a coordinator can look up."""
-    try:
-        return PrefixCachingCoordinatorPolicy(value)
-    except ValueError:
-        if isinstance(value, str) and value:
-            return value
-        legal = [member.value for member in PrefixCachingCoordinatorPolicy]
-        raise ConfigError(
-            f"prefix_caching_coordinator_policy={value!r} must be one of {legal}, the name of a "
-            "registered policy, or a path such as 'package.module:Class'"
-        ) from None
-
-
-def _check_types(config: InferenceConfig) -> None:
-    """Refuse values that are not of their fields' types: a string is no number, 1 is not True."""
-    for f in dataclasses.fields(config):
-        value, kind = getattr(config, f.name), str(f.type).partition(" ")[0]
-        if value is None and str(f.type).endswith("| None"):
-            continue
-        if kind == "bool" and not isinstance(value, bool):
-            raise ConfigError(f"{f.name}={value!r} must be True or False")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind == "int" and not (is_number and isinstance(value, int)):
-            raise ConfigError(f"{f.name}={value!r} must be an integer")
-        if kind == "float" and not (is_number and math.isfinite(value)):
-            raise ConfigError(f"{f.name}={value!r} must be a finite number")
-
-
-def _check_at_least(config: InferenceConfig, name: str, low: int) -> None:
-    value = getattr(config, name)
-    if value is not None and value < low:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
-
-
-def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ConfigError(f"{name}={value!r} must be one of {list(legal)}")
+    member: _E = check_value(name, value, kind, ConfigError)
+    return member

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
 
 from rollout.errors import InvalidRequestError
 from rollout.keyword_hints import refuses_with_hints
+from rollout.ranges import (
+    Choices,
+    Fraction,
+    Interval,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Refused,
+    Seed,
+    check_fields,
+    range_of,
+)
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
 # Below it a float32 logit divided by the temperature may overflow. Far lower than any that tells
@@ -18,20 +28,89 @@ LOGPROBS_MODES = ("raw", "temperature", "processed")
 MIN_TEMPERATURE = 1e-5
 # Far above any vocabulary, and what all arrays of it can hold.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # what a fleet can send
 _MAX_BIAS = 100.0
 _MAX_STOP_TOKEN_IDS = 1024  # each drawn token is looked up among them
 _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
-_SWITCHES = (
-    "ignore_eos",
-    "return_log_probs",
-    "return_ranks",
-    "skip_prompt_log_probs",
-    "add_BOS",
-    "detokenize_stop_sequence",
-    "return_prompt_tokens",
-    "streaming",
-)
+
+
+class _Temperatures:
+    """0, which is greedy, and what logits can be divided by without an overflow."""
+
+    def take(self, value: Any, /) -> Any:
+        """Return `value`. Raises Refused."""
+        value = range_of(NonNegativeFloat).take(value)
+        if 0 < value < MIN_TEMPERATURE:
+            raise Refused
+        return value
+
+    def text(self) -> str:
+        """The range."""
+        return (
+            f"0 for greedy sampling, or finite and at least {MIN_TEMPERATURE:g}: below it "
+            "logits / temperature may overflow"
+        )
+
+
+Temperature = Annotated[float, _Temperatures()]
+# Greedy tokens have no probability that could be trained.
+TrainedTemperature = Annotated[float, Interval(MIN_TEMPERATURE)]
+
+
+class _StopWords:
+    """A string or strings, which become a tuple."""
+
+    def take(self, value: Any, /) -> Any:
+        """Return the strings as a tuple. Raises Refused."""
+        words = (value,) if isinstance(value, str) else value
+        if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
+            raise Refused
+        return tuple(words)
+
+    def text(self) -> str:
+        """The range."""
+        return "a non-empty string or a list of them"
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenIds:
+    """From `least` to `most` token ids, which become a tuple, ascending, each once."""
+
+    least: int
+    most: int
+
+    def take(self, value: Any, /) -> Any:
+        """Return the ids as a tuple. Raises Refused."""
+        if not isinstance(value, (list, tuple)) or not all(map(_is_token_id, value)):
+            raise Refused
+        ids = tuple(sorted(set(value)))
+        if not self.least <= len(ids) <= self.most:
+            raise Refused
+        return ids
+
+    def text(self) -> str:
+        """The range."""
+        ids = f"ids in [0, {_MAX_TOKEN_ID}]"
+        if self.least:
+            return f"a list of {ids}, not empty: no token would be allowed"
+        return f"a list of {ids}, at most {self.most}"
+
+
+class _Biases:
+    """What is added to the logits of token ids, which becomes pairs by id."""
+
+    def take(self, value: Any, /) -> Any:
+        """Return (id, bias) pairs by id. Raises Refused."""
+        pairs: Any = list(value.items()) if isinstance(value, Mapping) else value
+        is_legal = isinstance(pairs, (list, tuple)) and all(map(_is_bias, pairs))
+        if not is_legal or len({token_id for token_id, _ in pairs}) < len(pairs):
+            raise Refused
+        return tuple(sorted((token_id, float(bias)) for token_id, bias in pairs))
+
+    def text(self) -> str:
+        """The range."""
+        return (
+            f"a map from ids in [0, {_MAX_TOKEN_ID}] to numbers in [{-_MAX_BIAS:g}, {_MAX_BIAS:g}]"
+        )
 
 
 # Names of vLLM, SGLang and TRL.
@@ -90,89 +169,53 @@ class SamplingParams:
         prompt share their prefill in any case.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    num_tokens_to_generate: int | None = None
-    num_tokens_total: int | None = None
-    termination_id: int | None = None
-    stop_words: str | list[str] | tuple[str, ...] | None = None
+    temperature: Temperature = 1.0
+    top_k: Annotated[int, Interval(0, _MAX_TOP_K)] = 0
+    top_p: Fraction = 0.0
+    min_p: Fraction = 0.0
+    num_tokens_to_generate: PositiveInt | None = None
+    num_tokens_total: PositiveInt | None = None
+    termination_id: Annotated[int, Interval(-1)] | None = None
+    stop_words: Annotated[str | list[str] | tuple[str, ...], _StopWords()] | None = None
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
     return_log_probs: bool = False
     skip_prompt_log_probs: bool = True
-    top_n_logprobs: int = 0
-    logprobs_mode: str = "raw"
+    top_n_logprobs: NonNegativeInt = 0
+    logprobs_mode: Annotated[str, Choices(LOGPROBS_MODES)] = "raw"
     add_BOS: bool = False
     detokenize_stop_sequence: bool = False
     return_prompt_tokens: bool = True
     streaming: bool = False
-    streaming_interval: int = 1
-    stop_token_ids: list[int] | tuple[int, ...] | None = None
-    min_tokens: int = 0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
-    allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    streaming_interval: PositiveInt = 1
+    stop_token_ids: (
+        Annotated[list[int] | tuple[int, ...], _TokenIds(0, _MAX_STOP_TOKEN_IDS)] | None
+    ) = None
+    min_tokens: Annotated[int, Interval(0, _MAX_TOKEN_ID)] = 0
+    logit_bias: Annotated[Mapping[int, float] | tuple[tuple[int, float], ...], _Biases()] | None = (
+        None
+    )
+    allowed_token_ids: (
+        Annotated[list[int] | tuple[int, ...], _TokenIds(1, _MAX_TOKEN_ID)] | None
+    ) = None
+    repetition_penalty: Annotated[float, Interval(0.01, 100.0)] = 1.0
+    presence_penalty: Annotated[float, Interval(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Interval(-2.0, 2.0)] = 0.0
     return_ranks: bool = False
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
 
     def __post_init__(self) -> None:
-        self._check_float("temperature", 0.0, math.inf)
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            raise InvalidRequestError(
-                f"temperature={self.temperature!r} must be 0 for greedy sampling, or at least "
-                f"{MIN_TEMPERATURE:g}: below it logits / temperature may overflow"
-            )
-        self._check_float("top_p", 0.0, 1.0)
-        self._check_float("min_p", 0.0, 1.0)
-        self._check_float("repetition_penalty", 0.01, 100.0)
-        self._check_float("presence_penalty", -2.0, 2.0)
-        self._check_float("frequency_penalty", -2.0, 2.0)
-        self._check_int("top_k", 0, _MAX_TOP_K)
-        self._check_int("top_n_logprobs", 0, MAX_INT64)
-        self._check_int("streaming_interval", 1, MAX_INT64)
-        self._check_int("min_tokens", 0, _MAX_TOKEN_ID)
-        self._check_int("num_tokens_to_generate", 1, MAX_INT64, optional=True)
-        self._check_int("num_tokens_total", 1, MAX_INT64, optional=True)
-        self._check_int("termination_id", -1, MAX_INT64, optional=True)
-        # The widest integers msgpack can carry.
-        self._check_int("seed", MIN_INT64, 2**64 - 1, optional=True)
-        for name in _SWITCHES:
-            self._check_bool(name)
+        check_fields(self, InvalidRequestError)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequestError(
                 f"num_tokens_to_generate={self.num_tokens_to_generate} and "
                 f"num_tokens_total={self.num_tokens_total} contradict each other; give only one"
-            )
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise InvalidRequestError(
-                f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}"
-            )
-        if self.cache_salt is not None and not (
-            isinstance(self.cache_salt, str) and self.cache_salt
-        ):
-            raise InvalidRequestError(
-                f"cache_salt={self.cache_salt!r} must be a non-empty string, or None"
             )
         limit = self.num_tokens_to_generate
         if limit is not None and self.min_tokens > limit:
             raise InvalidRequestError(
                 f"min_tokens={self.min_tokens} is more than num_tokens_to_generate={limit}"
             )
-        object.__setattr__(self, "stop_words", _stop_words_as_tuple(self.stop_words))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            object.__setattr__(self, name, _ids_as_tuple(name, getattr(self, name)))
-        if len(self.stop_token_ids or ()) > _MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids names {len(self.stop_token_ids or ())} ids; at most "
-                f"{_MAX_STOP_TOKEN_IDS} are allowed"
-            )
-        if self.allowed_token_ids == ():
-            raise InvalidRequestError("allowed_token_ids=[] allows no token; None allows all")
-        object.__setattr__(self, "logit_bias", _bias_as_pairs(self.logit_bias))
 
     @property
     def has_penalties(self) -> bool:
@@ -195,72 +238,6 @@ class SamplingParams:
         if unknown:
             raise InvalidRequestError(f"unknown sampling parameters: {', '.join(unknown)}")
         return cls(**encoded)
-
-    def _check_bool(self, name: str) -> None:
-        """Raise InvalidRequestError unless `name` is True or False."""
-        value = getattr(self, name)
-        if not isinstance(value, bool):
-            raise InvalidRequestError(f"{name}={value!r} must be True or False")
-
-    def _check_float(self, name: str, low: float, high: float) -> None:
-        """Raise InvalidRequestError unless `name` is a finite number in [low, high]."""
-        value = getattr(self, name)
-        if isinstance(value, Real) and not isinstance(value, int | float):  # of numpy
-            value = float(value)
-            object.__setattr__(self, name, value)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            interval = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and >= {low:g}"
-            raise InvalidRequestError(f"{name}={value!r} must be {interval}")
-
-    def _check_int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
-        """Raise InvalidRequestError unless `name` is an integer in range, or a legal None."""
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if isinstance(value, Integral) and not isinstance(value, int):  # of numpy
-            value = operator.index(value)
-            object.__setattr__(self, name, value)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        if not is_int or not low <= value <= high:
-            interval = f">= {low} and <= {high}" if high == MAX_INT64 else f"in [{low}, {high}]"
-            suffix = ", or None" if optional else ""
-            raise InvalidRequestError(f"{name}={value!r} must be an integer {interval}{suffix}")
-
-
-def _stop_words_as_tuple(stop_words: object) -> tuple[str, ...] | None:
-    """Return the stop words as a tuple. Raises InvalidRequestError unless they are strings."""
-    if stop_words is None:
-        return None
-    words = (stop_words,) if isinstance(stop_words, str) else stop_words
-    if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
-        raise InvalidRequestError(
-            f"stop_words={stop_words!r} must be a non-empty string or a list of them"
-        )
-    return tuple(words)
-
-
-def _ids_as_tuple(name: str, ids: object) -> tuple[int, ...] | None:
-    """Return the ids ascending, each once. Raises InvalidRequestError unless they are token ids."""
-    if ids is None:
-        return None
-    if not isinstance(ids, (list, tuple)) or not all(map(_is_token_id, ids)):
-        raise InvalidRequestError(f"{name}={ids!r} must be a list of ids in [0, {_MAX_TOKEN_ID}]")
-    return tuple(sorted(set(ids)))
-
-
-def _bias_as_pairs(bias: object) -> tuple[tuple[int, float], ...] | None:
-    """Return (id, bias) pairs by id. Raises InvalidRequestError for anything else than a bias."""
-    if bias is None:
-        return None
-    pairs: Any = list(bias.items()) if isinstance(bias, Mapping) else bias
-    is_legal = isinstance(pairs, (list, tuple)) and all(map(_is_bias, pairs))
-    if not is_legal or len({token_id for token_id, _ in pairs}) < len(pairs):
-        raise InvalidRequestError(
-            f"logit_bias={bias!r} must map ids in [0, {_MAX_TOKEN_ID}] to numbers in "
-            f"[{-_MAX_BIAS:g}, {_MAX_BIAS:g}]"
-        )
-    return tuple(sorted((token_id, float(value)) for token_id, value in pairs))
 
 
 def _is_token_id(value: object) -> bool:

@@ -1,12 +1,15 @@
-"""What an engine reports about itself: SchedulerCounts, StepStats, RankUse, and the MetricsWriter
-that gets them.
+"""What an engine reports about itself: SchedulerCounts, StepStats, RankUse, the MetricsWriter that
+gets them, and ObserverGuard, which keeps the faults of observers away from what they observe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+_logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -16,6 +19,32 @@ class MetricsWriter(Protocol):
     def log(self, metrics: Mapping[str, float]) -> object:
         """Record one row of metrics: numbers by name."""
         ...
+
+
+class ObserverGuard:
+    """Calls an observer: a metrics writer, a view or a progress bar, which only look on.
+
+    What they observe is done when they are called. So an exception of theirs is logged, the first
+    one with its traceback, and not raised: it would say that an update or a suspend has failed.
+    """
+
+    def __init__(self, subject: str) -> None:
+        """`subject`: what is called, for the log."""
+        self._subject = subject
+        self.num_failures = 0
+
+    def call(self, observe: Callable[..., object], *arguments: Any) -> None:
+        """Call `observe`. Interrupts pass through."""
+        try:
+            observe(*arguments)
+        except Exception:
+            self.num_failures += 1
+            if self.num_failures == 1:
+                _logger.exception(
+                    "%s failed and may miss what it was told; what it observes goes on. Further "
+                    "failures of it are not logged",
+                    self._subject,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

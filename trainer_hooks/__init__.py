@@ -37,6 +37,7 @@ from trainer_hooks.checkpoint import (
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
 from trainer_hooks.curriculum import Curriculum, learnability
 from trainer_hooks.evaluate import evaluate
+from trainer_hooks.guarded_step import GuardedStep, NonFiniteGradientError, clip_gradients
 from trainer_hooks.logprobs import head_logits, token_entropies, token_logprobs
 from trainer_hooks.losses import (
     OffPolicyCorrection,
@@ -51,7 +52,6 @@ from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
-    clip_gradients,
     fixed_logprobs,
     split_by_tokens,
     update_policy,
@@ -91,6 +91,7 @@ __all__ = [
     "learnability",
     # generate
     "GenerationPhase",
+    "GuardedStep",
     "generation_phase",
     "AsyncRolloutProducer",
     "TrainingBatch",
@@ -144,6 +145,7 @@ __all__ = [
     # measure
     "evaluate",
     "MetricsLogger",
+    "NonFiniteGradientError",
     # save
     "TrainerState",
     "WeightsVersionCounter",

@@ -15,8 +15,11 @@ from rollout.errors import ConfigError
 AdvantageNormalization = Literal["std", "none"]
 AdvantageBaseline = Literal["mean", "leave_one_out"]
 
-# Keeps a group whose rewards differ by rounding only from being blown up to unit size.
+# Added to a deviation, as in verl: rewards that are all nearly 0 are not blown up to unit size.
 STD_EPSILON = 1e-6
+# Numbers that lie within so many units in the last place of the largest of them are equal: sums of
+# a few terms, in another order, differ by as much.
+ROUNDING_UNITS = 4
 
 
 def group_advantages(
@@ -27,10 +30,11 @@ def group_advantages(
     """Rewards relative to their group, float32 [P, G]; the group's mean stands in for a critic.
 
     A NaN reward marks a failed rollout: it takes no part in the group's mean and deviation, and
-    its advantage is 0. A group of equal rewards, or with fewer than two rollouts that did not
-    fail, gives zeros. `normalize="std"` divides by the sample standard deviation of the group,
-    `"none"` only subtracts the baseline: the group's `"mean"`, or the mean of the other rollouts
-    (`"leave_one_out"`), which does not depend on the rollout's own reward and so adds no bias.
+    its advantage is 0. A group of equal rewards (`has_reward_spread`), or with fewer than two
+    rollouts that did not fail, gives zeros. `normalize="std"` divides by the sample standard
+    deviation of the group, `"none"` only subtracts the baseline: the group's `"mean"`, or the mean
+    of the other rollouts (`"leave_one_out"`), which does not depend on the rollout's own reward and
+    so adds no bias.
     Raises ConfigError for another `normalize` or `baseline`, for a shape other than [P, G], for
     infinite rewards.
     Source: DeepSeekMath (Shao et al. 2024), arXiv 2402.03300, sec. 4.1; "none": Dr. GRPO (Liu et
@@ -43,10 +47,12 @@ def group_advantages(
         raise ConfigError(
             f"rewards_PG has shape {tuple(rewards_PG.shape)}; one row per prompt is wanted, [P, G]"
         )
-    rewards_PG = rewards_PG.to(torch.float32)
     if bool(rewards_PG.isinf().any()):
         raise ConfigError("rewards_PG holds an infinite reward; mark a failed rollout with NaN")
+    has_spread_P1 = has_reward_spread(rewards_PG)[:, None]
 
+    # Squares of large float32 rewards overflow in float32, and their mean is off by its rounding.
+    rewards_PG = rewards_PG.to(torch.float64)
     valid_PG = ~rewards_PG.isnan()
     num_valid_P1 = valid_PG.sum(dim=1, keepdim=True)
     filled_PG = rewards_PG.nan_to_num(nan=0.0)
@@ -58,17 +64,41 @@ def group_advantages(
     if baseline == "leave_one_out":
         # r - mean of the others = (r - mean of all) n / (n - 1)
         centred_PG = centred_PG * num_valid_P1 / (num_valid_P1 - 1).clamp(min=1)
-    return torch.where(has_reward_spread(rewards_PG)[:, None], centred_PG, 0.0)
+    return torch.where(has_spread_P1, centred_PG, 0.0).to(torch.float32)
 
 
 def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Which groups hold two different rewards, bool [P]; NaN (a failed rollout) is passed over.
 
+    Rewards that differ by the rounding of their dtype alone are equal (ROUNDING_UNITS).
     The others give no gradient and can be left out of the batch: DAPO (Yu et al. 2025), sec. 3.2.
     """
-    largest_P = rewards_PG.nan_to_num(nan=-math.inf).amax(dim=1)
-    smallest_P = rewards_PG.nan_to_num(nan=math.inf).amin(dim=1)
-    return largest_P > smallest_P
+    if not rewards_PG.is_floating_point():
+        rewards_PG = rewards_PG.to(torch.float64)
+    is_failed_PG = rewards_PG.isnan()
+    largest_P = rewards_PG.masked_fill(is_failed_PG, -math.inf).amax(dim=1)
+    smallest_P = rewards_PG.masked_fill(is_failed_PG, math.inf).amin(dim=1)
+    return _is_beyond_rounding(smallest_P, largest_P)
+
+
+def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Values of the mask with mean 0 and deviation 1, float32 [B, T]; 0 outside the mask.
+
+    All 0 where the values are equal up to the rounding of their dtype, or fewer than two.
+    """
+    trained_N = values_BT[mask_BT]
+    if len(trained_N) < 2 or not bool(_is_beyond_rounding(trained_N.amin(), trained_N.amax())):
+        return torch.zeros_like(values_BT, dtype=torch.float32)
+    trained_N = trained_N.double()
+    whitened_BT = (values_BT.double() - trained_N.mean()) * torch.rsqrt(trained_N.var() + 1e-8)
+    return whitened_BT.masked_fill(~mask_BT, 0.0).float()
+
+
+def _is_beyond_rounding(smallest: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Whether two bounds of the same floating dtype are further apart than rounding, bool."""
+    unit = torch.finfo(largest.dtype).eps
+    size = torch.maximum(smallest.double().abs(), largest.double().abs())
+    return largest.double() - smallest.double() > ROUNDING_UNITS * unit * size
 
 
 def gae_advantages(
@@ -128,11 +158,7 @@ def reinforce_plus_plus_advantages(
     mask_BT = mask_BT & ~rewards_BT.isnan().any(dim=1, keepdim=True)
     rewards_BT = rewards_BT.masked_fill(~mask_BT, 0.0)
     returns_BT = _discounted_sums(rewards_BT, torch.where(mask_BT, gamma, 1.0))
-    trained = returns_BT[mask_BT]
-    if len(trained) < 2:
-        return torch.zeros_like(returns_BT)
-    whitened_BT = (returns_BT - trained.mean()) * torch.rsqrt(trained.var() + 1e-8)
-    return whitened_BT.masked_fill(~mask_BT, 0.0)
+    return whitened(returns_BT, mask_BT)
 
 
 def overlong_penalties(

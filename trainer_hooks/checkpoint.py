@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollout.errors import ConfigError
-from trainer_hooks.files import replace_directory, replace_text
+from trainer_hooks.files import replace_directory, replace_text, restore_directory
 
 _DIRECTORY_NAME = re.compile(r"step_(\d+)")
 NUM_KEPT = 2  # checkpoints that stay, unless the caller says otherwise
@@ -91,7 +91,8 @@ def save_checkpoint(
     root = Path(root)
     target = root / f"step_{state.step:06d}"
     staging = root / f".{target.name}.tmp"
-    for abandoned in root.glob(".step_*"):
+    restore_checkpoints(root)
+    for abandoned in root.glob(".step_*.tmp"):
         shutil.rmtree(abandoned)
     staging.mkdir(parents=True)
     policy.save_pretrained(str(staging))
@@ -113,6 +114,15 @@ def save_checkpoint(
     for outdated in older[::-1][keep - 1 :]:
         shutil.rmtree(outdated)
     return target
+
+
+def restore_checkpoints(root: Path | str) -> None:
+    """Bring back checkpoints that a kill has left half replaced, as `save_checkpoint` does.
+
+    For whoever writes under `root` and wants to resume: it would disturb another writer.
+    """
+    for replaced in Path(root).glob(".step_*.old"):
+        restore_directory(replaced.with_name(replaced.name[1:].removesuffix(".old")))
 
 
 def find_checkpoint(root: Path | str) -> Path | None:

@@ -176,8 +176,8 @@ def collate_rollouts(
     rollout that failed, marks a failed rollout: it is masked out, never scored 0. `routing`: the
     batch has `routing_BTLK`; the engine was made with record_routing=True.
     Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
-    routing is missing, if there is not one reward per rollout, and for a token sampled after
-    `train_version`.
+    prompt tokens or routing are missing, if there is not one reward per rollout, and for a token
+    sampled after `train_version`.
     """
     rollouts = [as_rollout(request) for request in requests]
     rewards_R = _valid_rewards(rollouts, rewards)
@@ -291,6 +291,11 @@ def _mark_turn(
     train_version: int,
 ) -> None:
     """Write the mask, log-probs and lags of the tokens that `request` generated into `row`."""
+    if not len(request.prompt_tokens):
+        raise ConfigError(
+            f"request {request.request_id} has no prompt tokens, and its log-probs would be "
+            "computed without its prompt; sample with return_prompt_tokens=True"
+        )
     versions = request.policy_versions
     if len(versions) and int(versions.max()) > train_version:
         raise ConfigError(

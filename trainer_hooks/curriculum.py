@@ -6,12 +6,13 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import ConfigError
+from rollout.ranges import AnyValue, check_fields
 from rollout.step.seeds import mix_seed, uniforms
 from trainer_hooks.prompt_history import PromptHistory
 
@@ -29,8 +30,11 @@ class Curriculum:
     number of draws, as many as there are rows, and a row comes as often as its weight says.
     """
 
-    weight: PromptWeight
+    weight: Annotated[PromptWeight, AnyValue("its weights are checked when they are drawn by")]
     with_replacement: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 def learnability(index: int, history: PromptHistory) -> float:

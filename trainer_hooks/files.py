@@ -1,4 +1,7 @@
-"""Atomic replacement of files: after a kill there is the old one or the new one, whole."""
+"""Atomic replacement of files: after a kill there is the old one or the new one, whole.
+
+What a user may want to keep is never deleted: `set_aside` renames it.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,41 @@ def replace_directory(staging: Path, target: Path) -> None:
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)
-    outdated = target.with_name(f".{target.name}.old")
-    shutil.rmtree(outdated, ignore_errors=True)
+    outdated = _outdated(target)
+    restore_directory(target)
     if target.exists():
         os.replace(target, outdated)
     os.replace(staging, target)
     shutil.rmtree(outdated, ignore_errors=True)
+
+
+def restore_directory(target: Path) -> None:
+    """Bring back what was at `target` if a kill came amid `replace_directory`; delete it if not."""
+    outdated = _outdated(target)
+    if outdated.exists() and not target.exists():
+        os.replace(outdated, target)
+    shutil.rmtree(outdated, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or directory to <path>.previous, or the first free of <path>.previous-2, ...
+
+    Returns its new path; None if there is nothing at `path`.
+    """
+    if not path.exists():
+        return None
+    aside = path.with_name(f"{path.name}.previous")
+    number = 2
+    while aside.exists():
+        aside = path.with_name(f"{path.name}.previous-{number}")
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
+def _outdated(target: Path) -> Path:
+    """Where the directory is that `replace_directory` replaces."""
+    return target.with_name(f".{target.name}.old")
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -45,7 +45,9 @@ def token_logprobs(
     logprobs_BT = torch.nn.functional.pad(chosen_BT - normalizer_BT, (1, 0))
     if not return_entropy:
         return logprobs_BT
-    expected_BT = (logits_BTV.softmax(dim=-1) * logits_BTV).sum(dim=-1)
+    # A token that the model excludes, with a logit of -inf, adds 0, not 0 * -inf.
+    finite_BTV = logits_BTV.clamp(min=torch.finfo(logits_BTV.dtype).min)
+    expected_BT = (logits_BTV.softmax(dim=-1) * finite_BTV).sum(dim=-1)
     return logprobs_BT, torch.nn.functional.pad(normalizer_BT - expected_BT, (1, 0))
 
 

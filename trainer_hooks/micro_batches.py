@@ -15,12 +15,19 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
-from rollout.models.plain_tensors import full_tensor
+from rollout.ranges import PositiveFloat, PositiveInt, check_fields
+from rollout.sampling_params import TrainedTemperature
 from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.guarded_step import (
+    DEFAULT_MAX_SKIPPED_STEPS,
+    GuardedStep,
+    MaxSkippedSteps,
+)
 from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
 from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.terms import aggregation_denominator
+from trainer_hooks.packing import require_separate_rollouts
 from trainer_hooks.replay_routing import replay_routing
 from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
 
@@ -32,24 +39,24 @@ class UpdateSettings:
     `num_iterations`: passes over the batch. `num_minibatches`: optimizer steps of a pass, on random
     parts of it. `max_tokens`: of a forward pass, padding included where there is any; None takes a
     minibatch at once. `is_packed`: rollouts lie one behind the other in a single row, for models
-    that tell sequences by their position ids, as transformers' do. `temperature`: of the logits.
+    that tell sequences by their position ids; others are refused at the first pass. `temperature`:
+    of the logits. `max_grad_norm`: gradients are scaled to it. `max_skipped_steps`: so many steps
+    in a row whose gradient is not finite are an error (`GuardedStep`).
     `replay_routing`: passes use the experts that the rollouts were computed with (`replay_routing`,
     of a batch that was collated with routing=True).
     """
 
-    num_iterations: int = 1
-    num_minibatches: int = 1
-    max_tokens: int | None = None
+    num_iterations: PositiveInt = 1
+    num_minibatches: PositiveInt = 1
+    max_tokens: PositiveInt | None = None
     is_packed: bool = False
-    temperature: float = 1.0
-    max_grad_norm: float = 1.0
+    temperature: TrainedTemperature = 1.0
+    max_grad_norm: PositiveFloat = 1.0
+    max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
     replay_routing: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_iterations", "num_minibatches", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+        check_fields(self, ConfigError)
 
 
 def split_by_tokens(
@@ -142,6 +149,13 @@ def _forward(
     return output.logits, tokens_1N
 
 
+def _check_packing(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> None:
+    if settings.is_packed:
+        require_separate_rollouts(policy, batch.tokens_BT.device)
+
+
 def _replayed(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
 ) -> AbstractContextManager[None]:
@@ -182,7 +196,9 @@ def fixed_logprobs(
     """Log-probs [B, T] without a gradient: of a reference, or of the policy before an update.
 
     All `ranks` call it with the same batch, and each gets those of all rows.
+    Raises ConfigError where `is_packed` would let rollouts attend to each other.
     """
+    _check_packing(policy, batch, settings)
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
     for rows, part, is_own in _passes(batch, settings, ranks):
         with _replayed(policy, part, settings):
@@ -208,7 +224,9 @@ def accumulate_gradients(
     of the whole batch (`merged_metrics`).
     All `ranks` call it with the same batch and compute a part of it each; the gradient of the whole
     batch is the mean of theirs, which FSDP and DDP take.
+    Raises ConfigError where `is_packed` would let rollouts attend to each other.
     """
+    _check_packing(policy, batch, settings)
     rollout_tokens_B = batch.rollout_tokens_B
     denominator = float(
         aggregation_denominator(batch.mask_BT, config.resolved_aggregation, rollout_tokens_B)
@@ -254,14 +272,6 @@ def _logprobs_and_entropies(
     return logprobs_BT, entropies_BT
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients of `model` to a norm of at most `max_norm`; returns the norm before.
-
-    It is that of all gradients together, also where ranks hold parts of them: a collective then.
-    """
-    return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
-
-
 def update_policy(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -270,16 +280,22 @@ def update_policy(
     config: PolicyLossConfig,
     settings: UpdateSettings,
     ranks: TrainerRanks = ALONE,
+    guard: GuardedStep | None = None,
 ) -> list[dict[str, float]]:
     """All optimizer steps on `batch`; the metrics of each, with `grad_norm` before clipping.
 
-    There is none on a batch without a trained token. All `ranks` call it with the same batch, and
-    have drawn as many random numbers.
+    A step whose gradient is not finite is skipped: its row is {"skipped_steps": 1.0} alone.
+    `guard`: of `optimizer`, kept by the caller, so that skipped steps in a row are counted over
+    calls; None counts those of this call. There is no row for a batch without a trained token.
+    All `ranks` call it with the same batch, and have drawn as many random numbers.
     `columns`: see `accumulate_gradients`. The log-probs that the ratio is clipped around stay the
     same in all steps: proximal ones (of `fixed_logprobs`, before the first step) if they are among
     the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300,
     algorithm 1, line 10.
     """
+    guard = guard or GuardedStep(
+        optimizer, settings.max_grad_norm, settings.max_skipped_steps, ranks
+    )
     reports = []
     for _ in range(settings.num_iterations):
         for rows in batch.split_rollouts(settings.num_minibatches):
@@ -288,7 +304,7 @@ def update_policy(
             own = {name: column[rows, :width] for name, column in columns.items()}
             optimizer.zero_grad()
             metrics = accumulate_gradients(policy, part, own, config, settings, ranks)
-            norm = clip_gradients(policy, settings.max_grad_norm)
-            optimizer.step()
-            reports.append({**metrics, "grad_norm": norm})
+            norm, is_done = guard.step([policy], part)
+            done = {**metrics, "grad_norm": norm, "skipped_steps": 0.0}
+            reports.append(done if is_done else {"skipped_steps": 1.0})
     return reports

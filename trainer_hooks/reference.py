@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.ranges import PositiveFraction, PositiveInt, check_fields
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.micro_batches import UpdateSettings, fixed_logprobs
 from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
@@ -27,14 +28,11 @@ class ReferenceSettings:
     Raises ConfigError for a value out of its range.
     """
 
-    sync_interval: int | None = None
-    sync_weight: float = 1.0
+    sync_interval: PositiveInt | None = None
+    sync_weight: PositiveFraction = 1.0
 
     def __post_init__(self) -> None:
-        if self.sync_interval is not None and self.sync_interval < 1:
-            raise ConfigError(f"sync_interval={self.sync_interval} must be at least 1, or None")
-        if not 0.0 < self.sync_weight <= 1.0:
-            raise ConfigError(f"sync_weight={self.sync_weight} must be above 0, and at most 1")
+        check_fields(self, ConfigError)
         if self.sync_interval is None and self.sync_weight != 1.0:
             raise ConfigError(
                 f"sync_weight={self.sync_weight} without sync_interval, with which the reference "

@@ -34,6 +34,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
+from rollout.telemetry import ObserverGuard
 from rollout.text import Tokenizer, tokenizer_of
 
 
@@ -396,8 +397,8 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]
         return
     columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
-        task = bar.add_task("rollouts", total=total)
-        yield lambda count: bar.advance(task, count)
+        task, guard = bar.add_task("rollouts", total=total), ObserverGuard("the progress bar")
+        yield lambda count: guard.call(bar.advance, task, count)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from rollout.cli.models import MODEL_HELP, is_fleet, llm_kinds, make_llm
 from rollout.cli.prompt_files import error_of
 from rollout.cli.settings import Parser, fields_of, read_settings, require
 from rollout.config import CONFIG_HINTS
+from rollout.ranges import PositiveInt
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
@@ -42,11 +43,7 @@ bench serving:
 class OfflineLoad(BenchLoad):
     """n: samples of each prompt."""
 
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        BenchLoad.__post_init__(self)
-        self._check_counts("n")
+    n: PositiveInt = 1
 
 
 def run(words: Sequence[str]) -> int:

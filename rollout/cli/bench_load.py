@@ -7,19 +7,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollout.cli.settings import UsageError
+from rollout.ranges import PositiveInt, check_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
     """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1."""
 
-    num_prompts: int = 64
-    prompt_tokens: int = 128
-    num_tokens: int = 128
-    max_token_id: int = 100
+    num_prompts: PositiveInt = 64
+    prompt_tokens: PositiveInt = 128
+    num_tokens: PositiveInt = 128
+    max_token_id: PositiveInt = 100
 
     def __post_init__(self) -> None:
-        self._check_counts("num_prompts", "prompt_tokens", "num_tokens", "max_token_id")
+        check_fields(self, UsageError)
 
     def prompts(self) -> list[list[int]]:
         """Return the prompts, which are the same in each run."""
@@ -27,8 +28,3 @@ class BenchLoad:
         shape = (self.num_prompts, self.prompt_tokens)
         ids: list[list[int]] = generator.integers(1, self.max_token_id + 1, shape).tolist()
         return ids
-
-    def _check_counts(self, *names: str) -> None:
-        for name in names:
-            if (value := getattr(self, name)) < 1:
-                raise UsageError(f"{name}={value} must be at least 1")

@@ -16,6 +16,7 @@ from rollout.cli.http_faults import named_http_faults
 from rollout.cli.measurements import Summary, Timing
 from rollout.cli.settings import UsageError
 from rollout.errors import RolloutError
+from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +27,15 @@ class ServingLoad(BenchLoad):
     ends. concurrency: most requests at once. model: None takes the first that the server lists.
     """
 
-    url: str
-    model: str | None = None
-    api_key: str | None = None
-    concurrency: int = 32
-    rate: float | None = None
-    timeout_s: float = 600.0
+    url: Name
+    model: Name | None = None
+    api_key: Name | None = None
+    concurrency: PositiveInt = 32
+    rate: PositiveFloat | None = None
+    timeout_s: PositiveSeconds = 600.0
 
     def __post_init__(self) -> None:
         BenchLoad.__post_init__(self)
-        self._check_counts("concurrency")
-        if self.rate is not None and not self.rate > 0:
-            raise UsageError(f"rate={self.rate} must be above 0, or none")
         if not self.url.startswith(("http://", "https://")):
             raise UsageError(f"url={self.url} must begin with http:// or https://")
 

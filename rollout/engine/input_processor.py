@@ -11,10 +11,11 @@ import torch
 from rollout.engine.output_processor import needs_prompt_scores
 from rollout.errors import InvalidRequestError
 from rollout.generated_text import StopStrings
+from rollout.ranges import MAX_INT64, MIN_INT64
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import VLMInferenceRequest
-from rollout.sampling_params import MAX_INT64, MIN_INT64, SamplingParams
+from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.seeds import mix_seed

@@ -13,6 +13,7 @@ from rollout.step.plan import StepPlan
 from rollout.telemetry import (
     RANK_FIELDS,
     MetricsWriter,
+    ObserverGuard,
     RankUse,
     SchedulerCounts,
     StepStats,
@@ -178,13 +179,14 @@ class EngineStats(SchedulerCounts):
 class EngineCounters:
     """An engine's totals. Every report, and every `interval`-th step, also goes to `writer`.
 
-    An interval of 0 writes no metrics of steps. `steps` are the totals that StepPipeline writes.
+    An interval of 0 writes no metrics of steps. A writer that raises is logged: what it is to write
+    has been done. `steps` are the totals that StepPipeline writes.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
         self.steps = StepTotals()
         self.interval = interval
-        self._writer = writer
+        self._writer, self._guard = writer, ObserverGuard("the metrics_writer")
         self._others = _OtherTotals()
 
     def write_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
@@ -264,7 +266,7 @@ class EngineCounters:
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self._writer is not None:
-            self._writer.log({"engine/step": self.steps.num_steps, **metrics})
+            self._guard.call(self._writer.log, {"engine/step": self.steps.num_steps, **metrics})
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:

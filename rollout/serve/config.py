@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from rollout.errors import ConfigError
+from rollout.ranges import (
+    Choices,
+    Interval,
+    Name,
+    NonNegativeInt,
+    NonNegativeSeconds,
+    PositiveInt,
+    check_fields,
+)
 from rollout.sampling_params import LOGPROBS_MODES
 
 DOORS = ("openai", "vllm", "sglang")
@@ -51,76 +59,36 @@ class ServeConfig:
         get the tokens that they have.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    admin_key: str | None = None
-    doors: tuple[str, ...] = DOORS
-    served_model_name: str | None = None
-    chat_template: str | None = None
+    host: Name = "127.0.0.1"
+    port: Annotated[int, Interval(0, 2**16 - 1)] = 8000
+    api_key: Name | None = None
+    admin_key: Name | None = None
+    doors: tuple[Annotated[str, Choices(DOORS)], ...] = DOORS
+    served_model_name: Name | None = None
+    chat_template: Name | None = None
     trust_request_chat_template: bool = False
-    logprobs_mode: str = "raw"
-    max_model_len: int | None = None
-    checkpoint_roots: tuple[str, ...] = ()
-    weight_transfer_backend: str | None = None
+    logprobs_mode: Annotated[str, Choices(LOGPROBS_MODES)] = "raw"
+    max_model_len: PositiveInt | None = None
+    checkpoint_roots: tuple[Name, ...] = ()
+    weight_transfer_backend: Annotated[str, Choices(("gloo",))] | None = None
 
-    max_body_bytes: int = 2**30
-    max_n: int = 4096
-    max_samples: int = 2**16
-    max_logprobs: int = 256
-    max_running_requests: int = 4096
-    max_waiting_requests: int = 4096
-    max_connections_backlog: int = 4096
-    keepalive_timeout_s: float = 75.0
-    request_timeout_s: float = 86400.0
-    body_timeout_s: float = 60.0
-    stalled_stream_timeout_s: float = 60.0
-    weight_transfer_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
+    max_body_bytes: PositiveInt = 2**30
+    max_n: PositiveInt = 4096
+    max_samples: PositiveInt = 2**16
+    max_logprobs: PositiveInt = 256
+    max_running_requests: PositiveInt = 4096
+    max_waiting_requests: NonNegativeInt = 4096
+    max_connections_backlog: PositiveInt = 4096
+    keepalive_timeout_s: NonNegativeSeconds = 75.0
+    request_timeout_s: NonNegativeSeconds = 86400.0
+    body_timeout_s: NonNegativeSeconds = 60.0
+    stalled_stream_timeout_s: NonNegativeSeconds = 60.0
+    weight_transfer_timeout_s: NonNegativeSeconds = 600.0
+    drain_timeout_s: NonNegativeSeconds = 30.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            self._check(field.name, str(field.type))
-        for door in self.doors:
-            if door not in DOORS:
-                raise ConfigError(f"doors={self.doors!r} has {door!r}; the doors are {list(DOORS)}")
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigError(
-                f"logprobs_mode={self.logprobs_mode!r} must be one of {list(LOGPROBS_MODES)}"
-            )
-        if self.weight_transfer_backend not in (None, "gloo"):
-            raise ConfigError(
-                f"weight_transfer_backend={self.weight_transfer_backend!r} is not built; it can be "
-                "'gloo'"
-            )
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port={self.port} must be in [0, {2**16 - 1}]")
+        check_fields(self, ConfigError)
         self._check_keys()
-
-    def _check(self, name: str, kind: str) -> None:
-        """Refuse a value that is not of its field's type, or a bound that lets nothing through."""
-        value = getattr(self, name)
-        if value is None and kind.endswith("| None"):
-            return
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind.startswith("int"):
-            low = 0 if name in ("port", "max_waiting_requests") else 1
-            if not (isinstance(value, int) and is_number and value >= low):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
-        elif kind == "bool":
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} must be True or False")
-        elif kind == "float":
-            if not (is_number and math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value!r} must be a number of seconds, 0 or more")
-        elif kind.startswith("str"):
-            if not (isinstance(value, str) and value):
-                raise ConfigError(f"{name}={value!r} must be a text")
-        else:
-            is_texts = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
-            if not is_texts:
-                raise ConfigError(f"{name}={value!r} must be a tuple of texts")
-            object.__setattr__(self, name, tuple(value))
 
     def _check_keys(self) -> None:
         if is_loopback(self.host):

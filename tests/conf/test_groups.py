@@ -121,8 +121,12 @@ def test_the_producer_group_holds_parameters_of_the_producer() -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (ProducerSettings, {"max_staleness_versions": -1}, "max_staleness_versions=-1 must be 0"),
-        (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be 1 or more"),
+        (
+            ProducerSettings,
+            {"max_staleness_versions": -1},
+            "max_staleness_versions=-1 must",
+        ),
+        (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be .*at least 1"),
         (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
         (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
         (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),

@@ -184,8 +184,8 @@ def test_evaluation_samples_and_says_pass_at_k_and_the_majoritys_reward(tmp_path
     [
         ({"algorithm__reference__sync_interval": 3}, "sync_interval=3 without a KL term"),
         ({"algorithm__reference__sync_weight": 0.3}, "sync_weight=0.3 without sync_interval"),
-        ({"algorithm__num_iterations": 0}, "num_iterations=0 must be at least 1"),
-        ({"algorithm__reward_kl_coefficient": -1.0}, "reward_kl_coefficient=-1.0 must be 0"),
+        ({"algorithm__num_iterations": 0}, "num_iterations=0 must be .*at least 1"),
+        ({"algorithm__reward_kl_coefficient": -1.0}, "reward_kl_coefficient=-1.0 must"),
         (
             {"algorithm": "ppo", "algorithm__group_size": 1,
              "algorithm__advantage_estimator": "reinforce_plus_plus"},

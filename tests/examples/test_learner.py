@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from examples.learner import Learner, learning_rate_at
 from examples.settings import JobSettings
 from tests.examples.grpo_settings import tiny_settings
 from tests.trainer_hooks.fakes import finished_request
-from trainer_hooks import ReferencePolicy, RolloutBatch, collate_rollouts
+from trainer_hooks import (
+    NonFiniteGradientError,
+    ReferencePolicy,
+    RolloutBatch,
+    collate_rollouts,
+)
 
 
 class Bigram(torch.nn.Module):
@@ -65,6 +71,33 @@ def test_a_batch_without_any_spread_changes_nothing() -> None:
     assert policy.num_rows_seen == 0
     assert torch.equal(policy.table.weight, torch.zeros(4, 4))
     assert metrics["train/num_tokens"] == 0
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_steps_without_a_finite_gradient_leave_the_policy_and_are_counted(
+    spoilt: float, tmp_path: Path
+) -> None:
+    policy, batch = Bigram(), two_groups([1, 0, 0, 1, 1, 0])
+    settings = tiny_settings(trainer__max_skipped_steps=3)
+    trained = Learner(
+        policy,  # type: ignore[arg-type]
+        settings.algorithm,
+        settings.trainer,
+        skipped_directory=tmp_path / "skipped",
+    )
+    hook = policy.table.weight.register_hook(lambda gradient: gradient * spoilt)
+    metrics = trained.update(batch, step=1)
+    assert metrics["train/skipped_steps"] == 2
+    assert "train/loss" not in metrics
+    assert torch.equal(policy.table.weight, torch.zeros(4, 4))
+    assert len(list((tmp_path / "skipped").iterdir())) == 2
+    with pytest.raises(NonFiniteGradientError, match="3 optimizer steps in a row"):
+        trained.update(batch, step=2)
+    hook.remove()
+    metrics = trained.update(batch, step=2)
+    assert metrics["train/skipped_steps"] == 0
+    assert math.isfinite(metrics["train/loss"])
+    assert policy.table.weight[1, 2] > 0 > policy.table.weight[1, 3]
 
 
 def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts() -> None:

@@ -25,7 +25,7 @@ from tests.examples.grpo_settings import tiny_settings
 from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
-from trainer_hooks.jobs import warm_up
+from trainer_hooks.jobs import locked_run, warm_up
 from trainer_hooks.metrics import read_jsonl
 
 WITH_KL = {"algorithm__loss__kl_coefficient": 0.04}
@@ -256,11 +256,23 @@ def test_warm_up_and_training_are_one_wandb_run_whose_tables_hold_the_samples(
 
 def test_a_run_that_starts_over_sets_the_earlier_one_aside(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
-    for text in ("first", "second"):
+    for text in ("first", "second", "third"):
         run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
         assert not (directory / "note").exists()
         (directory / "note").write_text(text)
     assert (tmp_path / "seed_0.previous" / "note").read_text() == "first"
+    assert (tmp_path / "seed_0.previous-2" / "note").read_text() == "second"
+    assert find_checkpoint(tmp_path / "seed_0.previous" / "checkpoints") is not None
+
+
+def test_a_job_in_the_folder_of_another_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "seed_0"
+    with locked_run(directory):
+        directory.mkdir()
+        for resume in ("never", "auto"):
+            with pytest.raises(ConfigError, match=r"another job, process .* run_name of its own"):
+                run_seed(directory, tiny_settings(resume=resume), seed=0)
+        assert list(directory.iterdir()) == []
 
 
 def test_a_warm_up_that_does_not_get_there_says_what_to_change(tmp_path: Path) -> None:

@@ -55,3 +55,10 @@ def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 def misspelled(completions: Sequence[str]) -> list[float]:
     """A typo, as users make them."""
     return [float(lenght(each)) for each in completions]  # type: ignore[name-defined] # noqa: F821
+
+
+def waits_for_file(completions: Sequence[str]) -> list[float]:
+    """1, once there is a file of the name that the completion is."""
+    while not all(map(os.path.exists, completions)):
+        time.sleep(0.01)
+    return [1.0] * len(completions)

@@ -16,6 +16,7 @@ from trainer_hooks import (
     overlong_penalties,
     reinforce_plus_plus_advantages,
 )
+from trainer_hooks.advantages import whitened
 
 NAN = math.nan
 
@@ -184,3 +185,42 @@ def test_reinforce_plus_plus_whitens_returns_over_all_tokens_that_count() -> Non
     expected_BT = torch.zeros(3, 5)
     expected_BT[:2][mask_BT[:2]] = (returns - returns.mean()) / (returns.var() + 1e-8).sqrt()
     assert_close(reinforce_plus_plus_advantages(rewards_BT, mask_BT, 0.5), expected_BT)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4, 16_777_216.0, 1e30, 3e38])
+@pytest.mark.parametrize("normalize", ["std", "none"])
+def test_rewards_that_differ_by_rounding_alone_give_zero(size: float, normalize: str) -> None:
+    reward = torch.tensor(size)
+    above = torch.nextafter(reward, torch.tensor(math.inf))
+    rewards = torch.stack([reward, above, reward, reward])[None]
+    assert not has_reward_spread(rewards).any()
+    advantages = group_advantages(rewards, normalize)  # type: ignore[arg-type]
+    assert torch.equal(advantages, torch.zeros(1, 4))
+
+
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
+    st.integers(-60, 60),
+    st.lists(st.integers(-3, 3), min_size=2, max_size=8),
+)
+def test_group_advantages_are_finite_and_of_unit_size_at_any_scale(
+    dtype: torch.dtype, exponent: int, rewards: list[int]
+) -> None:
+    scale = 1.0 if dtype is torch.int64 else 2.0**exponent
+    row = (torch.tensor([rewards], dtype=torch.float64) * scale).to(dtype)
+    advantages = group_advantages(row)
+    assert advantages.isfinite().all()
+    assert advantages.dtype is torch.float32
+    assert advantages.abs().max() < len(rewards)
+    assert bool(has_reward_spread(row)) == (len(set(rewards)) > 1)
+    if scale >= 1.0:
+        assert_close(advantages, group_advantages(torch.tensor([rewards])), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [[7.0], [], [1e8, 1e8 + 8.0], [0.1] * 5])
+def test_whitened_values_without_spread_are_zero(values: list[float]) -> None:
+    mask = torch.tensor([[True] * len(values) + [False]])
+    row = torch.tensor([[*values, NAN]])
+    assert torch.equal(whitened(row, mask), torch.zeros(1, len(values) + 1))
+    advantages = reinforce_plus_plus_advantages(row, mask, gamma=0.0)  # returns are rewards then
+    assert torch.equal(advantages, torch.zeros(1, len(values) + 1))

@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, exact, and loadable by transformers."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer_hooks import (
     load_checkpoint,
     save_checkpoint,
 )
-from trainer_hooks.checkpoint import read_own_state, read_trainer_state
+from trainer_hooks.checkpoint import read_own_state, read_trainer_state, restore_checkpoints
 
 
 class SavedPolicy(torch.nn.Linear):
@@ -246,3 +247,23 @@ def test_objects_of_ones_own_classes_are_refused_before_the_checkpoint_is_there(
     with pytest.raises(ConfigError, match="own_state holds more than tensors"):
         save_checkpoint(tmp_path, state, policy, trained(policy), own_state={"path": tmp_path})
     assert find_checkpoint(tmp_path) is None
+
+
+def test_a_kill_between_two_renames_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, replace = save(tmp_path, 1), os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target) == first:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    for restore in (lambda: restore_checkpoints(tmp_path), lambda: save(tmp_path, 2)):
+        monkeypatch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 1)
+        monkeypatch.undo()
+        assert not first.exists()
+        restore()
+        assert read_trainer_state(first).step == 1

@@ -176,3 +176,11 @@ def test_one_reward_per_request_is_wanted() -> None:
         collate_rollouts(two_rollouts(), [1.0], train_version=3)
     with pytest.raises(ConfigError, match="0 requests"):
         collate_rollouts([], [], train_version=3)
+
+
+def test_a_request_without_its_prompt_tokens_is_refused_by_name() -> None:
+    without = finished_request([10, 11], [20, 21], versions=[1, 1])
+    without.prompt_tokens = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=rf"request {without.request_id} has no prompt tokens.*"):
+        collate_rollouts([without], [1.0], train_version=1)
+    collate_rollouts([without], [None], train_version=1)  # a failed one is not trained on

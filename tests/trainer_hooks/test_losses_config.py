@@ -13,7 +13,7 @@ from trainer_hooks.losses import POLICY_LOSS_KINDS
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "grop"}, "kind='grop'.*available: grpo, ppo"),
+        ({"kind": "grop"}, "kind='grop' must be one of .*'grpo', 'ppo'"),
         ({"epsilon_low": 1.5}, "epsilon_low=1.5"),
         ({"epsilon_high": -0.1}, "epsilon_high=-0.1"),
         ({"aggregation": "mean"}, "aggregation='mean'.*'token-mean'"),
@@ -39,8 +39,8 @@ def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], message: s
     [
         ({"mode": "clip"}, "mode='clip'.*'truncate'"),
         ({"mode": "mask", "level": "row"}, "level='row'.*'geometric'"),
-        ({"mode": "mask", "low": 1.5}, r"low=1.5 must be in \[0, 1\]"),
-        ({"mode": "truncate", "high": 0.5}, "high=0.5 must be 1 or more"),
+        ({"mode": "mask", "low": 1.5}, r"low=1.5 must be .*in \[0, 1\]"),
+        ({"mode": "truncate", "high": 0.5}, "high=0.5 must be .*at least 1"),
         ({"mode": "truncate", "lag_decay": -1.0}, "lag_decay=-1.0"),
         ({"mode": "truncate", "max_kv_lag": -1.0}, "max_kv_lag=-1.0"),
         ({"mode": "none", "high": 2.0}, "mode='none' takes no other.*mode='truncate'"),

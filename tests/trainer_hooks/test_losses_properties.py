@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,18 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_hooks.loss_batches import Batch, random_batch
-from trainer_hooks import OffPolicyCorrection, PolicyLossConfig, policy_loss
+from trainer_hooks import (
+    OffPolicyCorrection,
+    PolicyLossConfig,
+    kl_estimate,
+    policy_loss,
+    token_entropies,
+    token_logprobs,
+    token_rewards,
+)
 from trainer_hooks.losses import POLICY_LOSS_KINDS
 
+NAN = math.nan
 CORRECTIONS = [
     OffPolicyCorrection(),
     OffPolicyCorrection(mode="truncate"),
@@ -207,3 +217,76 @@ def test_the_weight_of_a_token_never_grows_with_its_lag(seed: int, high: float, 
         _, _, metrics = run(older, PolicyLossConfig(correction=correction))
         weights.append(metrics["sampling/importance_sampling_ratio/mean"])
     assert weights[1] <= weights[0] + 1e-6
+
+
+# Log-probs as trainers and references have them when something is off: a token that the model
+# excludes, one that is all but certain, masks of the lowest float32, log-probs above 0.
+EXTREMES = (-math.inf, -3.4e38, -1e30, -1e4, -88.0, 0.0, 50.0, 1e4)
+
+
+@given(
+    seed=seeds,
+    config=configs,
+    proximal=st.booleans(),
+    level=st.sampled_from(["logprobs_BT", "behaviour_BT", "proximal_BT", "reference_BT", "all"]),
+    value=st.sampled_from(EXTREMES),
+    entropy_coefficient=st.sampled_from([0.0, 0.1]),
+    max_sequence_kl=st.sampled_from([None, 0.1]),
+    advantages=st.sampled_from(["random", "zero"]),
+)
+def test_extreme_log_probs_have_a_finite_loss_and_gradient(
+    seed: int, config: PolicyLossConfig, proximal: bool, level: str, value: float,
+    entropy_coefficient: float, max_sequence_kl: float | None, advantages: str,
+) -> None:  # fmt: skip
+    batch = random_batch(seed)
+    chosen_BT = torch.rand(batch.mask_BT.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    names = ["logprobs_BT", "behaviour_BT", "proximal_BT", "reference_BT"]
+    values = dict(vars(batch))
+    for name in names if level == "all" else [level]:
+        values[name] = values[name].masked_fill(chosen_BT, value)
+    if advantages == "zero":
+        values["advantages_B1"] = torch.zeros_like(values["advantages_B1"])
+    config = replace(
+        config, entropy_coefficient=entropy_coefficient, max_sequence_kl=max_sequence_kl
+    )
+    entropies_BT = torch.ones(batch.mask_BT.shape)
+    loss, gradient_BT, metrics = run(Batch(**values), config, proximal, entropies_BT=entropies_BT)
+    assert loss.isfinite()
+    assert gradient_BT.isfinite().all()
+    assert all(map(math.isfinite, metrics.values())), metrics
+
+
+@given(seed=seeds, config=configs, proximal=st.booleans())
+def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
+    seed: int, config: PolicyLossConfig, proximal: bool
+) -> None:
+    batch = random_batch(seed)
+    nothing = changed(batch, lambda name, v: torch.zeros_like(v) if name == "mask_BT" else v * NAN)
+    loss, gradient_BT, metrics = run(nothing, config, proximal)
+    assert loss == 0.0
+    assert (gradient_BT == 0.0).all()
+    assert all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize("reference", EXTREMES)
+def test_kl_in_the_reward_is_finite(estimator: Any, value: float, reference: float) -> None:
+    mask_BT = torch.ones(1, 2, dtype=torch.bool)
+    rewards_BT = token_rewards(
+        torch.ones(1), torch.full((1, 2), value), torch.full((1, 2), reference), mask_BT, 0.1,
+        estimator,
+    )  # fmt: skip
+    assert rewards_BT.isfinite().all()
+    assert kl_estimate(torch.tensor(value), torch.tensor(reference), estimator).isfinite()
+
+
+def test_entropy_of_logits_that_exclude_tokens_is_finite_with_its_gradient() -> None:
+    logits_BTV = torch.tensor([[[0.0, -math.inf, 1.0], [0.0, 0.0, -math.inf]]], requires_grad=True)
+    tokens_BT = torch.tensor([[0, 2]])
+    logprobs_BT, entropies_BT = token_logprobs(logits_BTV, tokens_BT, return_entropy=True)
+    assert entropies_BT[0, 1].item() == pytest.approx(0.5822, abs=1e-4)
+    assert_close(entropies_BT.detach(), token_entropies(logits_BTV.detach()))
+    (logprobs_BT + entropies_BT).sum().backward()
+    assert logits_BTV.grad is not None
+    assert logits_BTV.grad.isfinite().all()

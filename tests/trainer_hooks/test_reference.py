@@ -73,9 +73,9 @@ def test_a_reference_that_follows_goes_on_where_a_checkpoint_left_it() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"sync_interval": 0}, "sync_interval=0 must be at least 1"),
-        ({"sync_interval": 1, "sync_weight": 0.0}, "sync_weight=0.0 must be above 0"),
-        ({"sync_interval": 1, "sync_weight": 1.5}, "sync_weight=1.5 must be above 0, and at most"),
+        ({"sync_interval": 0}, "sync_interval=0 must be .*at least 1"),
+        ({"sync_interval": 1, "sync_weight": 0.0}, r"sync_weight=0.0 must be .*\(0, 1\]"),
+        ({"sync_interval": 1, "sync_weight": 1.5}, r"sync_weight=1.5 must be .*\(0, 1\]"),
         ({"sync_weight": 0.5}, "sync_weight=0.5 without sync_interval"),
     ],
 )

@@ -206,3 +206,57 @@ def test_a_function_that_raises_stop_iteration_fails_its_rollouts_alone() -> Non
         assert await score_one(runner, "7") == 7.0
 
     asyncio.run(work())
+
+
+async def until_it_is_warned_of(caplog: pytest.LogCaptureFixture, count: int = 1) -> list[str]:
+    while True:
+        warnings = [r.getMessage() for r in caplog.records if "still runs after" in r.getMessage()]
+        if len(warnings) >= count:
+            return warnings
+        await asyncio.sleep(0)
+
+
+def test_a_call_that_hangs_is_named_with_its_sample_again_and_again(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang() -> float:
+        runner = RewardRunner(gate, warn_after_s=1e-3)
+        call = asyncio.ensure_future(score_one(runner, "wait"))
+        behind = asyncio.ensure_future(score_one(runner, "behind"))  # waits for its turn: not named
+        for message in await asyncio.wait_for(until_it_is_warned_of(caplog, 2), LATE_S):
+            assert message.startswith("reward function Gate still runs after 0.00")
+            assert "'wait' to the prompt '?'" in message
+            assert "timeout_s" in message
+        gate.is_open.set()
+        return await call + await behind
+
+    assert asyncio.run(hang()) == 2.0
+
+
+def test_an_async_call_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def hang() -> list[float]:
+        may_end = asyncio.Event()
+
+        async def judge(completions: Sequence[str]) -> list[float]:
+            await may_end.wait()
+            return [0.5] * len(completions)
+
+        runner = RewardRunner(judge, warn_after_s=1e-3)
+        call = asyncio.ensure_future(runner.score(["?"], ["a" * 1000], [[1]], {}))
+        (message, *_) = await asyncio.wait_for(until_it_is_warned_of(caplog), LATE_S)
+        assert "reward function judge" in message
+        assert len(message) < 600
+        may_end.set()
+        return await call
+
+    assert asyncio.run(hang()) == [0.5]
+
+
+def test_a_call_in_time_and_a_runner_that_is_to_be_silent_warn_of_nothing(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.is_open.set()
+    for warn_after_s in (60.0, None):
+        runner = RewardRunner(gate, warn_after_s=warn_after_s)
+        assert asyncio.run(score_one(runner, "a")) == 1.0
+    assert not caplog.records

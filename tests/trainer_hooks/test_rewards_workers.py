@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError
-from tests.trainer_hooks.reward_functions import lengths, unruly
+from tests.trainer_hooks.reward_functions import lengths, unruly, waits_for_file
 from trainer_hooks.rewards import RewardRunner
 
 
@@ -81,3 +81,18 @@ def test_a_closed_runner_starts_no_process_for_those_who_waited() -> None:
         assert "closed" in str(runner.last_error)
 
     asyncio.run(work())
+
+
+def test_a_call_that_hangs_in_a_process_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang() -> list[float]:
+        with RewardRunner(waits_for_file, 1, warn_after_s=1e-3) as runner:
+            file = str(tmp_path / "go")
+            call = asyncio.ensure_future(runner.score(["?"], [file], [[1]], {}))
+            while not any("waits_for_file still runs" in r.getMessage() for r in caplog.records):
+                await asyncio.sleep(0.01)
+            Path(file).touch()
+            return await call
+
+    assert asyncio.run(asyncio.wait_for(hang(), 100.0)) == [1.0]

@@ -1,10 +1,18 @@
-"""What a job does about Ctrl-C."""
+"""What a job does about Ctrl-C, about other jobs in its folder, and about earlier runs there."""
 
+import errno
+import os
 import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from trainer_hooks.jobs import stop_on_interrupt
+from rollout.errors import ConfigError
+from trainer_hooks.jobs import begin_directory, locked_run, stop_on_interrupt
+from trainer_hooks.metrics import JsonlWriter, read_jsonl
 
 
 def test_a_second_ctrl_c_acts_as_ever() -> None:
@@ -14,3 +22,76 @@ def test_a_second_ctrl_c_acts_as_ever() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from trainer_hooks.jobs.run_files import locked_run
+with locked_run(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_that_another_job_holds_is_refused_until_it_is_killed(tmp_path: Path) -> None:
+    run = tmp_path / "demo" / "seed_0"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(ConfigError, match=rf"process {holder.pid} on .*{run}; .*run_name"),
+            locked_run(run),
+        ):
+            pass
+        with locked_run(run.with_name("seed_1")):  # another run of the job
+            pass
+        holder.kill()
+    with locked_run(run):
+        begin_directory(run)
+    with locked_run(run):  # one that has ended leaves it free, and its folder may be renamed
+        begin_directory(run)
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with locked_run(tmp_path / "seed_0"):
+        pass
+    assert "has no locks" in caplog.text
+
+
+def test_no_start_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
+    run = tmp_path / "seed_0"
+    assert begin_directory(run) is None
+    for number in range(4):
+        (run / "checkpoint").write_text(str(number))
+        assert begin_directory(run) is not None
+    kept = {path.name: (path / "checkpoint").read_text() for path in tmp_path.glob("*.previous*")}
+    assert kept == {
+        "seed_0.previous": "0",
+        "seed_0.previous-2": "1",
+        "seed_0.previous-3": "2",
+        "seed_0.previous-4": "3",
+    }
+    assert list(run.iterdir()) == []
+
+
+def test_a_metrics_file_that_starts_anew_keeps_the_earlier_one(tmp_path: Path) -> None:
+    for run in range(3):
+        with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
+            writer.log({"run": run})
+    kept = {path.name: read_jsonl(path)[0]["run"] for path in tmp_path.iterdir()}
+    assert kept == {
+        "metrics.jsonl": 2, "metrics.jsonl.previous": 0, "metrics.jsonl.previous-2": 1,
+    }  # fmt: skip

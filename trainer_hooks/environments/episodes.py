@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout.errors import ConfigError
+from rollout.ranges import PositiveInt, PositiveSeconds, check_fields
 from rollout.tool_calls import ToolCall, tool_names
 from trainer_hooks.environments.conversation import Conversation
 from trainer_hooks.environments.faults import EnvironmentFault, FaultCounter, in_time
@@ -34,20 +35,13 @@ class EpisodeLimits:
     the clock: pauses of the engines count, too. None waits for ever.
     """
 
-    max_turns: int = 16
-    max_total_tokens: int | None = None
-    step_timeout_s: float | None = 60.0
-    rollout_timeout_s: float | None = None
+    max_turns: PositiveInt = 16
+    max_total_tokens: PositiveInt | None = None
+    step_timeout_s: PositiveSeconds | None = 60.0
+    rollout_timeout_s: PositiveSeconds | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_total_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        for name in ("step_timeout_s", "rollout_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0.0:
-                raise ConfigError(f"{name}={value} must be above 0, or null for no limit")
+        check_fields(self, ConfigError)
 
 
 class EnvironmentRollouts:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rollout.errors import ConfigError
+from rollout.ranges import PositiveInt, PositiveSeconds, check_fields
 from trainer_hooks.environments import sandboxed_python
 from trainer_hooks.environments.sandboxed_python import PROTECTIONS
 from trainer_hooks.rewards.turns import Turns
@@ -32,20 +33,16 @@ class PythonLimits:
     file_bytes: of one file. disk_bytes: of all files, which live in memory.
     """
 
-    wall_s: float = 10.0
-    cpu_s: int = 5
-    memory_bytes: int = 512 << 20
-    output_bytes: int = 16 << 10
-    file_bytes: int = 4 << 20
-    disk_bytes: int = 16 << 20
+    wall_s: PositiveSeconds = 10.0
+    cpu_s: PositiveInt = 5
+    memory_bytes: PositiveInt = 512 << 20
+    output_bytes: PositiveInt = 16 << 10
+    file_bytes: PositiveInt = 4 << 20
+    disk_bytes: PositiveInt = 16 << 20
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a limit that is not positive, or not whole where it has to be."""
-        for name, value in asdict(self).items():
-            if value <= 0:
-                raise ConfigError(f"{name}={value} must be positive")
-            if name != "wall_s" and not isinstance(value, int):
-                raise ConfigError(f"{name}={value} must be a whole number")
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

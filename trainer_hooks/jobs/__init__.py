@@ -11,7 +11,7 @@ from trainer_hooks.jobs.curve import write_reward_curve, write_run_picture
 from trainer_hooks.jobs.dashboard import Dashboard
 from trainer_hooks.jobs.hydra_job import checked_overrides, run_hydra_job, wandb_names
 from trainer_hooks.jobs.live_view import watch_step
-from trainer_hooks.jobs.run_files import open_logger, set_aside, stop_on_interrupt
+from trainer_hooks.jobs.run_files import begin_directory, locked_run, open_logger, stop_on_interrupt
 from trainer_hooks.jobs.samples import SampleLog
 from trainer_hooks.jobs.settings import (
     DataSettings,
@@ -47,7 +47,8 @@ __all__ = [
     "load_dataclass",
     "open_logger",
     "run_hydra_job",
-    "set_aside",
+    "begin_directory",
+    "locked_run",
     "stop_on_interrupt",
     "wandb_names",
     "watch_step",

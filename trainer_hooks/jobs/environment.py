@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.ranges import Name, Options, PositiveInt, PositiveSeconds, check_fields
 from trainer_hooks.environments import EnvironmentRollouts, EpisodeLimits
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.jobs.import_paths import import_object
@@ -28,13 +29,16 @@ class EnvironmentSettings:
     An AgentRollouts has `rollout_timeout_s` alone; other values of the other limits are refused.
     """
 
-    path: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    max_turns: int = 16
-    max_total_tokens: int | None = None
-    step_timeout_s: float | None = 60.0
-    rollout_timeout_s: float | None = None
-    max_environments: int = 256
+    path: Name | None = None
+    options: Options = field(default_factory=dict)
+    max_turns: PositiveInt = 16
+    max_total_tokens: PositiveInt | None = None
+    step_timeout_s: PositiveSeconds | None = 60.0
+    rollout_timeout_s: PositiveSeconds | None = None
+    max_environments: PositiveInt = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
@@ -42,10 +46,7 @@ class EnvironmentSettings:
         return ["environment=python", f"++environment.path={path}"]
 
     def limits(self, max_sequence_length: int | None) -> EpisodeLimits:
-        """The limits of an episode on an engine with sequences of that length.
-
-        Raises ConfigError for numbers out of range.
-        """
+        """The limits of an episode on an engine with sequences of that length."""
         max_total_tokens = self.max_total_tokens
         return EpisodeLimits(
             max_turns=self.max_turns,

@@ -15,6 +15,7 @@ from rich.syntax import Syntax
 
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
+from trainer_hooks.guarded_step import NonFiniteGradientError
 from trainer_hooks.jobs.config_loading import (
     as_plain,
     dataclass_by_name,
@@ -25,6 +26,8 @@ from trainer_hooks.jobs.config_loading import (
 )
 from trainer_hooks.rewards import RewardFunctionError
 
+# What ends a job with its message: for any other exception Hydra prints a traceback below it.
+_FAULTS = (ConfigError, EnvironmentFailed, NonFiniteGradientError, RewardFunctionError)
 T = TypeVar("T")
 
 
@@ -39,9 +42,9 @@ def run_hydra_job(
 
     `config_path`: where the YAML is, as hydra.main takes it; "pkg://conf" works in any directory.
     `shows_config`: whether a loaded config is printed at the start.
-    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message,
-    and so does a reward function or an environment that never succeeds, whose traceback is in
-    the log.
+    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
+    So do gradients that are not finite, and a reward function or an environment that never
+    succeeds, whose traceback is in the log.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -50,8 +53,7 @@ def run_hydra_job(
             if shows_config(settings):
                 Console().print(config_report(settings))
             job(settings)
-        except (ConfigError, EnvironmentFailed, RewardFunctionError) as error:
-            # For any other exception Hydra prints a traceback below the message.
+        except _FAULTS as error:
             raise SystemExit(f"error: {error}") from error
 
     entry = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)

@@ -1,10 +1,12 @@
-"""The files of one run, and Ctrl-C as a request to stop between two training steps."""
+"""The files of one run, the lock on them, and Ctrl-C as a request to stop between two steps."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
-import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
+from rollout.errors import ConfigError
+from trainer_hooks.files import set_aside
 from trainer_hooks.jobs.hydra_job import wandb_names
 from trainer_hooks.metrics import MetricsLogger, start_wandb_run
 from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.metrics.wandb_run import where_to_look
+
+_log = logging.getLogger(__name__)
 
 
 def open_logger(
@@ -50,13 +56,44 @@ def open_logger(
     )
 
 
-def set_aside(directory: Path) -> None:
-    """Rename what an earlier run left in `directory` to <directory>.previous, which is replaced."""
-    previous = directory.with_name(f"{directory.name}.previous")
-    if directory.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        os.replace(directory, previous)
+def begin_directory(directory: Path) -> Path | None:
+    """Make an empty `directory`. What an earlier run left there is renamed (`set_aside`), and its
+    new path returned.
+    """
+    previous = set_aside(directory)
     directory.mkdir(parents=True)
+    return previous
+
+
+@contextmanager
+def locked_run(directory: Path) -> Iterator[None]:
+    """Hold the folder of a run. Raises ConfigError, naming the process, if another job holds it.
+
+    The lock is flock's, on the file .<name>.lock beside the folder, which itself may be renamed.
+    The kernel releases it when the process ends, by kill -9 too. It holds between hosts where the
+    file system carries flock between them: NFS of Linux does, Lustre with the mount option flock.
+    Where a file system has no locks, a warning says so, and two jobs are not kept apart.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    path = directory.with_name(f".{directory.name}.lock")
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ConfigError(
+                f"another job, {file.read().strip() or 'of an unknown process'}, is running in "
+                f"{directory}; give this one a run_name of its own, or wait until the other ends"
+            ) from error
+        except OSError as error:
+            _log.warning(
+                "the file system of %s has no locks (%s): start no other job of this run_name",
+                path, error,
+            )  # fmt: skip
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rollout.telemetry import ObserverGuard
 from rollout.text import IncrementalDetokenizer
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.jobs.sample_text import (
@@ -57,6 +58,7 @@ class SampleLog:
     ) -> None:
         self._tokenizer, self._settings = tokenizer, settings
         self._view, self._logger = view, logger
+        self._guard = ObserverGuard("the view of the samples")
         self._file = JsonlWriter(
             directory / FILE_NAME, resume_step, max_bytes=settings.completions_file_bytes
         )
@@ -75,7 +77,7 @@ class SampleLog:
             for i in chosen_rows(batch.rollouts.rewards_R, batch.group_size, settings.num_samples)
         ]
         if chosen:
-            self._view.show_samples(chosen)
+            self._guard.call(self._view.show_samples, chosen)
             table = [[_cell(sample, name) for name in TABLE_COLUMNS] for sample in chosen]
             self._logger.log_table("completions", TABLE_COLUMNS, table)
 

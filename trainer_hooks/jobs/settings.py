@@ -10,6 +10,21 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import (
+    AnyNumber,
+    AnyText,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonNegativeSeconds,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    PositiveSeconds,
+    check_fields,
+)
+from rollout.sampling_params import Temperature
+from trainer_hooks.rewards.runner import WARN_AFTER_S
 
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
@@ -23,15 +38,13 @@ class LoraSettings:
     "all-linear" has all but the head. Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
     """
 
-    rank: int
-    alpha: float
-    target_modules: str | tuple[str, ...] = "all-linear"
+    rank: PositiveInt
+    alpha: PositiveFloat
+    target_modules: Name | tuple[Name, ...] = "all-linear"
     use_rslora: bool = False
 
     def __post_init__(self) -> None:
-        _check_at_least("rank", self.rank, 1)
-        if not self.alpha > 0.0:
-            raise ConfigError(f"alpha={self.alpha} must be above 0")
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +59,23 @@ class ModelSettings:
     `lora`: an adapter is trained, the weights stay.
     """
 
-    path: str | None = None
-    tokenizer: str | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int | None = None
-    initializer_range: float | None = None
-    num_experts: int | None = None
-    num_experts_per_tok: int | None = None
-    moe_intermediate_size: int | None = None
+    path: Name | None = None
+    tokenizer: Name | None = None
+    hidden_size: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    num_hidden_layers: PositiveInt | None = None
+    num_attention_heads: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    max_position_embeddings: PositiveInt | None = None
+    initializer_range: NonNegativeFloat | None = None
+    num_experts: PositiveInt | None = None
+    num_experts_per_tok: PositiveInt | None = None
+    moe_intermediate_size: PositiveInt | None = None
     lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         missing = [name for name, value in self.shape.items() if value is None]
         if self.path is None and (missing or self.tokenizer is None):
             raise ConfigError(
@@ -99,10 +113,13 @@ class SourceSettings:
     kind: (
         Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python", "environment"] | None
     ) = None
-    path: str | tuple[str, ...] | None = None
-    prompt_column: str = "prompt"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    weight: float = 1.0
+    path: Name | tuple[Name, ...] | None = None
+    prompt_column: Name = "prompt"
+    options: Options = field(default_factory=dict)
+    weight: PositiveFloat = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +135,14 @@ class DataSettings(SourceSettings):
 
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
     chat: bool | None = None
-    system_prompt: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    held_out_path: str | None = None
-    num_held_out: int = 0
-    title: str | None = None
+    system_prompt: AnyText | None = None
+    template_options: Options = field(default_factory=dict)
+    held_out_path: Name | None = None
+    num_held_out: NonNegativeInt = 0
+    title: AnyText | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         for name, source in self.named_sources.items():
             if source.kind is None or source.path is None:
                 where = f"data.sources.{name}" if self.sources else "data"
@@ -155,10 +173,13 @@ class RewardTerm:
     messages, `verl` is compute_score.
     """
 
-    path: str
-    weight: float = 1.0
+    path: Name
+    weight: AnyNumber = 1.0
     convention: Literal["text", "chat", "verl"] = "text"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +188,16 @@ class RewardSettings:
     gives it.
 
     `workers`: processes that compute it; 0 for a thread of this one. `timeout_s`: of a call.
+    `warn_after_s`: a call that takes longer is named in the log, with its sample.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
-    workers: int = 0
-    timeout_s: float | None = None
+    workers: NonNegativeInt = 0
+    timeout_s: PositiveSeconds | None = None
+    warn_after_s: PositiveSeconds | None = WARN_AFTER_S
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
@@ -188,22 +214,18 @@ class WarmupSettings:
     `answer_column`: the completion that is learned.
     """
 
-    max_steps: int
-    target_reward: float = 0.0
-    learning_rate: float = 1e-3
-    batch_size: int = 128
-    first_check: int = 60  # step of the first measurement of the sampled reward
-    check_interval: int = 5  # steps between two measurements
-    check_prompts: int = 256
-    answer_column: str = "answer"
+    max_steps: NonNegativeInt
+    target_reward: AnyNumber = 0.0
+    learning_rate: PositiveFloat = 1e-3
+    batch_size: PositiveInt = 128
+    first_check: NonNegativeInt = 60  # step of the first measurement of the sampled reward
+    check_interval: PositiveInt = 5  # steps between two measurements
+    check_prompts: PositiveInt = 256
+    answer_column: Name = "answer"
     source: SourceSettings | None = None
 
     def __post_init__(self) -> None:
-        if self.max_steps < 0 or self.check_interval < 1:
-            raise ConfigError(
-                f"max_steps={self.max_steps} of the warm-up must be 0 (none) or more, and "
-                f"check_interval={self.check_interval} 1 or more"
-            )
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +235,11 @@ class FunctionSettings:
     A class is made with them.
     """
 
-    path: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    path: Name
+    options: Options = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,27 +267,22 @@ class ProducerSettings:
     `num_epochs`: passes over the prompts; None goes on for ever.
     """
 
-    max_staleness_versions: int | Literal["ess"] = 1
+    max_staleness_versions: NonNegativeInt | Literal["ess"] = 1
     order: Literal["admission", "ready"] = "admission"
-    max_reissues: int = 8
-    oversample_groups: int | None = None
+    max_reissues: NonNegativeInt = 8
+    oversample_groups: NonNegativeInt | None = None
     drop_zero_variance: bool = False
     group_filters: Mapping[str, FunctionSettings] = field(default_factory=dict)
     curriculum: CurriculumSettings | None = None
-    max_refills: int | None = None
-    min_valid_samples: int = 2
-    max_attempts: int = 3
-    version_timeout_s: float = 0.0
+    max_refills: NonNegativeInt | None = None
+    min_valid_samples: PositiveInt = 2
+    max_attempts: PositiveInt = 3
+    version_timeout_s: NonNegativeSeconds = 0.0
     shuffle: bool = True
-    num_epochs: int | None = None
+    num_epochs: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if self.max_staleness_versions != "ess":
-            _check_at_least("max_staleness_versions", self.max_staleness_versions, 0)
-        for name in ("max_reissues", "oversample_groups", "max_refills", "version_timeout_s"):
-            _check_at_least(name, getattr(self, name), 0)
-        for name in ("min_valid_samples", "max_attempts", "num_epochs"):
-            _check_at_least(name, getattr(self, name), 1)
+        check_fields(self, ConfigError)
         filters = self.drop_zero_variance or self.group_filters
         if self.max_refills is not None and not filters:
             raise ConfigError(
@@ -280,11 +300,10 @@ class WeightSyncSettings:
     """
 
     mode: Literal["in_flight", "suspend"] = "in_flight"
-    release: tuple[str, ...] = ()
+    release: tuple[Literal["kv_cache", "weights"], ...] = ()
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.release) - {"kv_cache", "weights"}):
-            raise ConfigError(f"release={unknown} is not known; choose of 'kv_cache', 'weights'")
+        check_fields(self, ConfigError)
         if self.release and self.mode == "in_flight":
             raise ConfigError(
                 f"release={list(self.release)} with mode='in_flight', which frees nothing; choose "
@@ -301,15 +320,15 @@ class EvaluationSettings:
     function of the completion. See `evaluate`.
     """
 
-    n: int = 0
-    temperature: float = 1.0
-    pass_at: tuple[int, ...] = ()
-    success_reward: float = 1.0
+    n: NonNegativeInt = 0
+    temperature: Temperature = 1.0
+    pass_at: tuple[PositiveInt, ...] = ()
+    success_reward: AnyNumber = 1.0
     answer: FunctionSettings | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least("n", self.n, 0)
-        if any(not 1 <= k <= self.n for k in self.pass_at):
+        check_fields(self, ConfigError)
+        if any(not k <= self.n for k in self.pass_at):
             raise ConfigError(f"pass_at={list(self.pass_at)} must be from 1 to n={self.n}")
         if self.answer is not None and not self.n:
             raise ConfigError(f"answer={self.answer.path} with n=0, which samples nothing; set n")
@@ -326,21 +345,13 @@ class LoggerSettings:
 
     console: bool = True
     wandb: Literal["off", "offline", "online"] = "off"
-    wandb_project: str = "rollout"
-    wandb_tags: tuple[str, ...] = ()
-    num_samples: int = 3
-    sample_interval: int = 10
-    num_completions: int = 64
-    completions_file_bytes: int = 64 * 2**20
+    wandb_project: Name = "rollout"
+    wandb_tags: tuple[Name, ...] = ()
+    num_samples: NonNegativeInt = 3
+    sample_interval: PositiveInt = 10
+    num_completions: NonNegativeInt = 64
+    completions_file_bytes: PositiveInt = 64 * 2**20
     save_batches: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sample_interval", "completions_file_bytes"):
-            _check_at_least(name, getattr(self, name), 1)
-        for name in ("num_samples", "num_completions"):
-            _check_at_least(name, getattr(self, name), 0)
-
-
-def _check_at_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and not value >= least:
-        raise ConfigError(f"{name}={value} must be {least} or more")
+        check_fields(self, ConfigError)

@@ -280,7 +280,9 @@ def reward_runner(settings: RewardSettings) -> RewardRunner | None:
     functions = [reward_function(name, term) for name, term in settings.terms.items()]
     weights = [term.weight for term in settings.terms.values()]
     reward = WeightedRewards(functions, weights, list(settings.terms))
-    return RewardRunner(reward, settings.workers, settings.timeout_s)
+    return RewardRunner(
+        reward, settings.workers, settings.timeout_s, warn_after_s=settings.warn_after_s
+    )
 
 
 def reward_function(name: str, term: RewardTerm) -> Any:

@@ -17,6 +17,7 @@ from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from trainer_hooks.evaluate import evaluate
+from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.jobs.settings import WarmupSettings
 from trainer_hooks.jobs.task import Task
 from trainer_hooks.phase import generation_phase
@@ -25,6 +26,10 @@ from trainer_hooks.threaded_llm import ThreadedLLM
 from trainer_hooks.weight_sync import WeightSync
 
 IGNORED = -100
+
+
+# Supervised gradients are far below it: it only has to be a number.
+_MAX_GRAD_NORM = 1e3
 
 
 async def warm_up(
@@ -42,6 +47,7 @@ async def warm_up(
     Raises RolloutError if `max_steps` do not reach the target.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
+    guard = GuardedStep(optimizer, _MAX_GRAD_NORM)
     source = task.warmup_prompts(seed)
     # A warm-up that has used all prompts begins with the first one again.
     prompts = _in_turn(source)
@@ -55,7 +61,7 @@ async def warm_up(
                 loss = answer_loss(policy, task.tokenizer, items, settings.answer_column)
                 optimizer.zero_grad()
                 loss.backward()
-                optimizer.step()
+                guard.step([policy])
                 row = {"warmup/step": step, "warmup/loss": loss.item()}
                 is_due = step >= settings.first_check and step % settings.check_interval == 0
                 if is_due or step == settings.max_steps:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import (
+    Choices,
+    Interval,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    check_fields,
+)
 from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -14,6 +23,7 @@ CorrectionMode = Literal["auto", "none", "truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 KLEstimator = Literal["k1", "k2", "k3"]
 RatioLevel = Literal["token", "geometric", "sequence"]
+_FRESH = "a fresh token weighs 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,24 +110,13 @@ class OffPolicyCorrection:
 
     mode: CorrectionMode = "auto"
     level: CorrectionLevel = "token"
-    low: float | None = None
-    high: float | None = None
-    lag_decay: float = 0.0
-    max_kv_lag: float | None = None
+    low: Annotated[float, Interval(0.0, 1.0, unit=_FRESH)] | None = None
+    high: Annotated[float, Interval(1.0, unit=_FRESH)] | None = None
+    lag_decay: NonNegativeFloat = 0.0
+    max_kv_lag: NonNegativeFloat | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, CorrectionMode)
-        _check_choice("level", self.level, CorrectionLevel)
-        if self.low is not None and not 0.0 <= self.low <= 1.0:
-            raise ConfigError(f"low={self.low} must be in [0, 1]: a fresh token weighs 1")
-        if self.high is not None and not 1.0 <= self.high < math.inf:
-            raise ConfigError(
-                f"high={self.high} must be 1 or more, and finite: a fresh token weighs 1"
-            )
-        if not 0.0 <= self.lag_decay < math.inf:
-            raise ConfigError(f"lag_decay={self.lag_decay} must be 0 or more, and finite")
-        if self.max_kv_lag is not None and not self.max_kv_lag >= 0.0:
-            raise ConfigError(f"max_kv_lag={self.max_kv_lag} must be 0 or more")
+        check_fields(self, ConfigError)
         settings = (self.level, self.low, self.high, self.lag_decay, self.max_kv_lag)
         if self.mode in ("auto", "none") and settings != ("token", None, None, 0.0, None):
             raise ConfigError(
@@ -168,45 +167,22 @@ class PolicyLossConfig:
     that would compute something else than their names say.
     """
 
-    kind: str = "dapo"
-    epsilon_low: float | None = None
-    epsilon_high: float | None = None
-    dual_clip: float | None = None
+    kind: Annotated[str, Choices(POLICY_LOSS_KINDS)] = "dapo"
+    epsilon_low: PositiveFraction | None = None
+    epsilon_high: PositiveFloat | None = None
+    dual_clip: Annotated[float, Interval(1.0, is_low_open=True)] | None = None
     aggregation: Aggregation | None = None
-    max_completion_length: int | None = None
-    kl_coefficient: float = 0.0
+    max_completion_length: PositiveInt | None = None
+    kl_coefficient: NonNegativeFloat = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_importance_weighted: bool = False
-    entropy_coefficient: float = 0.0
-    max_sequence_kl: float | None = None
+    entropy_coefficient: NonNegativeFloat = 0.0
+    max_sequence_kl: PositiveFloat | None = None
     correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(
-                f"kind={self.kind!r} is no policy loss; available: {', '.join(KINDS)}"
-            )
-        if self.aggregation is not None:
-            _check_choice("aggregation", self.aggregation, Aggregation)
-        _check_choice("kl_estimator", self.kl_estimator, KLEstimator)
-        self._check_ranges()
+        check_fields(self, ConfigError)
         self._check_combinations()
-
-    def _check_ranges(self) -> None:
-        if self.epsilon_low is not None and not 0.0 < self.epsilon_low <= 1.0:
-            raise ConfigError(f"epsilon_low={self.epsilon_low} must be in (0, 1]")
-        if self.epsilon_high is not None and not 0.0 < self.epsilon_high < math.inf:
-            raise ConfigError(f"epsilon_high={self.epsilon_high} must be above 0, and finite")
-        if not 0.0 <= self.kl_coefficient < math.inf:
-            raise ConfigError(f"kl_coefficient={self.kl_coefficient} must be 0 or more, and finite")
-        if not 0.0 <= self.entropy_coefficient < math.inf:
-            raise ConfigError(
-                f"entropy_coefficient={self.entropy_coefficient} must be 0 or more, and finite"
-            )
-        if self.max_sequence_kl is not None and not self.max_sequence_kl > 0.0:
-            raise ConfigError(f"max_sequence_kl={self.max_sequence_kl} must be above 0")
-        if self.max_completion_length is not None and self.max_completion_length < 1:
-            raise ConfigError(f"max_completion_length={self.max_completion_length} must be above 0")
 
     def _check_combinations(self) -> None:
         kind, aggregation = KINDS[self.kind], self.resolved_aggregation
@@ -304,11 +280,3 @@ class PolicyLossConfig:
     def resolved_aggregation(self) -> Aggregation:
         """The aggregation as it applies."""
         return self.aggregation or KINDS[self.kind].aggregation
-
-
-def _check_choice(name: str, value: str, choices: object) -> None:
-    known = get_args(choices)
-    if value not in known:
-        raise ConfigError(
-            f"{name}={value!r} is not known; choose one of {', '.join(map(repr, known))}"
-        )

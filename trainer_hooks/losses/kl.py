@@ -28,14 +28,15 @@ from __future__ import annotations
 import torch
 
 from trainer_hooks.losses.config import KLEstimator
-from trainer_hooks.losses.terms import MAX_LOG_RATIO, log_ratios, trained_values
+from trainer_hooks.losses.terms import MAX_LOG_RATIO, MIN_LOGPROB, log_ratios, trained_logprobs
 
 
 def kl_estimate(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator = "k3"
 ) -> torch.Tensor:
     """Per token, KL(pi || reference) from the token that pi sampled; any shape, differentiable."""
-    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = reference_logprobs.clamp(min=MIN_LOGPROB) - logprobs.clamp(min=MIN_LOGPROB)
+    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
@@ -77,8 +78,8 @@ def token_rewards(
     """
     mask_BT = mask_BT.bool()
     kl_BT = kl_estimate(
-        trained_values(logprobs_BT.detach(), mask_BT),
-        trained_values(reference_logprobs_BT.detach(), mask_BT),
+        trained_logprobs(logprobs_BT.detach(), mask_BT),
+        trained_logprobs(reference_logprobs_BT.detach(), mask_BT),
         estimator,
     )
     # argmax gives the first of equals, so it is asked for the first trained token from the right.

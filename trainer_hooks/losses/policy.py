@@ -28,6 +28,7 @@ from trainer_hooks.losses.terms import (
     aggregate,
     log_ratios,
     token_losses,
+    trained_logprobs,
     trained_values,
 )
 
@@ -62,16 +63,16 @@ def policy_loss(
     `rollout_tokens_B`, of `RolloutBatch`: a rollout that is several rows, each a token sequence,
     counts once; without it each row is a rollout. Ratios and masks of sequences are those of rows.
     With both lags the metrics also come by cells of (policy lag x KV lag), as `by_lag/*`.
-    Values outside the mask are never looked at, NaN included.
+    Values outside the mask are never looked at, NaN included. Log-probs are held at MIN_LOGPROB.
     Raises ConfigError for shapes that differ and for a term whose input is missing.
     """
     same_shape = (behaviour_logprobs_BT, mask_BT, reference_logprobs_BT, proximal_logprobs_BT)
     lags = (policy_lag_BT, kv_lag_BT)
     _check_shapes(logprobs_BT, advantages_BT, (*same_shape, *lags, entropies_BT))
     mask_BT = mask_BT.bool()
-    logprobs_BT = trained_values(logprobs_BT, mask_BT)
+    logprobs_BT = trained_logprobs(logprobs_BT, mask_BT)
     fixed_BT, behaviour_BT = logprobs_BT.detach(), _constants(behaviour_logprobs_BT, mask_BT)
-    advantages_BT = _constants(advantages_BT.expand_as(logprobs_BT), mask_BT)
+    advantages_BT = trained_values(advantages_BT.detach().expand_as(logprobs_BT), mask_BT)
     correction = _resolved(config.correction, proximal_logprobs_BT is not None)
     anchor_BT = behaviour_BT
     if proximal_logprobs_BT is not None:
@@ -154,9 +155,9 @@ def _penalties(
     return penalties_BT, metrics
 
 
-def _constants(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """The values of the trained tokens, 0 elsewhere, without a gradient."""
-    return trained_values(values_BT.detach(), mask_BT)
+def _constants(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """The log-probs of the trained tokens, 0 elsewhere, without a gradient."""
+    return trained_logprobs(logprobs_BT.detach(), mask_BT)
 
 
 def _resolved(correction: OffPolicyCorrection, is_proximal: bool) -> OffPolicyCorrection:

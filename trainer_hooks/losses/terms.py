@@ -15,11 +15,19 @@ from trainer_hooks.losses.config import KINDS, Aggregation, PolicyLossConfig, Ra
 # exp(20) is half a billion: no clip or cap lets such a ratio through, and float32 still holds its
 # square, so sums stay finite.
 MAX_LOG_RATIO = 20.0
+# A log-prob below it, -inf too, counts as it and has no gradient: e^-1000 is 0 in float64 as well,
+# and no engine samples such a token. So no difference of log-probs is NaN, and sums are finite.
+MIN_LOGPROB = -1000.0
 
 
 def trained_values(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """`values_BT` in float32 with 0 outside the mask, where anything may stand, NaN included."""
     return values_BT.float().masked_fill(~mask_BT, 0.0)
+
+
+def trained_logprobs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """`trained_values` of log-probs, held at MIN_LOGPROB and above."""
+    return trained_values(logprobs_BT, mask_BT).clamp(min=MIN_LOGPROB)
 
 
 def log_ratios(

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_hooks.files import replace_text
+from trainer_hooks.files import replace_text, set_aside
 from trainer_hooks.metrics.axes import TRAINER_STEP
 
 
 class JsonlWriter:
     """Appends rows to a file, each flushed at once.
 
-    `resume_step`: None starts the file anew; a step keeps the rows up to it, so that a resumed run,
-    which repeats the steps after its checkpoint, leaves one row for each. `max_bytes`: a file that
-    gets larger is renamed, name.jsonl to name.1.jsonl, which is replaced; None for no limit.
+    `resume_step`: None starts the file anew, and renames one that is there (`set_aside`); a step
+    keeps the rows up to it, so that a resumed run, which repeats the steps after its checkpoint,
+    leaves one row for each. `max_bytes`: a file that gets larger is renamed, name.jsonl to
+    name.1.jsonl, which is replaced; None for no limit.
     """
 
     def __init__(
@@ -26,6 +27,8 @@ class JsonlWriter:
     ) -> None:
         self._path, self._max_bytes = Path(path), max_bytes
         for part in (self._path, rotated_path(self._path)):
+            if resume_step is None and part.exists() and part.stat().st_size:
+                set_aside(part)
             rows = read_jsonl(part) if resume_step is not None and part.exists() else []
             kept = [row for row in rows if row.get(TRAINER_STEP, 0) <= resume_step]
             if part == self._path or part.exists():

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rollout.errors import ConfigError
+from rollout.telemetry import ObserverGuard
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.jsonl import JsonlWriter
 from trainer_hooks.metrics.wandb_run import as_table, with_histograms
@@ -45,6 +46,8 @@ class MetricsLogger:
     the engine's are, get those of the latest row that had them. Histogram columns also go to
     wandb as histograms.
     As a context manager it closes everything, after an exception too.
+    A wandb run or a view that raises is logged once; the rows go on to the other sinks. The JSONL
+    file is the record that a resumed run needs, and its errors are raised.
     `resume_step`: the step a resumed run goes on from; None starts the JSONL file anew.
     """
 
@@ -59,8 +62,8 @@ class MetricsLogger:
         if jsonl is None and wandb is None and console is None:
             raise ConfigError("a MetricsLogger writes to something: give jsonl, wandb or console")
         self._jsonl = None if jsonl is None else JsonlWriter(jsonl, resume_step)
-        self._wandb = wandb
-        self._console = console
+        self._wandb, self._wandb_guard = wandb, ObserverGuard("the wandb run")
+        self._console, self._console_guard = console, ObserverGuard("the view of the metrics")
         self._axes: dict[str, int] = {}
 
     def log(
@@ -75,9 +78,9 @@ class MetricsLogger:
         if self._jsonl is not None:
             self._jsonl.log(row)
         if self._wandb is not None:
-            self._wandb.log(with_histograms(row))
+            self._wandb_guard.call(lambda run: run.log(with_histograms(row)), self._wandb)
         if self._console is not None:
-            self._console.show(row)
+            self._console_guard.call(self._console.show, row)
 
     @contextmanager
     def shown_by(self, view: MetricsView) -> Iterator[None]:
@@ -94,16 +97,18 @@ class MetricsLogger:
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record a table at the latest step, in the wandb run if there is one."""
         if self._wandb is not None:
-            self._wandb.log({**self._axes, name: as_table(columns, rows)})
+            self._wandb_guard.call(
+                lambda run: run.log({**self._axes, name: as_table(columns, rows)}), self._wandb
+            )
 
     def close(self, exit_code: int = 0) -> None:
         """Close all sinks; a non-zero `exit_code` marks the wandb run as failed."""
         if self._jsonl is not None:
             self._jsonl.close()
         if self._console is not None:
-            self._console.close()
+            self._console_guard.call(self._console.close)
         if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
+            self._wandb_guard.call(lambda run: run.finish(exit_code=exit_code), self._wandb)
 
     def __enter__(self) -> MetricsLogger:
         return self

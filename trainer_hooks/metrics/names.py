@@ -201,6 +201,7 @@ METRIC_NAMES = (
     ),
     _N("train/rollout_corr/*", "", "rollout_corr/*", "", "", "the gap it mends, tokens it drops"),
     _N("train/grad_norm", "grad_norm", "actor/grad_norm", "grad-norm", "", "before clipping"),
+    _N("train/skipped_steps", "", "", "", "", "optimizer steps without a finite gradient"),
     _N("train/learning_rate", "learning_rate", "actor/lr", "learning-rate", "", "of the step"),
     # time
     _N("timing_s/step", "perf/step_s", "timing_s/step", "", "s", "wall of the step"),

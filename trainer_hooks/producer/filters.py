@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.errors import ConfigError
+from rollout.ranges import AnyNumber, check_fields
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompt_history import PromptHistory
 
@@ -29,10 +30,11 @@ class RewardBounds:
     None is no bound. Raises ConfigError for bounds that leave nothing between them.
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: AnyNumber | None = None
+    high: AnyNumber | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise ConfigError(f"low={self.low} must be below high={self.high}")
 

@@ -8,11 +8,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer, as_tokenizer
+from trainer_hooks.advantages import has_reward_spread
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
@@ -117,8 +120,8 @@ class ScoredGroup:
 
     @property
     def has_spread(self) -> bool:
-        """Two rewards differ, so that the group has a gradient."""
-        return len(set(self.valid_rewards)) > 1
+        """Two rewards differ by more than rounding, so that the group has a gradient."""
+        return bool(has_reward_spread(torch.tensor([self.rewards])))
 
     def consume(self, ledger: PromptLedger, reason: str) -> None:
         """Finish its prompt, with what its history keeps of the group."""

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import trained_logprobs
 from trainer_hooks.curriculum import Curriculum
@@ -47,15 +48,14 @@ def check_options(
     group_size: int,
     batch_groups: int,
     max_attempts: int,
-    oversample_groups: int | None,
+    version_timeout_s: float,
     sampling_params: SamplingParams,
 ) -> None:
     """Raise ConfigError for what could only fail later."""
-    least = {"group_size": 1, "batch_groups": 1, "max_attempts": 1, "oversample_groups": 0}
-    given = (group_size, batch_groups, max_attempts, oversample_groups)
-    for (name, low), value in zip(least.items(), given, strict=True):
-        if value is not None and value < low:
-            raise ConfigError(f"{name}={value} must be at least {low}")
+    check_value("group_size", group_size, PositiveInt, ConfigError)
+    check_value("batch_groups", batch_groups, PositiveInt, ConfigError)
+    check_value("max_attempts", max_attempts, PositiveInt, ConfigError)
+    check_value("version_timeout_s", version_timeout_s, NonNegativeSeconds, ConfigError)
     if not inspect.iscoroutinefunction(llm.generate):
         raise ConfigError(
             f"{type(llm).__name__}.generate cannot be awaited; use AsyncLLM, or wrap an LLM: "
@@ -98,7 +98,9 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """What a batch is, with the defaults of the numbers that are None."""
+    """What a batch is, with the defaults of the numbers that are None. Raises ConfigError."""
+    check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
+    check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
         oversample_groups = batch_groups // 4 if order == "ready" else 0
     return BatchRules(
@@ -179,7 +181,7 @@ class AsyncRolloutProducer:
     ) -> None:
         """Raises ConfigError for options that cannot work, naming them."""
         check_options(
-            llm, group_size, batch_groups, max_attempts, oversample_groups, sampling_params
+            llm, group_size, batch_groups, max_attempts, version_timeout_s, sampling_params
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
         self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import Interval, NonNegativeInt, PositiveFraction, PositiveInt, check_fields
 
 _STATE = ("versions", "ess", "variance_per_version", "num_calm_batches")
+
+
+_BetweenZeroAndOne = Annotated[float, Interval(0.0, 1.0, is_low_open=True, is_high_open=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +41,22 @@ class EssBound:
     2505.24298, sec. 7.3) trained without loss.
     """
 
-    least: int = 1
-    most: int = 8
-    least_ess: float = 0.5
-    raising_ess: float = math.sqrt(0.5)
-    patience: int = 3
-    smoothing: float = 0.5
+    least: NonNegativeInt = 1
+    most: NonNegativeInt = 8
+    least_ess: _BetweenZeroAndOne = 0.5
+    raising_ess: _BetweenZeroAndOne = 0.5**0.5
+    patience: PositiveInt = 3
+    smoothing: PositiveFraction = 0.5
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that make no bound."""
-        if not 0 <= self.least <= self.most:
+        check_fields(self, ConfigError)
+        if self.least > self.most:
             raise ConfigError(f"least={self.least} and most={self.most} must be 0 <= least <= most")
-        if not 0.0 < self.least_ess < self.raising_ess < 1.0:
+        if not self.least_ess < self.raising_ess:
             raise ConfigError(
                 f"least_ess={self.least_ess} and raising_ess={self.raising_ess} must be 0 < "
                 "least_ess < raising_ess < 1"
-            )
-        if self.patience < 1 or not 0.0 < self.smoothing <= 1.0:
-            raise ConfigError(
-                f"patience={self.patience} must be 1 or more, smoothing={self.smoothing} in (0, 1]"
             )
 
 

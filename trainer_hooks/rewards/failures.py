@@ -1,15 +1,21 @@
-"""Errors of reward functions: their types, their tracebacks, and the warnings in the log."""
+"""Errors of reward functions: their types, their tracebacks, and the warnings in the log, of calls
+that take long as well."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from rollout.errors import RolloutError
 
 _PACKAGE = __name__.partition(".")[0]
+_MAX_SHOWN = 200  # characters of a prompt or completion in a warning
 _log = logging.getLogger(__name__)
 
 
@@ -91,3 +97,39 @@ class FailureLog:
                 place,
                 error,
             )
+
+
+class SlowCallWarnings:
+    """Warns of calls that take long, while they run: one that hangs would hold a run up unseen."""
+
+    def __init__(self, name: str, after_s: float | None) -> None:
+        """`name`: of the function. `after_s`: None warns of none."""
+        self._name, self._after_s = name, after_s
+
+    @contextmanager
+    def watch(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
+        """In the block, a call of the function, warn after each time that is twice the last."""
+        loop, timer = asyncio.get_running_loop(), None
+
+        def warn(elapsed_s: float) -> None:
+            nonlocal timer
+            _log.warning(
+                "reward function %s still runs after %g s; it scores %d completions, the first is "
+                "%s to the prompt %s. Its RewardRunner takes a timeout_s (reward.timeout_s)",
+                self._name, elapsed_s, len(completions), _shown(completions), _shown(prompts),
+            )  # fmt: skip
+            timer = loop.call_later(elapsed_s, warn, 2 * elapsed_s)
+
+        if self._after_s is not None:
+            timer = loop.call_later(self._after_s, warn, self._after_s)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
+def _shown(values: Sequence[Any]) -> str:
+    """The first value, cut short."""
+    text = repr(values[0]) if len(values) else "none"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

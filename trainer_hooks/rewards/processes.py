@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from subprocess import TimeoutExpired
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 2.0
 
 Result = TypeVar("Result")
+Watch = Callable[[], AbstractContextManager[None]]
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -70,9 +72,15 @@ class RewardProcesses:
         self.num_replaced = 0
 
     async def call(
-        self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
+        self,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        timeout_s: float | None,
+        watch: Watch = nullcontext,
     ) -> Any:
         """What the function returns, as `rewards_of` gives it. Raises ConfigError if it does.
+
+        `watch`: a context around the call, once it has its turn.
 
         Raises RewardFailed, caused by the function's own traceback where it raised; the process is
         replaced if it must be. Raises RewardProcessesClosed for those who wait when this is closed.
@@ -81,7 +89,8 @@ class RewardProcesses:
         try:
             if self._is_closed:
                 raise RewardProcessesClosed("the reward's processes were closed before its turn")
-            return await self._call_one(args, named, timeout_s)
+            with watch():
+                return await self._call_one(args, named, timeout_s)
         finally:
             self._turns.give_back(turn)
 

@@ -7,10 +7,12 @@ import math
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.ranges import NonNegativeInt, PositiveInt, PositiveSeconds, check_value
 from trainer_hooks.rewards.calling import (
     RewardFunction,
     arguments_for,
@@ -25,10 +27,13 @@ from trainer_hooks.rewards.failures import (
     RewardFailed,
     RewardFunctionError,
     RewardProcessesClosed,
+    SlowCallWarnings,
     place_of,
 )
-from trainer_hooks.rewards.processes import RewardProcesses, in_thread
+from trainer_hooks.rewards.processes import RewardProcesses, Watch, in_thread
 from trainer_hooks.rewards.turns import Turn, Turns
+
+WARN_AFTER_S = 60.0
 
 
 class RewardRunner:
@@ -44,6 +49,8 @@ class RewardRunner:
     took too long in a thread there is no further attempt, since that call still runs.
     `max_first_failures`: if this many scores fail before any has succeeded, the function itself is
     at fault, which is an error. Each distinct error is logged once, with its traceback.
+    `warn_after_s`: a call that takes longer is named in the log, with its first sample, and again
+    each time that it has taken twice as long; None for no warning.
     A runner serves one event loop after another, and without workers several at once. Close it, or
     use it in a `with` block, to end its processes.
     """
@@ -56,14 +63,16 @@ class RewardRunner:
         *,
         max_attempts: int = 3,
         max_first_failures: int = 3,
+        warn_after_s: float | None = WARN_AFTER_S,
     ) -> None:
         """Raises ConfigError for numbers out of range, and for a function that workers cannot run:
         one that is async, or cannot be pickled.
         """
-        if workers < 0 or (timeout_s is not None and timeout_s <= 0):
-            raise ConfigError(f"workers={workers} must be 0 or more, timeout_s={timeout_s} above 0")
-        if max_attempts < 1 or max_first_failures < 1:
-            raise ConfigError(f"{max_attempts=} and {max_first_failures=} must be at least 1")
+        check_value("workers", workers, NonNegativeInt, ConfigError)
+        check_value("timeout_s", timeout_s, PositiveSeconds | None, ConfigError)
+        check_value("max_attempts", max_attempts, PositiveInt, ConfigError)
+        check_value("max_first_failures", max_first_failures, PositiveInt, ConfigError)
+        check_value("warn_after_s", warn_after_s, PositiveSeconds | None, ConfigError)
         if workers and (is_async(reward_fn) or getattr(reward_fn, "awaits", False)):
             raise ConfigError(f"{name_of(reward_fn)} is async; use workers=0")
         if workers:
@@ -73,6 +82,7 @@ class RewardRunner:
         self._turns = Turns(1)
         self._max_attempts, self._max_first_failures = max_attempts, max_first_failures
         self._has_succeeded, self._num_first_failures = False, 0
+        self._slow = SlowCallWarnings(name_of(reward_fn), warn_after_s)
         self._failures = FailureLog(f"reward function {name_of(reward_fn)}")
         self.num_failed_calls = 0
         self.last_error: BaseException | None = None
@@ -105,13 +115,14 @@ class RewardRunner:
     ) -> list[float]:
         """As `score`; raises RewardFailed, caused by the last error, if every attempt failed."""
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
+        watch = partial(self._slow.watch, prompts, completions)
         # Attempts share them: once they are closed, another attempt starts no new ones.
         processes = self._opened_processes()
         num_attempts = 0
         while num_attempts < self._max_attempts:
             num_attempts += 1
             try:
-                rewards = await self._call(processes, args, named)
+                rewards = await self._call(processes, args, named, watch)
             except ConfigError:
                 raise
             except RewardProcessesClosed as error:
@@ -152,17 +163,26 @@ class RewardRunner:
         return self._processes
 
     async def _call(
-        self, processes: RewardProcesses | None, args: tuple[Any, ...], named: dict[str, Any]
+        self,
+        processes: RewardProcesses | None,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        watch: Watch,
     ) -> Any:
+        """`watch`: entered when the function is called, not while the call waits for its turn."""
         if processes is not None:
-            return await processes.call(args, named, self._timeout_s)
+            return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
-            return await self._in_time(self._reward_fn(*args, **named))
-        result = await self._in_turn(args, named)
+            with watch():
+                return await self._in_time(self._reward_fn(*args, **named))
+        result = await self._in_turn(args, named, watch)
         # A plain function that returns an awaitable, such as a partial of an async one.
-        return await self._in_time(result) if hasattr(result, "__await__") else result
+        if not hasattr(result, "__await__"):
+            return result
+        with watch():
+            return await self._in_time(result)
 
-    async def _in_turn(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    async def _in_turn(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
         turn, has_ended = await self._turns.take(), threading.Event()
 
         def work() -> Any:
@@ -173,7 +193,8 @@ class RewardRunner:
                 self._turns.give_back(turn)
 
         try:
-            return await self._in_time(in_thread(work))
+            with watch():
+                return await self._in_time(in_thread(work))
         except asyncio.CancelledError:
             self._give_back_late(turn, has_ended)
             raise

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from rollout.coordinator.protocol.wire import MAX_SECONDS
 from rollout.errors import ConfigError
+from rollout.ranges import MAX_SECONDS, PositiveInt, PositiveSeconds, check_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,35 +39,32 @@ class CoordinatorLimits:
     max_noted_peers: strangers and faulty peers that are remembered, so that each is logged once.
     """
 
-    client_lease_s: float = 30.0
-    engine_lease_s: float = 10.0
-    heartbeat_s: float = 1.0
-    probe_interval_s: float = 0.25
-    progress_deadline_s: float = 60.0
-    orphan_deadline_s: float = 1800.0
-    push_wait_s: float = 60.0
-    command_deadline_s: float = 60.0
-    max_lost_attempts: int = 3
-    abort_grace_s: float = 10.0
-    commit_grace_s: float = 10.0
-    report_interval_tokens: int = 16
-    max_clients: int = 1024
-    max_engines: int = 1024
-    max_requests: int = 2**18
-    max_client_requests: int = 2**16
-    max_client_request_bytes: int = 2**30
-    max_kept_reply_bytes: int = 2**30
-    max_token_log_bytes: int = 2**30
-    max_answered_ids: int = 2**16
-    max_answers: int = 256
-    max_queued_commands: int = 256
-    max_noted_peers: int = 1024
+    client_lease_s: PositiveSeconds = 30.0
+    engine_lease_s: PositiveSeconds = 10.0
+    heartbeat_s: PositiveSeconds = 1.0
+    probe_interval_s: PositiveSeconds = 0.25
+    progress_deadline_s: PositiveSeconds = 60.0
+    orphan_deadline_s: PositiveSeconds = 1800.0
+    push_wait_s: PositiveSeconds = 60.0
+    command_deadline_s: PositiveSeconds = 60.0
+    max_lost_attempts: PositiveInt = 3
+    abort_grace_s: PositiveSeconds = 10.0
+    commit_grace_s: PositiveSeconds = 10.0
+    report_interval_tokens: PositiveInt = 16
+    max_clients: PositiveInt = 1024
+    max_engines: PositiveInt = 1024
+    max_requests: PositiveInt = 2**18
+    max_client_requests: PositiveInt = 2**16
+    max_client_request_bytes: PositiveInt = 2**30
+    max_kept_reply_bytes: PositiveInt = 2**30
+    max_token_log_bytes: PositiveInt = 2**30
+    max_answered_ids: PositiveInt = 2**16
+    max_answers: PositiveInt = 256
+    max_queued_commands: PositiveInt = 256
+    max_noted_peers: PositiveInt = 1024
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise ConfigError(f"{field.name}={value!r} must be above 0")
+        check_fields(self, ConfigError)
         for name in ("client_lease_s", "engine_lease_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise ConfigError(

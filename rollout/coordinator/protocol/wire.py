@@ -14,6 +14,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from rollout.errors import ProtocolError
+from rollout.ranges import MAX_SECONDS
 
 DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
 # A value of any type takes up to 85 bytes of memory per byte received: an empty map is one byte. So
@@ -30,7 +31,6 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63))]  # msgpack has no integer above 2**64 - 1
 Version = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
-MAX_SECONDS = 1e9
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # which excludes NaN
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=1024)]

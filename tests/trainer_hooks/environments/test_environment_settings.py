@@ -62,5 +62,5 @@ def test_an_agents_rollouts_take_the_limit_of_their_time() -> None:
 def test_an_episode_is_as_long_as_the_engines_sequences_unless_a_limit_is_given() -> None:
     assert EnvironmentSettings().limits(512).max_total_tokens == 512
     assert EnvironmentSettings(max_total_tokens=256).limits(512).max_total_tokens == 256
-    with pytest.raises(ConfigError, match="max_total_tokens=0 must be at least 1"):
+    with pytest.raises(ConfigError, match=r"max_total_tokens=0 must be .*at least 1"):
         EnvironmentSettings(max_total_tokens=0).limits(512)

@@ -258,12 +258,12 @@ def test_a_tool_for_models_returns_text_and_describes_itself(tool: PythonTool) -
 
 @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "memory_bytes", "output_bytes"])
 def test_a_limit_of_zero_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}=0 must be positive"):
+    with pytest.raises(ConfigError, match=f"{field}=0 must be "):
         PythonLimits(**{field: 0})
 
 
 def test_a_part_of_a_second_of_processor_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cpu_s=0\.5 must be a whole number"):
+    with pytest.raises(ConfigError, match=r"cpu_s=0\.5 must be an integer"):
         PythonLimits(cpu_s=0.5)  # type: ignore[arg-type]
 
 

@@ -451,8 +451,10 @@ class BlockingLLM:
     ("llm", "changes", "named"),
     [
         (BlockingLLM(), {}, r"AsyncLLM, or wrap an LLM: ThreadedLLM\(llm\)"),
-        (FakeLLM(), {"group_size": 0}, "group_size=0 must be at least 1"),
+        (FakeLLM(), {"group_size": 0}, "group_size=0 must be .*at least 1"),
         (FakeLLM(), {"max_staleness_versions": -1}, "max_staleness_versions=-1"),
+        (FakeLLM(), {"max_refills": -1}, "max_refills=-1 must be .*at least 0"),
+        (FakeLLM(), {"version_timeout_s": math.nan}, "version_timeout_s=nan must be a number"),
         (FakeLLM(), {"sampling_params": SamplingParams()}, "return_log_probs=True"),
         (FakeLLM(), {"temperature": 0.5}, "temperature=0.5"),
         (FakeLLM(), {"prompts": []}, "no prompts"),

@@ -1,0 +1,423 @@
+"""The range of a setting, declared by its field's type, and the check of all fields against theirs.
+
+    @dataclass(frozen=True)
+    class PoolSettings:
+        num_blocks: PositiveInt = 64
+        timeout_s: PositiveSeconds | None = None
+
+        def __post_init__(self) -> None:
+            check_fields(self, ConfigError)
+
+A `bool`, a `Literal`, an enum and a dataclass are ranges by themselves. A number, a text and what
+else could hold anything needs one of the types below, or `Annotated[kind, range]`: `check_fields`
+refuses to work on a dataclass with a field that declares none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Integral, Real
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+MIN_INT64, MAX_INT64, MAX_UINT64 = -(2**63), 2**63 - 1, 2**64 - 1
+# 31 years. Beyond it timers of the system and of asyncio overflow.
+MAX_SECONDS = 1e9
+_MAX_SHOWN = 200  # characters of a refused value
+_MAX_SHOWN_BITS = 512  # of an integer; Python refuses to print very long ones
+
+
+class Refused(Exception):
+    """A value is outside of a range. The message, if any, goes on after the range's own `text`."""
+
+
+@runtime_checkable
+class ValueRange(Protocol):
+    """Which values a field may have."""
+
+    def take(self, value: Any, /) -> Any:
+        """Return `value`, or the same in the field's own type. Raises Refused."""
+        ...
+
+    def text(self) -> str:
+        """The range, as it continues "num_blocks=0 must be ..."."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Numbers from `low` to `high`, both included unless they are `open`; never NaN or infinity.
+
+    `unit`: shown in the message. Integers of a field of type `int` also fit into 64 bits.
+    """
+
+    low: float
+    high: float = math.inf
+    is_low_open: bool = False
+    is_high_open: bool = False
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Values that are listed, such as names."""
+
+    known: tuple[Any, ...]
+
+    def take(self, value: Any, /) -> Any:
+        """Return `value`, which is in the list, and of the same type: 1 is not True."""
+        if not any(type(each) is type(value) and each == value for each in self.known):
+            raise Refused
+        return value
+
+    def text(self) -> str:
+        """All choices."""
+        return f"one of {list(self.known)}"
+
+
+@dataclass(frozen=True, slots=True)
+class PowersOfTwo:
+    """1, 2, 4, ..., up to `high`."""
+
+    high: int
+
+    def take(self, value: Any, /) -> Any:
+        """Return `value` as an int."""
+        number = _as_int(value)
+        if not 1 <= number <= self.high or number & (number - 1):
+            nearest = 1 << round(math.log2(min(max(1, number), self.high)))
+            raise Refused(f"; nearest is {nearest}")
+        return number
+
+    def text(self) -> str:
+        """The range."""
+        return f"a power of two in [1, {self.high}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Strings that are not empty, unless they `may_be_empty`. `meaning`: what the string is."""
+
+    meaning: str = "a non-empty string"
+    may_be_empty: bool = False
+
+    def take(self, value: Any, /) -> Any:
+        """Return `value`, a string."""
+        if not isinstance(value, str) or not (value or self.may_be_empty):
+            raise Refused
+        return value
+
+    def text(self) -> str:
+        """What the string is."""
+        return self.meaning
+
+
+@dataclass(frozen=True, slots=True)
+class AnyValue:
+    """Values of every kind. `reason`: what makes a range impossible, or who checks the value."""
+
+    reason: str
+
+    def take(self, value: Any, /) -> Any:
+        """Return `value`."""
+        return value
+
+    def text(self) -> str:
+        """Why there is no range."""
+        return f"anything: {self.reason}"
+
+
+PositiveInt = Annotated[int, Interval(1)]
+NonNegativeInt = Annotated[int, Interval(0)]
+PositiveFloat = Annotated[float, Interval(0.0, is_low_open=True)]
+NonNegativeFloat = Annotated[float, Interval(0.0)]
+AnyNumber = Annotated[float, Interval(-math.inf)]  # but NaN and infinity
+Fraction = Annotated[float, Interval(0.0, 1.0)]
+PositiveFraction = Annotated[float, Interval(0.0, 1.0, is_low_open=True)]
+PositiveSeconds = Annotated[float, Interval(0.0, MAX_SECONDS, is_low_open=True, unit="s")]
+NonNegativeSeconds = Annotated[float, Interval(0.0, MAX_SECONDS, unit="s")]
+# The widest integers that msgpack can carry.
+Seed = Annotated[int, Interval(MIN_INT64, MAX_UINT64)]
+Name = Annotated[str, Text()]
+# Empty text is a value like any other: text that is only shown, say, or put before a prompt.
+AnyText = Annotated[str, Text("a string", may_be_empty=True)]
+# Arguments of a function that the user names: only it knows their ranges.
+Options = Mapping[str, Annotated[Any, AnyValue("an argument of a function that the user names")]]
+
+
+def check_fields(settings: Any, error: type[Exception]) -> None:
+    """Raise `error`, naming field, value and range, for the first field that is outside of its own.
+
+    Values are brought to the field's type: an enum's value becomes its member, a list a tuple, a
+    number of numpy one of Python. Raises TypeError for a field that declares no range.
+    """
+    kind: Any = type(settings)
+    for name, value_range in ranges_of(kind).items():
+        value = getattr(settings, name)
+        taken = _taken(name, value, value_range, error)
+        if taken is not value:
+            object.__setattr__(settings, name, taken)
+
+
+def check_value(name: str, value: Any, kind: Any, error: type[Exception]) -> Any:
+    """Return `value`, an argument of a type such as PositiveInt. Raises as `check_fields`."""
+    return _taken(name, value, range_of(kind), error)
+
+
+def _taken(name: str, value: Any, value_range: ValueRange, error: type[Exception]) -> Any:
+    try:
+        return value_range.take(value)
+    except Refused as refused:
+        wanted = f"{value_range.text()}{refused}"
+        raise error(f"{name}={_shown(value)} must be {wanted}") from None
+
+
+@functools.cache
+def ranges_of(kind: type) -> Mapping[str, ValueRange]:
+    """The range of each field of a dataclass. Raises TypeError for a field that declares none."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(kind):
+        try:
+            found[field.name] = range_of(hints[field.name])
+        except TypeError as error:
+            raise TypeError(f"{kind.__name__}.{field.name}: {error}") from None
+    return types.MappingProxyType(found)
+
+
+def range_of(kind: Any) -> ValueRange:
+    """The range that a type declares. Raises TypeError for a type that declares none."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _annotated(*arguments)
+    if origin in (typing.Union, types.UnionType):
+        return _Either(tuple(range_of(each) for each in arguments))
+    if origin is typing.Literal:
+        return Choices(arguments)
+    if origin in (tuple, list):
+        return _items(origin, arguments)
+    if origin is Mapping and arguments[0] is str:
+        return _Table(range_of(arguments[1]))
+    if kind is types.NoneType:
+        return _Constant(None, "None")
+    if kind is bool:
+        return _Instance(bool, "True or False")
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _Member(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _Instance(kind, f"a {kind.__name__}")
+    raise TypeError(f"{kind} declares no range; use a type of rollout.ranges")
+
+
+def _annotated(kind: Any, *metadata: Any) -> ValueRange:
+    """The range among the metadata of an Annotated type."""
+    for each in metadata:
+        if isinstance(each, Interval):
+            return _Integers(each) if kind is int else _Numbers(each)
+        if isinstance(each, ValueRange):
+            return each
+    return range_of(kind)
+
+
+def _items(origin: Any, arguments: tuple[Any, ...]) -> ValueRange:
+    """The range of a list, a tuple of any length, or a tuple of these items."""
+    if origin is list or arguments[1:] == (Ellipsis,):
+        return _Items(origin, range_of(arguments[0]))
+    return _Row(tuple(range_of(each) for each in arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """An interval of integers."""
+
+    interval: Interval
+
+    def take(self, value: Any, /) -> Any:
+        number, interval = _as_int(value), self.interval
+        high = MAX_INT64 if interval.high == math.inf else interval.high
+        if not interval.low <= number <= high:
+            raise Refused
+        return number
+
+    def text(self) -> str:
+        low, high, unit = self.interval.low, self.interval.high, _unit(self.interval)
+        if high == math.inf:
+            return f"an integer of at least {low}, in 64 bits{unit}"
+        return f"an integer in [{low}, {high}]{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """An interval of numbers."""
+
+    interval: Interval
+
+    def take(self, value: Any, /) -> Any:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise Refused
+        try:
+            number = float(value)
+        except OverflowError:
+            raise Refused from None
+        interval = self.interval
+        is_above = number > interval.low if interval.is_low_open else number >= interval.low
+        is_below = number < interval.high if interval.is_high_open else number <= interval.high
+        if not (is_above and is_below and math.isfinite(number)):
+            raise Refused
+        return value if isinstance(value, (int, float)) else number
+
+    def text(self) -> str:
+        low, high, unit = self.interval.low, self.interval.high, _unit(self.interval)
+        if high == math.inf:
+            if low == -math.inf:
+                return f"a finite number{unit}"
+            side = "above" if self.interval.is_low_open else "of at least"
+            return f"a finite number {side} {low:g}{unit}"
+        left = "(" if self.interval.is_low_open else "["
+        right = ")" if self.interval.is_high_open else "]"
+        return f"a number in {left}{low:g}, {high:g}{right}{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """One value."""
+
+    value: Any
+    shown: str
+
+    def take(self, value: Any, /) -> Any:
+        if value is not self.value:
+            raise Refused
+        return value
+
+    def text(self) -> str:
+        return self.shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Instance:
+    """The instances of a class."""
+
+    kind: type
+    shown: str
+
+    def take(self, value: Any, /) -> Any:
+        if not isinstance(value, self.kind):
+            raise Refused
+        return value
+
+    def text(self) -> str:
+        return self.shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """The members of an enum, each also by its value."""
+
+    kind: type[Enum]
+
+    def take(self, value: Any, /) -> Any:
+        try:
+            return self.kind(value)
+        except ValueError:
+            raise Refused from None
+
+    def text(self) -> str:
+        return f"one of {[member.value for member in self.kind]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Either:
+    """A value of any of several ranges, of the first that takes it."""
+
+    options: tuple[ValueRange, ...]
+
+    def take(self, value: Any, /) -> Any:
+        remedies = []
+        for option in self.options:
+            try:
+                return option.take(value)
+            except Refused as refused:
+                remedies.append(str(refused))
+        raise Refused("".join(remedies))
+
+    def text(self) -> str:
+        return " or ".join(option.text() for option in self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """A tuple or list of any length, of items of one range. A tuple is also given as a list."""
+
+    kind: type
+    item: ValueRange
+
+    def take(self, value: Any, /) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise Refused
+        taken = [self.item.take(each) for each in value]
+        return value if self.kind is type(value) and _is_same(taken, value) else self.kind(taken)
+
+    def text(self) -> str:
+        return f"a {self.kind.__name__} of items that are each {self.item.text()}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A tuple of items, each of its own range."""
+
+    items: tuple[ValueRange, ...]
+
+    def take(self, value: Any, /) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
+            raise Refused
+        taken = [item.take(each) for item, each in zip(self.items, value, strict=True)]
+        return value if isinstance(value, tuple) and _is_same(taken, value) else tuple(taken)
+
+    def text(self) -> str:
+        return f"{len(self.items)} values: {', '.join(item.text() for item in self.items)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A mapping from names to values of one range."""
+
+    item: ValueRange
+
+    def take(self, value: Any, /) -> Any:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise Refused
+        taken = {name: self.item.take(each) for name, each in value.items()}
+        return value if _is_same(list(taken.values()), list(value.values())) else taken
+
+    def text(self) -> str:
+        return f"a mapping from names to {self.item.text()}"
+
+
+def _as_int(value: Any) -> int:
+    """An integer of Python or numpy as an int; True is none. Raises Refused."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise Refused
+    return value if isinstance(value, int) else int(value)
+
+
+def _is_same(taken: Sequence[Any], given: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(taken, given, strict=True))
+
+
+def _unit(interval: Interval) -> str:
+    return f" ({interval.unit})" if interval.unit else ""
+
+
+def _shown(value: Any) -> str:
+    """A refused value for a message, cut short if it is long."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} and more"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

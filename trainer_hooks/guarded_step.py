@@ -1,0 +1,113 @@
+"""GuardedStep: an optimizer step that a gradient of NaN or infinity does not reach."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import nn
+
+from rollout.errors import ConfigError, RolloutError
+from rollout.models.plain_tensors import full_tensor
+from rollout.ranges import Interval, PositiveFloat, check_value
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.doctor.files import save_rollouts
+from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
+
+MaxSkippedSteps = Annotated[int, Interval(1, 1_000_000)]
+DEFAULT_MAX_SKIPPED_STEPS = 5
+_log = logging.getLogger(__name__)
+
+
+class NonFiniteGradientError(RolloutError):
+    """Too many optimizer steps in a row had a gradient of NaN or infinity."""
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of `model` to a norm of at most `max_norm`; returns the norm before.
+
+    It is that of all gradients together, also where ranks hold parts of them: a collective then.
+    Raises ConfigError for a `max_norm` that is not above 0: it would drop or reverse gradients.
+    """
+    check_value("max_norm", max_norm, PositiveFloat, ConfigError)
+    return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+
+
+class GuardedStep:
+    """Clips gradients and steps an optimizer, or skips the step where a gradient is not finite.
+
+    A skipped step leaves parameters and the optimizer's state as they are, on all `ranks` alike. It
+    is logged. `max_skipped`: so many skipped steps in a row are an error. `directory`: where the
+    batches of skipped steps are kept, for `load_rollouts`; None keeps none. `num_skipped`: in all.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        max_skipped: int = DEFAULT_MAX_SKIPPED_STEPS,
+        ranks: TrainerRanks = ALONE,
+        directory: Path | None = None,
+    ) -> None:
+        """Raises ConfigError for numbers out of range."""
+        self._directory = directory
+        self._optimizer, self._ranks = optimizer, ranks
+        self._max_grad_norm = check_value(
+            "max_grad_norm", max_grad_norm, PositiveFloat, ConfigError
+        )
+        self._max_skipped = check_value(
+            "max_skipped_steps", max_skipped, MaxSkippedSteps, ConfigError
+        )
+        self._num_in_a_row = 0
+        self.num_skipped = 0
+
+    def step(
+        self, models: Sequence[nn.Module], batch: RolloutBatch | None = None
+    ) -> tuple[float, bool]:
+        """Clip the gradients of each model and step; returns the norm of the first one's gradients
+        before, and whether the step was done. `batch`: what the gradients are of.
+
+        Raises NonFiniteGradientError for the last of `max_skipped` steps in a row that were
+        skipped.
+        """
+        norms = [clip_gradients(model, self._max_grad_norm) for model in models]
+        if self._is_finite_everywhere(norms):
+            self._optimizer.step()
+            self._num_in_a_row = 0
+            return norms[0], True
+        self._optimizer.zero_grad()
+        self._num_in_a_row += 1
+        self.num_skipped += 1
+        kept = self._saved(batch)
+        _log.warning(
+            "an optimizer step was skipped: the norms of its gradients here are %s (%d in a row)%s",
+            norms, self._num_in_a_row, kept,
+        )  # fmt: skip
+        if self._num_in_a_row >= self._max_skipped:
+            raise NonFiniteGradientError(
+                f"{self._num_in_a_row} optimizer steps in a row had a gradient of NaN or infinity, "
+                f"the last one with norms {norms}{kept}; the policy is as it was before them. "
+                "Look for NaN in its rewards, log-probs and weights, lower the learning rate, or "
+                "raise max_skipped_steps"
+            )
+        return norms[0], False
+
+    def _saved(self, batch: RolloutBatch | None) -> str:
+        """Keep the batch of a skipped step; returns where, for messages. Rank 0 does it alone."""
+        if batch is None or self._directory is None or self._ranks.rank:
+            return ""
+        taken = {path.name for path in self._directory.glob("skipped_*.pt")}
+        numbers = (number for number in count(1) if f"skipped_{number}.pt" not in taken)
+        path = self._directory / f"skipped_{next(numbers)}.pt"
+        save_rollouts(path, batch)
+        return f"; its batch is in {path}"
+
+    def _is_finite_everywhere(self, norms: Sequence[float]) -> bool:
+        """Whether all norms are finite on all ranks: they step together or not at all."""
+        num_bad = torch.tensor(float(not all(map(math.isfinite, norms))))
+        return not bool(self._ranks.sum(num_bad))
