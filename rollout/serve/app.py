@@ -25,6 +25,7 @@ from rollout.serve.openai.tokenizer import tokenizer_routes
 from rollout.serve.openai.tokens_in_out import generate_routes
 from rollout.serve.openapi import document
 from rollout.serve.page.routes import page_routes
+from rollout.serve.senders import Senders
 from rollout.serve.state import STATE, Route, ServerState
 
 _logger = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ def make_app(state: ServerState) -> web.Application:
     if set(CONTROL_DOORS) & set(state.config.doors):
         app[CONTROL] = make_control(state)
         app.on_shutdown.append(close_control)
-    keys = Keys(state.config)
+    keys, senders = Keys(state.config), Senders(state.config)
     for route in routes_of(state.config.doors):
-        app.router.add_route(route.method, route.path, _guarded(route, keys))
+        app.router.add_route(route.method, route.path, _guarded(route, senders, keys))
     return app
 
 
@@ -69,14 +70,14 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
     return Route(method="GET", path="/openapi.json", handler=answer, summary="This document")
 
 
-def _guarded(route: Route, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route: it checks the key, decodes the body, takes a turn, and
-    answers every fault in the door's form."""
+def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
+    """Return the aiohttp handler of a route: it checks the sender and the key, decodes the body,
+    takes a turn, and answers every fault in the door's form."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         start, status = time.monotonic(), _CLIENT_HAS_GONE
         try:
-            response = await _answered(route, keys, request)
+            response = await _answered(route, senders, keys, request)
             status = response.status
             return response
         finally:
@@ -86,13 +87,17 @@ def _guarded(route: Route, keys: Keys) -> _Handler:
     return handle
 
 
-async def _answered(route: Route, keys: Keys, request: web.Request) -> web.StreamResponse:
+async def _answered(
+    route: Route, senders: Senders, keys: Keys, request: web.Request
+) -> web.StreamResponse:
     try:
+        senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
         body = None if route.body is None else decoded(await _read(request), route.body)
         return await _handled(route, request, body)
     except ConnectionError:
-        raise  # the client has gone
+        _logger.info("%s %s: the client has gone", request.method, route.path)
+        return web.Response(status=_CLIENT_HAS_GONE)  # which nobody gets
     except Exception as fault:
         error = api_error_of(fault)
         if error is None:

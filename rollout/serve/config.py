@@ -22,6 +22,9 @@ class ServeConfig:
     port: 0 takes a free one.
     api_key: clients send it as `Authorization: Bearer KEY` to generate. None: everybody may.
     admin_key: the same for the verbs that pause, update and abort. It also opens all others.
+    allowed_hosts: names beside `host` under which the server is called, as by a proxy. Requests
+        with another Host, and those of pages of other sites (Origin), are refused. None at all
+        takes every Host off loopback, where keys are required.
     doors: protocols that are served: openai (completions, chat, tokens in and out), vllm and sglang
         (their control verbs, and SGLang's generate).
     served_model_name: what clients call the model. None: the name of its directory.
@@ -55,6 +58,7 @@ class ServeConfig:
     port: int = 8000
     api_key: str | None = None
     admin_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     doors: tuple[str, ...] = DOORS
     served_model_name: str | None = None
     chat_template: str | None = None

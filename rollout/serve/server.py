@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rollout.errors import ConfigError, RolloutError
 from rollout.serve.app import make_app
@@ -28,9 +29,26 @@ from rollout.serve.state import ServerState
 from rollout.serve.token_texts import TokenTexts
 
 _logger = logging.getLogger(__name__)
+_http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
 # How long aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
 _POLL_S = 0.02
+
+
+class _ClientFaults(logging.Filter):
+    """Makes one line of what a malformed request or a cut connection raises in aiohttp."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fault = record.exc_info[1] if record.exc_info else None
+        if isinstance(fault, HttpProcessingError | web.RequestPayloadError | ConnectionError):
+            record.levelno, record.levelname = logging.INFO, "INFO"
+            reason = " ".join(str(fault).split())
+            record.msg, record.args = f"{record.getMessage()}: {reason:.200}", ()
+            record.exc_info = record.exc_text = None
+        return True
+
+
+_http_logger.addFilter(_ClientFaults())
 
 
 class Server:
@@ -65,6 +83,7 @@ class Server:
             handle_signals=False,
             handler_cancellation=True,  # a client that goes away ends its handler
             access_log=None,
+            logger=_http_logger,
             keepalive_timeout=config.keepalive_timeout_s,
             shutdown_timeout=_LAST_ANSWERS_S,
         )
