@@ -90,6 +90,8 @@ class Server:
         self._site: web.TCPSite | None = None
         self._is_told_to_stop = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.lost: RolloutError | None = None  # why the server ends by itself
 
     @property
     def is_listening(self) -> bool:
@@ -103,7 +105,9 @@ class Server:
         return str(host), int(port)
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address cannot be had."""
+        """Listen, until `stop` or until the engines are lost. Raises ConfigError if the address
+        cannot be had.
+        """
         config = self.config
         await self._runner.setup()
         self._site = web.TCPSite(
@@ -118,12 +122,31 @@ class Server:
             ) from fault
         host, port = self.address
         _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
+        self._watching = asyncio.ensure_future(self._end_when_lost())
 
     async def run(self) -> None:
-        """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT."""
+        """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT. Raises the error
+        by which the engines are lost: no request could ever be answered.
+        """
         with self._stopping_on_signals():
             await self._is_told_to_stop.wait()
         await self.stop()
+        if self.lost is not None:
+            raise self.lost
+
+    async def _end_when_lost(self) -> None:
+        """Stop once the client of the engines has ended, as it does when its process stood still
+        for longer than its lease: a client does not come back.
+        """
+        listener = self.state.llm.client.listener_task
+        assert listener is not None, "the LLM is started"
+        await asyncio.wait([listener])
+        try:
+            await self.state.llm.stats()
+        except RolloutError as error:  # it says why
+            self.lost = error
+            _logger.error("the server ends; start it again: %s", error)
+            await self.stop(drain_timeout_s=0.0)
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
@@ -152,6 +175,8 @@ class Server:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_timeout_s: float) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         self.state.turnstile.close("server", "the server is shutting down")
         if self._site is not None:
             await self._site.stop()
