@@ -39,6 +39,8 @@ class ServeConfig:
         "gloo", or None for NCCL, which is refused.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one.
+    max_text_characters: longest text that is tokenized, in characters. A prompt is refused
+        earlier, if the context cannot hold it whatever its tokens are.
     max_n: most samples of one prompt.
     max_samples: most samples of all prompts of one request.
     max_logprobs: most alternatives that a request may ask for with each token.
@@ -69,6 +71,7 @@ class ServeConfig:
     weight_transfer_backend: str | None = None
 
     max_body_bytes: int = 2**30
+    max_text_characters: int = 2**24
     max_n: int = 4096
     max_samples: int = 2**16
     max_logprobs: int = 256

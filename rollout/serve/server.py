@@ -72,7 +72,7 @@ class Server:
             live=LiveRequests(
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
-            texts=TokenTexts(llm.tokenizer),
+            texts=TokenTexts(llm.tokenizer, config.max_text_characters),
             template=load_template(directory, config.chat_template),
             metrics=ServerMetrics(),
             feed=FleetFeed(llm),
@@ -186,6 +186,7 @@ class Server:
                 self.state.live.abort()
             await self._is_idle_within(_LAST_ANSWERS_S)
         self.state.feed.close()
+        self.state.texts.close()
         await self._runner.cleanup()
 
     async def _is_idle_within(self, seconds: float) -> bool:
