@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,26 @@ _http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messa
 # How long aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
 _POLL_S = 0.02
+
+
+def require_free_address(config: ServeConfig) -> None:
+    """Raise ConfigError unless a server could listen at the address of `config` now."""
+    try:
+        places = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, place in places:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(place)
+    except (OSError, UnicodeError) as fault:
+        raise _cannot_listen(config, fault) from fault
+
+
+def _cannot_listen(config: ServeConfig, fault: Exception) -> ConfigError:
+    return ConfigError(f"host={config.host!r}, port={config.port} cannot be listened at: {fault}")
 
 
 class _ClientFaults(logging.Filter):
@@ -117,9 +138,7 @@ class Server:
             await self._site.start()
         except OSError as fault:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"host={config.host!r}, port={config.port} cannot be listened at: {fault}"
-            ) from fault
+            raise _cannot_listen(config, fault) from fault
         host, port = self.address
         _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
         self._watching = asyncio.ensure_future(self._end_when_lost())
