@@ -4,7 +4,7 @@
 
 TRL computes the loss and takes the optimizer steps. It corrects by the ratio of its log-probs to
 those of the engine, which differ by rounding only. The program prints how the reward rose and the
-largest difference of a log-prob. It needs trl: pip install 'rollout-engine[trl,demo]'.
+largest difference of a log-prob. It needs trl: pip install 'trl>=1.16' reasoning-gym.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def require_trl() -> None:
         import trl  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "this example needs trl: pip install 'rollout-engine[trl,demo]'"
+            "this example needs trl: pip install 'trl>=1.16' reasoning-gym"
         ) from error
 
 

@@ -13,6 +13,7 @@ from rollout.json_files import object_if_there
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
 _MAX_PENDING_BYTES = 3
+_MANY_IDS = 2000  # decoding them takes a millisecond or so
 # Ids of a window that a text of broken characters, which ends nowhere, may hold.
 _MAX_WINDOW = 64
 
@@ -91,17 +92,50 @@ class HFTokenizer:
             return len(self._tokenizer)
         return int(self._tokenizer.get_vocab_size())
 
+    @property
+    def max_token_length(self) -> int:
+        """Number of characters of the longest token, as the vocabulary writes it; of tokenizers on
+        bytes it is a bound, since no character has less than a byte.
+        """
+        return max(map(len, self._tokenizer.get_vocab()), default=0)
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`, without adding special tokens unless it is asked for."""
         encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(encoded) if self._is_transformers else list(encoded.ids)
 
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Return the ids of each text, as `encode` does. Other threads run meanwhile: both packages
+        hold the GIL while they encode one text, and not while they encode several.
+        """
+        if self._is_transformers:
+            encoded = self._tokenizer(
+                list(texts), add_special_tokens=add_special_tokens, verbose=False
+            )
+            return [list(ids) for ids in encoded["input_ids"]]
+        # The fast one keeps no spans and texts of tokens, whose end takes the GIL.
+        tokenizer = self._tokenizer
+        encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+        encodings = encode(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, special tokens left out unless they are asked for."""
+        if not self._is_transformers:
+            if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
+                options = {"skip_special_tokens": skip_special_tokens}
+                return str(self._tokenizer.decode_batch([list(ids)], **options)[0])
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
         # Cleaning up spaces would change text that has been streamed already.
-        options = {"clean_up_tokenization_spaces": False} if self._is_transformers else {}
-        options["skip_special_tokens"] = skip_special_tokens
-        return str(self._tokenizer.decode(list(ids), **options))
+        return str(
+            self._tokenizer.decode(
+                list(ids),
+                clean_up_tokenization_spaces=False,
+                skip_special_tokens=skip_special_tokens,
+            )
+        )
 
 
 def as_tokenizer(source: Any) -> Tokenizer:

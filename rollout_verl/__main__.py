@@ -24,7 +24,7 @@ def _installed_verl() -> str:
     try:
         found = version("verl")
     except PackageNotFoundError:
-        raise RuntimeError("verl is not installed: pip install 'rollout-engine[verl]'") from None
+        raise RuntimeError("verl is not installed: pip install 'verl>=0.9'") from None
     if tuple(map(int, found.split(".")[:2])) < OLDEST_VERL:
         raise RuntimeError(f"verl {found} has no plug-ins; install verl>=0.9")
     return f"verl {found}"

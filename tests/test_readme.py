@@ -42,6 +42,19 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_nothing_tells_to_install_this_package_from_an_index_where_it_is_not_ours() -> None:
+    folders = ("rollout", "rollout_verl", "trainer_hooks", "examples", "benchmarks", "scripts")
+    files = [path for folder in (*folders, "conf", "docs") for path in (ROOT / folder).rglob("*")]
+    files += [ROOT / "README.md", ROOT / "Makefile"]
+    texts = [path for path in files if path.suffix in (".py", ".md", ".yaml", ".sh", ".txt", "")]
+    assert len(texts) > 300
+    for path in texts:
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"pip install[^\n]*rollout-engine", text), path
+            assert "rollout-engine[" not in text, path
+
+
 def test_extras_that_are_named_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
@@ -57,5 +70,5 @@ def test_extras_that_are_named_exist() -> None:
         )
         for extra in group.split(",")
     }
-    assert {extra for _, extra in named} >= {"wandb", "data", "trl"}
+    assert {extra for _, extra in named} >= {"slurm", "data", "trl"}
     assert [(name, extra) for name, extra in sorted(named) if extra not in extras] == []

@@ -340,9 +340,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            "reading parquet needs pyarrow: pip install 'rollout-engine[data]'"
-        ) from error
+        raise ConfigError("reading parquet needs pyarrow: pip install pyarrow") from error
     return pyarrow.parquet
 
 
@@ -370,7 +368,7 @@ def _create_reasoning_gym(name: str, settings: dict[str, Any]) -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            "reasoning-gym prompts need the package: pip install 'rollout-engine[data]'"
+            "reasoning-gym prompts need the package: pip install reasoning-gym"
         ) from error
     try:
         return reasoning_gym.create_dataset(name, **settings)

@@ -44,8 +44,7 @@ from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer, tokenizer_of
 
-# The end of the coordinator's process may be noticed so long after that of its connection.
-_NOTICE_S = 1.0
+_NOTICE_S = 1.0  # between the end of a connection and that of the coordinator's process
 
 
 class AsyncLLM:
@@ -334,8 +333,8 @@ class AsyncLLM:
 
     async def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
         """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT, or, not `blocking`, return once
-        it listens, at `serving.address`. Raises ConfigError, and EngineStateError if it serves
-        already.
+        it listens, at `serving.address`. Raises ConfigError, EngineStateError if it serves already,
+        and CoordinatorLostError, which ends the server (not `blocking`: `serving.lost`).
         """
         await self.start()
         await self.serving.start(config or ServeConfig(), blocking=blocking)
@@ -344,12 +343,15 @@ class AsyncLLM:
         """End `serve`, if it serves: requests may go on for so long (None: as configured)."""
         await self.serving.stop(drain_timeout_s)
 
-    # ---- control
+    # ---- control: a command runs to its end, and `state` follows, if its caller is cancelled
 
     async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
         client = await self.start()
         async with self._named_errors():
-            results: Results = await order(client)
+            return await asyncio.shield(asyncio.ensure_future(self._results(order(client))))
+
+    async def _results(self, command: CommandFuture) -> Results:
+        results: Results = await command
         self._know(results["state"], results["weights_version"])
         return results
 

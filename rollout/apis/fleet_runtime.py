@@ -22,6 +22,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 
 _T = TypeVar("_T")
+LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
 VERBS_S = 5.0  # how long a shutdown waits for verbs after the fleet has ended
 
 
@@ -165,6 +166,11 @@ class FleetRuntime:
         address = self._llm.serving.address
         assert address is not None, "it listens"
         return address
+
+    def require_serving(self) -> None:
+        """Raise the error by which the server has ended, if it has."""
+        if (error := self._llm.serving.lost) is not None:
+            raise error
 
     def stop_serving(self, drain_timeout_s: float | None) -> None:
         """See AsyncLLM.stop_serving."""

@@ -19,7 +19,7 @@ from torch import nn
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.engine_host import EngineHost
-from rollout.apis.fleet_runtime import FleetRuntime
+from rollout.apis.fleet_runtime import LOST_CHECK_S, FleetRuntime
 from rollout.apis.groups import Groups, OneThread, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
@@ -242,8 +242,13 @@ class LLM:
             return
         with _set_by_signals(self._is_told_to_stop):
             self._start_serving(config)
-            self._is_told_to_stop.wait()
-        self.stop_serving()
+            try:
+                while not self._is_told_to_stop.wait(LOST_CHECK_S):
+                    with self._serving_turn:
+                        if self.serving_address is not None:
+                            self._fleet_runtime().require_serving()
+            finally:
+                self.stop_serving()
 
     def _start_serving(self, config: ServeConfig) -> None:
         with self._serving_turn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, RolloutError
 from rollout.serve.config import ServeConfig
 from rollout.serve.llm import ServedLLM
 from rollout.serve.server import Server
@@ -23,6 +23,11 @@ class Serving:
         """Host and port that are listened at; None while nothing is served."""
         server = self._server
         return server.address if server is not None and server.is_listening else None
+
+    @property
+    def lost(self) -> RolloutError | None:
+        """Why the server has ended by itself; None if it has not."""
+        return None if self._server is None else self._server.lost
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
         """See AsyncLLM.serve."""

@@ -15,7 +15,7 @@ from rollout.apis.llm import LLM
 from rollout.cli.bench_load import BenchLoad
 from rollout.cli.bench_serving import ServingLoad, measure_serving
 from rollout.cli.measurements import Summary, Timing
-from rollout.cli.models import MODEL_HELP, is_fleet, llm_kinds, make_llm
+from rollout.cli.models import MODEL_HELP, is_fleet, llm_kinds, make_llm, with_model
 from rollout.cli.prompt_files import error_of
 from rollout.cli.settings import Parser, fields_of, read_settings, require
 from rollout.config import CONFIG_HINTS
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
     parser.epilog = f"{MODEL_HELP}{_LOAD_HELP}{_SERVING_HELP}"
     given = parser.parse(words)
     values, of_llm = read_settings(
-        given.settings, fields_of(OfflineLoad), llm_kinds(), hints=CONFIG_HINTS
+        with_model(given.settings), fields_of(OfflineLoad), llm_kinds(), hints=CONFIG_HINTS
     )
     load = OfflineLoad(**values)
     with make_llm(of_llm) as llm:

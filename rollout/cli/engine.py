@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rollout.apis.arguments import config_with
 from rollout.apis.engine_process import REGISTER_S, run_engine
-from rollout.cli.models import CONFIG_KINDS, MODEL_KINDS, model_of
+from rollout.cli.models import CONFIG_KINDS, MODEL_KINDS, model_of, with_model
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
 from rollout.config import CONFIG_HINTS
 from rollout.coordinator.key_folder import ENGINE, peer_keys
@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.epilog = (
         "settings:\n"
-        "  model=DIR                a Hugging Face directory (config.json, *.safetensors)\n"
+        "  model=DIR, or DIR        a Hugging Face directory (config.json, *.safetensors)\n"
         "  tokenizer=DIR            where tokenizer.json is, unless in the model's directory\n"
         "  weights_version=0        of the weights in that directory\n"
         f"  register_timeout_s={REGISTER_S:g}   how long to dial who does not answer\n"
@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> int:
     )
     given = parser.parse(words)
     of_model, fields, own = read_settings(
-        given.settings, MODEL_KINDS, CONFIG_KINDS, _KINDS, hints=CONFIG_HINTS
+        with_model(given.settings), MODEL_KINDS, CONFIG_KINDS, _KINDS, hints=CONFIG_HINTS
     )
     if given.join is None:
         raise UsageError("give the coordinator's address: --join tcp://HOST:PORT")

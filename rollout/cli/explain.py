@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rollout.backends.ops.native_experts import key_of
 from rollout.backends.products.choice import FORWARD_PASS
-from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm
+from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm, with_model
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
 from rollout.engine.build import EngineBuild
@@ -36,7 +36,9 @@ def run(words: Sequence[str]) -> int:
     parser = Parser("explain", "Build an engine, and show its blocks, memory, kernels and limits.")
     parser.epilog = MODEL_HELP
     given = parser.parse(words)
-    (of_llm,) = read_settings(given.settings, {**MODEL_KINDS, **CONFIG_KINDS}, hints=CONFIG_HINTS)
+    (of_llm,) = read_settings(
+        with_model(given.settings), {**MODEL_KINDS, **CONFIG_KINDS}, hints=CONFIG_HINTS
+    )
     with make_llm(of_llm) as llm:
         sections = explain(llm.engine.build)
         products = products_of(llm.engine.build)

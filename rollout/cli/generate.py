@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rollout.apis.groups import RolloutGroup
 from rollout.apis.llm import LLM
 from rollout.cli.chat_template import chat_template_of
-from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm
+from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm, with_model
 from rollout.cli.prompt_files import OutputColumns, PromptLine, read_prompts, sample_row
 from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings, require
 from rollout.config import CONFIG_HINTS
@@ -40,7 +40,11 @@ def run(words: Sequence[str]) -> int:
     """Returns 1 if a request failed, else 0."""
     given = _parser().parse(words)
     of_llm, sampling, more = read_settings(
-        given.settings, _engine_kinds(), SAMPLING_KINDS, {"n": int, "priority": int}, hints=_HINTS
+        with_model(given.settings),
+        _engine_kinds(),
+        SAMPLING_KINDS,
+        {"n": int, "priority": int},
+        hints=_HINTS,
     )
     if _STEP_TOKENS in of_llm:
         of_llm["max_tokens"] = of_llm.pop(_STEP_TOKENS)

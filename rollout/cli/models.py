@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rollout.config import InferenceConfig
 
 MODEL_HELP = """\
 settings:
-  model=DIR             a Hugging Face directory (config.json, *.safetensors)
+  model=DIR, or DIR     a Hugging Face directory (config.json, *.safetensors)
   tokenizer=DIR         where tokenizer.json is, unless in the model's directory
   data_parallel_size=N  engine processes
   and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16
@@ -26,6 +26,12 @@ FLEET_KINDS: Kinds = keywords_of(AsyncLLM.__init__, without=("use_coordinator", 
 def llm_kinds() -> Kinds:
     """Names and types of all settings that `make_llm` takes."""
     return {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
+
+
+def with_model(words: Sequence[str]) -> list[str]:
+    """Return settings in which a word alone, as in `rollout serve DIR`, is the model."""
+    alone = next((index for index, word in enumerate(words) if "=" not in word), None)
+    return [f"model={word}" if index == alone else word for index, word in enumerate(words)]
 
 
 def model_of(values: Mapping[str, Any]) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 from rollout.apis.async_llm import AsyncLLM
 from rollout.cli.event_loop import run_in_loop
-from rollout.cli.models import MODEL_HELP, llm_kinds, model_of
-from rollout.cli.settings import Kinds, Parser, fields_of, read_settings
+from rollout.cli.models import MODEL_HELP, llm_kinds, model_of, with_model
+from rollout.cli.settings import Kinds, Parser, fields_of, help_of, read_settings
 from rollout.config import CONFIG_HINTS
 from rollout.serve.config import ServeConfig
+from rollout.serve.openai.chat_template import load_template
+from rollout.serve.server import require_free_address
 
 SERVE_KINDS: Kinds = fields_of(ServeConfig)
 _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
@@ -25,17 +27,17 @@ def run(words: Sequence[str]) -> int:
         "serve",
         "Serve a model over HTTP. SIGTERM lets the running requests end, then exits with 0.",
     )
-    parser.epilog = (
-        MODEL_HELP
-        + "  host=127.0.0.1 port=8000 api_key=KEY admin_key=KEY doors=openai,vllm,sglang\n"
-        "  and every other field of ServeConfig\n"
-    )
+    parser.epilog = f"{MODEL_HELP}of the server:\n{help_of(ServeConfig)}"
     given = parser.parse(words)
-    of_server, of_llm = read_settings(given.settings, SERVE_KINDS, llm_kinds(), hints=_HINTS)
+    words = with_model(given.settings)
+    of_server, of_llm = read_settings(words, SERVE_KINDS, llm_kinds(), hints=_HINTS)
     # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
     config = ServeConfig(**of_server)
-    model_of(of_llm)
+    directory = model_of(of_llm)
+    # Here, since engines may take minutes to start.
+    load_template(directory, config.chat_template)
+    require_free_address(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     run_in_loop(_serve(of_llm, config, is_json=given.json))
     return 0

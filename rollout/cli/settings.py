@@ -7,6 +7,8 @@ import dataclasses
 import difflib
 import inspect
 import json
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,9 @@ from typing import Any, NoReturn
 
 from rollout.keyword_hints import hint_of
 
+_HELP_INDENT, _HELP_WIDTH = 36, 100
+# "name: text" or "name, name: text", with the lines below that are indented.
+_FIELDS_IN_DOCSTRING = re.compile(r"^(\w+(?:, \w+)*): ((?:.+\n?)(?:    .*\n?)*)", re.MULTILINE)
 _NONE = ("none", "null")
 _SWITCH = {"true": True, "false": False}
 # Name of a setting -> the type of its values.
@@ -58,6 +63,32 @@ def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
     return {name: hints[name] for name in names if name not in without}
+
+
+def help_of(kind: type) -> str:
+    """Return a line for each field of a dataclass: its default, and what its docstring says of it
+    first.
+    """
+    told = {
+        name: text
+        for names, text in _FIELDS_IN_DOCSTRING.findall(inspect.getdoc(kind) or "")
+        for name in names.split(", ")
+    }
+    lines = []
+    for field in dataclasses.fields(kind):
+        text = " ".join(told.get(field.name, "").split())
+        default = field.default
+        shown = ",".join(default) if isinstance(default, tuple) else str(default).lower()
+        start = f"  {field.name + '=' + (shown or '...'):<{_HELP_INDENT - 3}} "
+        first, _, _ = text.partition(". ")
+        lines += textwrap.wrap(
+            first.rstrip("."),
+            _HELP_WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * _HELP_INDENT,
+            break_on_hyphens=False,
+        ) or [start.rstrip()]
+    return "\n".join(lines) + "\n"
 
 
 def keywords_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> Kinds:

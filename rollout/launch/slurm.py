@@ -55,7 +55,7 @@ class SlurmLauncher:
             import submitit
         except ImportError as error:
             raise ConfigError(
-                f"SlurmLauncher needs submitit: pip install 'rollout-engine[slurm]' ({error})"
+                f"SlurmLauncher needs submitit: pip install 'submitit>=1.5' ({error})"
             ) from error
         self._folder = PrivateFolder(folder)
         try:

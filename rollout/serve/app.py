@@ -16,7 +16,7 @@ from rollout.serve.control.routes import control_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
 from rollout.serve.health import health_routes
-from rollout.serve.limits import Keys
+from rollout.serve.limits import Access, Keys
 from rollout.serve.metrics import metrics_routes
 from rollout.serve.openai.chat import chat_routes
 from rollout.serve.openai.completions import completion_routes
@@ -25,9 +25,11 @@ from rollout.serve.openai.tokenizer import tokenizer_routes
 from rollout.serve.openai.tokens_in_out import generate_routes
 from rollout.serve.openapi import document
 from rollout.serve.page.routes import page_routes
+from rollout.serve.senders import Senders
 from rollout.serve.state import STATE, Route, ServerState
 
 _logger = logging.getLogger(__name__)
+_CLIENT_HAS_GONE = 499  # as proxies count it
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -40,9 +42,9 @@ def make_app(state: ServerState) -> web.Application:
     if set(CONTROL_DOORS) & set(state.config.doors):
         app[CONTROL] = make_control(state)
         app.on_shutdown.append(close_control)
-    keys = Keys(state.config)
+    keys, senders = Keys(state.config), Senders(state.config)
     for route in routes_of(state.config.doors):
-        app.router.add_route(route.method, route.path, _guarded(route, keys))
+        app.router.add_route(route.method, route.path, _guarded(route, senders, keys))
     return app
 
 
@@ -68,14 +70,14 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
     return Route(method="GET", path="/openapi.json", handler=answer, summary="This document")
 
 
-def _guarded(route: Route, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route: it checks the key, decodes the body, takes a turn, and
-    answers every fault in the door's form."""
+def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
+    """Return the aiohttp handler of a route: it checks the sender and the key, decodes the body,
+    takes a turn, and answers every fault in the door's form."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        start, status = time.monotonic(), 499  # as proxies count a client that went away
+        start, status = time.monotonic(), _CLIENT_HAS_GONE
         try:
-            response = await _answered(route, keys, request)
+            response = await _answered(route, senders, keys, request)
             status = response.status
             return response
         finally:
@@ -85,16 +87,17 @@ def _guarded(route: Route, keys: Keys) -> _Handler:
     return handle
 
 
-async def _answered(route: Route, keys: Keys, request: web.Request) -> web.StreamResponse:
+async def _answered(
+    route: Route, senders: Senders, keys: Keys, request: web.Request
+) -> web.StreamResponse:
     try:
+        senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
         body = None if route.body is None else decoded(await _read(request), route.body)
-        if not route.generates:
-            return await route.handler(request, body)
-        async with request.app[STATE].turnstile.turn():
-            return await route.handler(request, body)
+        return await _handled(route, request, body)
     except ConnectionError:
-        raise  # the client has gone
+        _logger.info("%s %s: the client has gone", request.method, route.path)
+        return web.Response(status=_CLIENT_HAS_GONE)  # which nobody gets
     except Exception as fault:
         error = api_error_of(fault)
         if error is None:
@@ -103,8 +106,23 @@ async def _answered(route: Route, keys: Keys, request: web.Request) -> web.Strea
         return error_response(error, route.errors)
 
 
+async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamResponse:
+    """Answer a request that is let in: generation takes a turn, and operations run to their end
+    even if the client goes away."""
+    control = request.app.get(CONTROL)
+    if route.generates:
+        if control is not None:
+            await control.pausing.require_weights()
+        async with request.app[STATE].turnstile.turn():
+            return await route.handler(request, body)
+    work = route.handler(request, body)
+    if control is None or route.access is not Access.ADMIN or route.ends_with_client:
+        return await work
+    return await control.operations.run(work)
+
+
 async def _read(request: web.Request) -> bytes:
-    """Return the body. Raises ApiError for one that is too large or too slow."""
+    """Return the body. Raises ApiError for one that is too large, too slow or encoded falsely."""
     config = request.app[STATE].config
     try:
         return await asyncio.wait_for(request.read(), config.body_timeout_s)
@@ -115,6 +133,10 @@ async def _read(request: web.Request) -> bytes:
     except asyncio.TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {config.body_timeout_s:g} seconds"
+        ) from None
+    except web.RequestPayloadError:
+        raise ApiError(
+            400, "the body is not what Content-Encoding and Transfer-Encoding say"
         ) from None
 
 

@@ -30,6 +30,9 @@ class ServeConfig:
     port: 0 takes a free one.
     api_key: clients send it as `Authorization: Bearer KEY` to generate. None: everybody may.
     admin_key: the same for the verbs that pause, update and abort. It also opens all others.
+    allowed_hosts: names beside `host` under which the server is called, as by a proxy. Requests
+        with another Host, and those of pages of other sites (Origin), are refused. None at all
+        takes every Host off loopback, where keys are required.
     doors: protocols that are served: openai (completions, chat, tokens in and out), vllm and sglang
         (their control verbs, and SGLang's generate).
     served_model_name: what clients call the model. None: the name of its directory.
@@ -44,6 +47,8 @@ class ServeConfig:
         "gloo", or None for NCCL, which is refused.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one.
+    max_text_characters: longest text that is tokenized, in characters. A prompt is refused
+        earlier, if the context cannot hold it whatever its tokens are.
     max_n: most samples of one prompt.
     max_samples: most samples of all prompts of one request.
     max_logprobs: most alternatives that a request may ask for with each token.
@@ -63,6 +68,7 @@ class ServeConfig:
     port: Annotated[int, Interval(0, 2**16 - 1)] = 8000
     api_key: Name | None = None
     admin_key: Name | None = None
+    allowed_hosts: tuple[Name, ...] = ()
     doors: tuple[Annotated[str, Choices(DOORS)], ...] = DOORS
     served_model_name: Name | None = None
     chat_template: Name | None = None
@@ -73,6 +79,7 @@ class ServeConfig:
     weight_transfer_backend: Annotated[str, Choices(("gloo",))] | None = None
 
     max_body_bytes: PositiveInt = 2**30
+    max_text_characters: PositiveInt = 2**24
     max_n: PositiveInt = 4096
     max_samples: PositiveInt = 2**16
     max_logprobs: PositiveInt = 256

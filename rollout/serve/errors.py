@@ -28,6 +28,7 @@ _TYPES = {
     408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestEntityTooLargeError",
+    415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     500: "InternalServerError",
@@ -48,6 +49,8 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        # It may quote bytes of a path or a header that are no text.
+        message = message.encode(errors="replace").decode()
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.type = _TYPES.get(status, "BadRequestError" if status < 500 else _TYPES[500])

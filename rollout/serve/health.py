@@ -1,4 +1,4 @@
-"""/health: ready when every engine answers."""
+"""/health: whether every engine answers; /health_generate: whether a token is generated."""
 
 from __future__ import annotations
 
@@ -7,23 +7,75 @@ from typing import Any
 
 from aiohttp import web
 
+from rollout.engine.reports import EngineStats
+from rollout.engine.state import EngineState
+from rollout.sampling_params import SamplingParams
+from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
 from rollout.serve.limits import Access
-from rollout.serve.state import STATE, Route
+from rollout.serve.state import STATE, Route, ServerState
 
 _ANSWER_S = 10.0
+_GENERATE_S = 20.0
+# Before all that clients send: what waits does not tell whether the engines work.
+_PRIORITY = 2**31 - 1
 
 
 def health_routes() -> list[Route]:
-    return [
+    health = [
         Route(method="GET", path=path, handler=_health, access=Access.OPEN, summary="Readiness")
-        for path in ("/health", "/health/", "/health_generate", "/ping")
+        for path in ("/health", "/health/", "/ping")
     ]
+    generate = Route(
+        method="GET",
+        path="/health_generate",
+        handler=_Probe().answer,
+        access=Access.OPEN,
+        summary="Whether a token is generated now",
+    )
+    return [*health, generate]
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:
+    """200 if every engine answers, and has weights or is paused."""
+    await _stats(request.app[STATE])
+    if (control := request.app.get(CONTROL)) is not None:
+        await control.pausing.require_weights()
+    return web.Response()
+
+
+class _Probe:
+    """Generates a token for all clients that ask meanwhile: they may ask without a key."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[None] | None = None
+
+    async def answer(self, request: web.Request, body: Any) -> web.Response:
+        """200 if the engines generate a token. Raises ApiError, 503 with the reason."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.get_running_loop().create_task(_generate(request.app[STATE]))
+        await asyncio.shield(self._running)
+        return web.Response()
+
+
+async def _generate(state: ServerState) -> None:
+    stats = await _stats(state)
+    if stats.state is not EngineState.RUNNING:
+        raise ApiError(503, f"the engines are {stats.state.name}: nothing is generated")
+    params = SamplingParams(num_tokens_to_generate=1)
     try:
-        await asyncio.wait_for(request.app[STATE].llm.stats(), _ANSWER_S)
+        record = await asyncio.wait_for(
+            state.llm.client.add_request([0], params, priority=_PRIORITY, deadline_s=_GENERATE_S),
+            _GENERATE_S,
+        )
+    except asyncio.TimeoutError:
+        raise ApiError(503, f"no token was generated within {_GENERATE_S:g} seconds") from None
+    if not record.merge().num_generated_tokens:
+        raise ApiError(503, "an engine has failed to generate a token")
+
+
+async def _stats(state: ServerState) -> EngineStats:
+    try:
+        return await asyncio.wait_for(state.llm.stats(), _ANSWER_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
-    return web.Response()

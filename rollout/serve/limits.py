@@ -39,7 +39,8 @@ class Keys:
         if not accepted:
             return
         scheme, _, token = (authorization or "").partition(" ")
-        given = token.strip().encode() if scheme.lower() == "bearer" else b""
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        given = token.encode(errors="surrogateescape")  # as aiohttp decodes headers
         # Every key is compared, so that the time tells nothing.
         if not any([hmac.compare_digest(given, key) for key in accepted]):
             raise ApiError(401, f"this needs the {access.value} key: Authorization: Bearer KEY")

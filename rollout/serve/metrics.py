@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from rollout.engine.reports import HISTOGRAMS, NUM_AGES, EngineStats
+from rollout.serve.errors import ApiError
 from rollout.serve.state import STATE, Route, ServerState
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
@@ -34,7 +35,10 @@ def metrics_routes() -> list[Route]:
 
 async def _metrics(request: web.Request, body: Any) -> web.Response:
     state, registry = request.app[STATE], CollectorRegistry()
-    stats = await asyncio.wait_for(state.llm.stats(), _ANSWER_S)
+    try:
+        stats = await asyncio.wait_for(state.llm.stats(), _ANSWER_S)
+    except asyncio.TimeoutError:
+        raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
     registry.register(_Present(state, stats))
     text = generate_latest(state.metrics.registry) + generate_latest(registry)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -15,12 +15,15 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     "400": "A field is wrong, or what is asked for is not possible.",
     "401": "The key is missing or wrong.",
+    "403": "The request is that of another site: its Host or Origin is not allowed.",
     "404": "The model is not served.",
     "405": "The method is not that of the path.",
     "408": "The body did not arrive in time.",
+    "409": "Another pause, or its end, came before the engines slept.",
     "413": "The body is too large.",
+    "415": "The body is not declared as JSON.",
     "429": "Too many requests wait: try again after Retry-After seconds.",
-    "503": "Generation is paused, or the server ends.",
+    "503": "Generation is paused or not possible now, or the server ends.",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rollout.errors import ConfigError, RolloutError
 from rollout.serve.app import make_app
@@ -28,9 +30,46 @@ from rollout.serve.state import ServerState
 from rollout.serve.token_texts import TokenTexts
 
 _logger = logging.getLogger(__name__)
+_http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
 # How long aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
 _POLL_S = 0.02
+
+
+def require_free_address(config: ServeConfig) -> None:
+    """Raise ConfigError unless a server could listen at the address of `config` now."""
+    try:
+        places = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, place in places:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(place)
+    except (OSError, UnicodeError) as fault:
+        raise _cannot_listen(config, fault) from fault
+
+
+def _cannot_listen(config: ServeConfig, fault: Exception) -> ConfigError:
+    return ConfigError(f"host={config.host!r}, port={config.port} cannot be listened at: {fault}")
+
+
+class _ClientFaults(logging.Filter):
+    """Makes one line of what a malformed request or a cut connection raises in aiohttp."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fault = record.exc_info[1] if record.exc_info else None
+        if isinstance(fault, HttpProcessingError | web.RequestPayloadError | ConnectionError):
+            record.levelno, record.levelname = logging.INFO, "INFO"
+            reason = " ".join(str(fault).split())
+            record.msg, record.args = f"{record.getMessage()}: {reason:.200}", ()
+            record.exc_info = record.exc_text = None
+        return True
+
+
+_http_logger.addFilter(_ClientFaults())
 
 
 class Server:
@@ -54,7 +93,7 @@ class Server:
             live=LiveRequests(
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
-            texts=TokenTexts(llm.tokenizer),
+            texts=TokenTexts(llm.tokenizer, config.max_text_characters),
             template=load_template(directory, config.chat_template),
             metrics=ServerMetrics(),
             feed=FleetFeed(llm),
@@ -65,12 +104,15 @@ class Server:
             handle_signals=False,
             handler_cancellation=True,  # a client that goes away ends its handler
             access_log=None,
+            logger=_http_logger,
             keepalive_timeout=config.keepalive_timeout_s,
             shutdown_timeout=_LAST_ANSWERS_S,
         )
         self._site: web.TCPSite | None = None
         self._is_told_to_stop = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.lost: RolloutError | None = None  # why the server ends by itself
 
     @property
     def is_listening(self) -> bool:
@@ -84,7 +126,9 @@ class Server:
         return str(host), int(port)
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address cannot be had."""
+        """Listen, until `stop` or until the engines are lost. Raises ConfigError if the address
+        cannot be had.
+        """
         config = self.config
         await self._runner.setup()
         self._site = web.TCPSite(
@@ -94,17 +138,34 @@ class Server:
             await self._site.start()
         except OSError as fault:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"host={config.host!r}, port={config.port} cannot be listened at: {fault}"
-            ) from fault
+            raise _cannot_listen(config, fault) from fault
         host, port = self.address
         _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
+        self._watching = asyncio.ensure_future(self._end_when_lost())
 
     async def run(self) -> None:
-        """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT."""
+        """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT. Raises the error
+        by which the engines are lost: no request could ever be answered.
+        """
         with self._stopping_on_signals():
             await self._is_told_to_stop.wait()
         await self.stop()
+        if self.lost is not None:
+            raise self.lost
+
+    async def _end_when_lost(self) -> None:
+        """Stop once the client of the engines has ended, as it does when its process stood still
+        for longer than its lease: a client does not come back.
+        """
+        listener = self.state.llm.client.listener_task
+        assert listener is not None, "the LLM is started"
+        await asyncio.wait([listener])
+        try:
+            await self.state.llm.stats()
+        except RolloutError as error:  # it says why
+            self.lost = error
+            _logger.error("the server ends; start it again: %s", error)
+            await self.stop(drain_timeout_s=0.0)
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
@@ -133,6 +194,8 @@ class Server:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_timeout_s: float) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         self.state.turnstile.close("server", "the server is shutting down")
         if self._site is not None:
             await self._site.stop()
@@ -142,6 +205,7 @@ class Server:
                 self.state.live.abort()
             await self._is_idle_within(_LAST_ANSWERS_S)
         self.state.feed.close()
+        self.state.texts.close()
         await self._runner.cleanup()
 
     async def _is_idle_within(self, seconds: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class ServerState:
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 
 # A handler gets its request and the decoded body: the Route's struct, None if it has none.
-Handler = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ class Route:
     """A path of a door. An absent body is an empty object.
 
     body: the struct that the JSON body is decoded to; None: the body is not read.
+    access: routes of ADMIN are operations: a client that goes away does not stop them.
+    ends_with_client: an operation that waits for its client's broadcasts ends with the client.
     generates: whether requests take a turn of the Turnstile.
     """
 
@@ -63,5 +65,6 @@ class Route:
     body: type[msgspec.Struct] | None = None
     access: Access = Access.INFERENCE
     errors: ErrorForm = openai_form
+    ends_with_client: bool = False
     generates: bool = False
     summary: str = ""

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from rollout.serve.errors import ApiError
 from rollout.text import HFTokenizer, Tokenizer
 
-# Longer texts are encoded in a thread: the event loop serves others meanwhile.
-_LONG_TEXT = 20_000
+# Work on more characters or tokens is done in a thread, which does not hold the GIL meanwhile: the
+# event loop serves others. A tokenizer encodes some 200,000 characters per second.
+_LONG = 2000
+_NUM_THREADS = 2  # started when the first long text comes
+_TOKENS_PER_TURN = 10_000
+_T = TypeVar("_T")
 
 
 class TokenTexts:
-    """Over the tokenizer of an LLM, which may have none."""
+    """Over the tokenizer of an LLM, which may have none. max_characters: of one text."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, max_characters: int) -> None:
+        self._tokenizer, self._max_characters = tokenizer, max_characters
         self._texts: dict[int, str] = {}
+        self._longest: int | None = None
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Start no work in threads any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -43,21 +56,73 @@ class TokenTexts:
             self._texts[token_id] = text
         return text
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text. Raises ApiError for a text that cannot be encoded."""
+    async def of_all(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token, as `of` does. Others are served meanwhile."""
+        texts: list[str] = []
+        for start in range(0, len(token_ids), _TOKENS_PER_TURN):
+            texts += map(self.of, token_ids[start : start + _TOKENS_PER_TURN])
+            await asyncio.sleep(0)
+        return texts
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Return the ids of each text. Raises ApiError for a text that cannot be encoded, that is
+        longer than `max_characters`, or that has more characters than `max_tokens` tokens can have
+        (None: as many as it likes).
+        """
         tokenizer = self.tokenizer
+        for text in texts:
+            self._check_length(text, max_tokens)
+        work = partial(_encoded, tokenizer, texts, add_special_tokens)
+        return await self._done(
+            work, sum(map(len, texts)), "the tokenizer cannot encode the prompt"
+        )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included. Raises ApiError."""
+        work = partial(self.verbatim.decode, token_ids)
+        return await self._done(work, len(token_ids), "the tokens cannot be decoded")
+
+    async def _done(self, work: Callable[[], _T], size: int, failure: str) -> _T:
+        """Return what `work` returns, by a thread if it is long. Raises ApiError for its error."""
         try:
-            if len(text) > _LONG_TEXT:
-                return await asyncio.to_thread(_encoded, tokenizer, text, add_special_tokens)
-            return _encoded(tokenizer, text, add_special_tokens)
+            if size > _LONG:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return work()
         except Exception as fault:  # the tokenizer is the user's: it may raise anything
-            raise ApiError(400, f"the tokenizer cannot encode the prompt: {fault!r:.200}") from None
+            raise ApiError(400, f"{failure}: {fault!r:.200}") from None
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if len(text) > self._max_characters:
+            raise ApiError(
+                400,
+                f"a text of {len(text)} characters is longer than "
+                f"max_text_characters={self._max_characters}; send token ids",
+            )
+        if max_tokens is None or len(text) <= max_tokens:
+            return
+        if self._longest is None:
+            self._longest = _longest_token(self.tokenizer)
+        if self._longest and len(text) > max_tokens * self._longest:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {max_tokens} tokens of at most "
+                f"{self._longest} characters. However, your prompt has {len(text)} characters. "
+                "Please reduce the length of the input prompt.",
+                param="input_tokens",
+            )
 
 
-def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str], add_special: bool) -> list[list[int]]:
     if isinstance(tokenizer, HFTokenizer):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return tokenizer.encode(text)
+        return tokenizer.encode_all(texts, add_special_tokens=add_special)
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Return the number of characters of the longest token, 0 if it is not known."""
+    return tokenizer.max_token_length if isinstance(tokenizer, HFTokenizer) else 0
 
 
 class _Verbatim:

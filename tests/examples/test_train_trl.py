@@ -39,7 +39,7 @@ def trainer_of(directory: Path, num_steps: int, **engine: Any) -> tuple[Any, tor
 
 def test_without_trl_the_job_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[trl,demo\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'trl>=1.16' reasoning-gym"):
         run_job(trl_settings(), 3)
 
 

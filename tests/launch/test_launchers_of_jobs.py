@@ -33,5 +33,5 @@ def test_what_makes_no_launcher_is_named(path: str, options: Any, message: str) 
 
 def test_without_ray_its_launcher_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"RayLauncher needs Ray: pip install 'rollout-engine\["):
+    with pytest.raises(ConfigError, match=r"RayLauncher needs Ray: pip install 'ray>=2.40'"):
         RayLauncher()

@@ -197,7 +197,9 @@ def test_many_streams_of_which_some_are_cut_leave_nothing() -> None:
             body = {"prompt": prompt_of(3, index), "max_tokens": 12, "stream": True, "seed": index}
             client = connected((served.host, served.port))
             client.sendall(
-                request_bytes(PATH, body).replace(b"Host: x", b"Host: x\r\nConnection: close")
+                request_bytes(PATH, body).replace(
+                    b"Host: localhost", b"Host: localhost\r\nConnection: close"
+                )
             )
             if index % 10 == 0:
                 client.recv(10)

@@ -42,7 +42,7 @@ async def read_stream(served: Served, index: int) -> bool:
     reader, writer = await asyncio.open_connection(served.host, served.port)
     try:
         asked = request_bytes("/v1/completions", body)
-        writer.write(asked.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        writer.write(asked.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
         if index % CUT_EVERY == 0:
             await reader.readuntil(b"data: ")
             return False

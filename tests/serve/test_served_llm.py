@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollout import LLM, EngineState, EngineStateError, SamplingParams, ServeConfig
+from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fleets import directory, weights
 from tests.serve.served import CONFIG
 from tests.tiny_models import prompt_of
@@ -133,3 +135,31 @@ def test_sigterm_ends_a_blocking_server() -> None:
         program.send_signal(signal.SIGTERM)
         assert program.stdout.read() == "ended\n"
         assert program.wait(timeout=100) == 0
+
+
+def test_a_blocking_serve_raises_when_its_fleet_is_lost() -> None:
+    errors: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            llm.serve(ServeConfig(port=0))
+        except CoordinatorLostError as error:
+            errors.append(error)
+
+    with LLM(directory(), None, CONFIG, use_coordinator=True) as llm:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        while llm.serving_address is None:
+            assert serving.is_alive()
+        assert len(tokens_of(llm)) == 8
+        os.kill(coordinator_pid(llm), signal.SIGKILL)
+        serving.join(120)
+        assert not serving.is_alive(), "it ends"
+        (error,) = errors
+        assert "coordinator" in str(error)
+        assert llm.serving_address is None
+
+
+def coordinator_pid(llm: LLM) -> int:
+    fleet = llm._runtime._llm._fleet
+    return int(fleet._coordinator.pid)

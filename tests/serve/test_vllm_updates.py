@@ -319,6 +319,52 @@ def test_other_backends_are_refused_at_once(served: Served) -> None:
     assert (answer.status, answer.json()["error"]["type"]) == (400, "BadRequestError")
 
 
+HERE = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "rank_offset": 1}
+NONSENSE = [
+    *(
+        ({"master_port": port}, "master_port")
+        for port in (0, -1, 65536, 10**18, "8 0", "", "x", "²")
+    ),
+    ({"master_port": "1" * 5000}, "master_port"),
+    *(
+        ({"master_address": name}, "master_address")
+        for name in ("", "no.such.invalid", "256.1.1.1", "a\0b", "x" * 300, "a..b", "-", " ")
+    ),
+    ({"world_size": 0}, "world_size=0"),
+    ({"world_size": 1}, "world_size=1"),
+    ({"world_size": 2**40}, "world_size"),
+    ({"rank_offset": 0}, "rank_offset=0"),
+    ({"rank_offset": 2}, "rank_offset=2"),
+    ({"rank_offset": -1}, "rank_offset=-1"),
+]
+
+
+@pytest.mark.parametrize(("nonsense", "because"), NONSENSE)
+def test_groups_that_cannot_be_are_refused_before_a_process_joins_them(
+    served: Served, monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, Any], because: str
+) -> None:
+    def joined(**_: Any) -> None:
+        raise AssertionError("a process would wait for the trainer until the time limit")
+
+    monkeypatch.setattr("rollout.serve.control.weight_transfer.join_group", joined)
+    info = HERE | nonsense
+    vllm = {"init_info": info | {"backend": "gloo"}}
+    sglang = info | {"group_name": "g", "backend": "gloo"}
+    for path, body in (
+        ("/init_weight_transfer_engine", vllm),
+        ("/init_weights_update_group", sglang),
+    ):
+        answer = served.post(path, body)
+        assert answer.status == 400, (path, answer.body)
+        assert because in answer.body.decode(), path
+
+
+def test_a_buffer_without_a_byte_is_refused(served: Served) -> None:
+    info = HERE | {"backend": "gloo", "packed": True, "packed_buffer_size_bytes": 0}
+    answer = served.post("/init_weight_transfer_engine", {"init_info": info})
+    assert_refused(answer, because="packed_buffer_size_bytes=0")
+
+
 # ---- directories
 
 

@@ -188,7 +188,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[data\]'"):
+    with pytest.raises(ConfigError, match=r"pip install pyarrow"):
         ParquetPrompts(tmp_path / "p.parquet")
 
 

@@ -63,9 +63,7 @@ def _figure(width: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "drawing a curve needs matplotlib: pip install 'rollout-engine[demo]'"
-        ) from error
+        raise ConfigError("drawing a curve needs matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, 4.0), layout="constrained")
 
 

@@ -27,6 +27,7 @@ _FLAGS = (
     *("-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC"),
 )
 _COMPILE_TIMEOUT_S = 120
+_PRICE = "using torch, which is 2 to 3 times slower"
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -39,7 +40,7 @@ def load_library() -> ctypes.CDLL | None:
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
-        logger.info("native kernels: off (no C compiler found); using torch")
+        logger.warning("native kernels: off (no C compiler found: install gcc); %s", _PRICE)
         return None
     started = time.monotonic()
     try:
@@ -47,7 +48,7 @@ def load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        logger.warning("native kernels: off (%s); using torch", str(detail).strip())
+        logger.warning("native kernels: off (%s); %s", str(detail).strip(), _PRICE)
         return None
     verb = "compiled" if was_built else "loaded"
     logger.info("native kernels: %s %s (%.2f s)", verb, path, time.monotonic() - started)

@@ -22,7 +22,7 @@ class CheckpointRoots:
         self._check(Path(directory))
         try:
             checkpoint = Checkpoint.open(Path(directory).resolve())
-        except ModelError as error:
+        except (ModelError, OSError) as error:
             raise WeightUpdateError(str(error)) from error
         for shard in checkpoint.shards:
             self._check(shard)
@@ -34,8 +34,15 @@ class CheckpointRoots:
                 "no checkpoints are read: the server was started without checkpoint_roots"
             )
         # Before it is looked at: a stranger does not learn which other files exist.
-        is_below = any(path.resolve().is_relative_to(root) for root in self._roots)
-        if not (path.is_absolute() and is_below):
+        if not (path.is_absolute() and self._is_below_a_root(path)):
             raise WeightUpdateError(
-                f"{str(path)!r} is not an absolute path below one of the server's checkpoint_roots"
+                f"{str(path)!r:.300} is not an absolute path below one of the server's "
+                "checkpoint_roots"
             )
+
+    def _is_below_a_root(self, path: Path) -> bool:
+        try:
+            resolved = path.resolve()
+        except (OSError, ValueError, RuntimeError):  # too long, with NUL, or links in a circle
+            return False
+        return any(resolved.is_relative_to(root) for root in self._roots)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rollout.engine.state import EngineState
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import InvalidRequestError
+from rollout.serve.errors import ApiError
 from rollout.serve.limits import Turnstile
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
@@ -35,16 +36,47 @@ class Pausing:
     """The only one who pauses, suspends and resumes the engines of a server.
 
     Engines run unless a pause is in force, memory is released, or the weights were discarded and
-    none have come since.
+    none have come since. The state of the engines is asked from them each time: programs and other
+    clients may change it, too. What changes it must run to its end (`Operations`), in turns.
     """
 
     def __init__(self, llm: ServedLLM, live: LiveRequests, turnstile: Turnstile) -> None:
         self._llm, self._live, self._turnstile = llm, live, turnstile
         self._turn = asyncio.Lock()  # held by each verb
         self.mode: PauseMode | None = None  # of the pause in force
-        self.released: set[str] = set()  # owners whose memory is released
-        self.is_asleep = False
-        self._lacks_weights = False
+        self._is_asleep = False  # whether the pause in force is that of a sleep
+        # The engines' count of weight updates when their weights were discarded; None: they have
+        # weights.
+        self._discarded_at: int | None = None
+
+    # ---- what the engines do now
+
+    async def is_paused(self) -> bool:
+        """Whether a pause is in force, or the engines stand still for another reason."""
+        return self.mode is not None or await self._state() is not EngineState.RUNNING
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory is released, or a sleep that releases none is in force."""
+        state = await self._state()
+        return state is EngineState.SUSPENDED or (
+            self._is_asleep and state is not EngineState.RUNNING
+        )
+
+    async def require_weights(self) -> None:
+        """Raise ApiError, 503 with the state, if the weights were discarded, none have come since,
+        and no pause is in force: requests that come in a pause wait for its end, or are refused by
+        the turnstile.
+        """
+        if self.mode is not None or self._discarded_at is None:
+            return
+        async with self._turn:
+            await self._run()  # they may have come from elsewhere
+            if self._discarded_at is not None:
+                raise ApiError(
+                    503,
+                    f"the engines are {(await self._state()).name} without weights, which were "
+                    "discarded; POST an update of the weights",
+                )
 
     # ---- pause and resume
 
@@ -52,40 +84,24 @@ class Pausing:
         """Begin a pause, or give the one in force another mode. `refuses_new`: new requests are
         answered with 503 meanwhile.
         """
-        self.mode = mode
-        if refuses_new:
-            self._turnstile.close(_WHO, f"generation is paused (mode {mode.value})")
-        else:
-            self._turnstile.open(_WHO)
-        if mode is PauseMode.WAIT:
-            while self._live.num_samples and self.mode is mode:
-                await asyncio.sleep(_POLL_S)
-        async with self._turn:
-            if self.mode is not mode:
-                return  # another verb came meanwhile
-            await self._stop()
-            if mode is PauseMode.ABORT:
-                self._live.abort()
-            elif mode is PauseMode.RETRACT:
-                await self._drop_kv()
+        if await self._begin_pause(mode, refuses_new):
+            async with self._turn:
+                if self.mode is mode:  # else another verb came meanwhile
+                    await self._stop_for(mode)
 
     async def resume(self) -> None:
         """End the pause. The engines run, if nothing else keeps them from it."""
-        self.mode = None
-        self._turnstile.open(_WHO)
+        self._end_pause()
         async with self._turn:
             await self._run()
 
     # ---- memory
 
-    async def release(self, owners: Sequence[str], *, discards_weights: bool = False) -> None:
+    async def release(self, owners: Sequence[str]) -> None:
         """Release memory of owners. Requests lose their KV with it, and are prefilled again."""
         _check_owners(owners)
         async with self._turn:
-            await self._stop()
-            await self._llm.suspend("recompute", tuple(owners), discards_weights)
-            self.released |= set(owners)
-            self._lacks_weights |= discards_weights
+            await self._release(owners)
 
     async def restore(self, owners: Sequence[str]) -> None:
         """Restore the memory of owners. Once nothing is released the engines run again, unless a
@@ -93,10 +109,7 @@ class Pausing:
         """
         _check_owners(owners)
         async with self._turn:
-            for owner in OWNERS[::-1]:  # weights first, since an update needs their memory
-                if owner in owners and owner in self.released:
-                    await self._llm.resume(owner)
-                    self.released.discard(owner)
+            await self._restore(owners)
             await self._run()
 
     async def drop_cached_kv(self, *, even_of_running: bool = False) -> bool:
@@ -117,19 +130,26 @@ class Pausing:
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Pause and refuse requests, unless `mode` is KEEP. Level 1 also releases all memory, with
-        the weights kept on the host; level 2 discards them.
+        the weights kept on the host; level 2 discards them. Raises ApiError if another verb ended
+        the pause before the engines slept.
         """
-        await self.pause(mode, refuses_new=mode is not PauseMode.KEEP)
-        self.is_asleep = True
-        if level:
-            await self.release(OWNERS, discards_weights=level == 2)
+        is_begun = await self._begin_pause(mode, mode is not PauseMode.KEEP)
+        async with self._turn:
+            if not is_begun or self.mode is not mode:
+                raise ApiError(409, "another pause or its end came before the engines slept")
+            await self._stop_for(mode)
+            if level:
+                await self._release(OWNERS, discards_weights=level == 2)
+            self._is_asleep = True
 
     async def wake_up(self, owners: Sequence[str] = OWNERS) -> None:
         """Restore the memory of owners. Once nothing is released the pause ends."""
-        await self.restore(owners)
-        if not self.released:
-            self.is_asleep = False
-            await self.resume()
+        _check_owners(owners)
+        async with self._turn:
+            await self._restore(owners)
+            if await self._state() is not EngineState.SUSPENDED:
+                self._end_pause()
+                await self._run()
 
     # ---- versions
 
@@ -145,25 +165,72 @@ class Pausing:
     async def weights_came(self) -> None:
         """A full update was committed: discarded weights are missing no longer."""
         async with self._turn:
-            self._lacks_weights = False
             await self._run()
+
+    # ---- beginning and end of a pause
+
+    async def _begin_pause(self, mode: PauseMode, refuses_new: bool) -> bool:
+        """Put a pause in force; one of mode WAIT then waits until no request runs. Returns whether
+        it is in force still.
+        """
+        self.mode = mode
+        if refuses_new:
+            self._turnstile.close(_WHO, f"generation is paused (mode {mode.value})")
+        else:
+            self._turnstile.open(_WHO)
+        while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
+            await asyncio.sleep(_POLL_S)
+        return self.mode is mode
+
+    def _end_pause(self) -> None:
+        self.mode, self._is_asleep = None, False
+        self._turnstile.open(_WHO)
 
     # ---- with the turn
 
+    async def _state(self) -> EngineState:
+        return (await self._llm.stats()).state
+
     async def _stop(self) -> None:
-        if self._llm.state is EngineState.RUNNING:
+        if await self._state() is EngineState.RUNNING:
             await self._llm.pause()
+
+    async def _stop_for(self, mode: PauseMode) -> None:
+        await self._stop()
+        if mode is PauseMode.ABORT:
+            self._live.abort()
+        elif mode is PauseMode.RETRACT:
+            await self._drop_kv()
 
     async def _run(self) -> None:
         """Let the engines run, if nothing keeps them from it."""
-        is_held = self.mode is not None or self.released or self._lacks_weights
-        if not is_held and self._llm.state is EngineState.PAUSED:
+        stats = await self._llm.stats()
+        is_running = stats.state is EngineState.RUNNING
+        if is_running or stats.num_weight_updates != self._discarded_at:
+            self._discarded_at = None
+        if self._discarded_at is None and self.mode is None and stats.state is EngineState.PAUSED:
             await self._llm.unpause()
+
+    async def _release(self, owners: Sequence[str], *, discards_weights: bool = False) -> None:
+        await self._stop()
+        num_updates = (await self._llm.stats()).num_weight_updates
+        await self._llm.suspend("recompute", tuple(owners), discards_weights)
+        if discards_weights:
+            self._discarded_at = num_updates
+
+    async def _restore(self, owners: Sequence[str]) -> None:
+        if await self._state() is not EngineState.SUSPENDED:
+            return
+        if set(owners) >= {*OWNERS}:
+            await self._llm.resume()
+            return
+        for owner in owners:  # the engines keep what is not released as it is
+            await self._llm.resume(owner)
 
     async def _drop_kv(self) -> None:
         """Free all KV of stopped engines: requests in context go back to the queue."""
-        if KV_CACHE not in self.released:
-            await self._llm.suspend("recompute", (KV_CACHE,))
+        report = await self._llm.suspend("recompute", (KV_CACHE,))
+        if report.released_by_owner[KV_CACHE]:  # else it was released before
             await self._llm.resume(KV_CACHE)
 
 

@@ -108,7 +108,12 @@ async def join_group(
     """Join a group of the backend gloo or nccl, once all its other ranks do. Raises
     WeightUpdateError if they do not in time.
     """
-    receiver = await asyncio.to_thread(ChildProcess, _MODULE)
+    starting = asyncio.ensure_future(asyncio.to_thread(ChildProcess, _MODULE))
+    try:
+        receiver = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        starting.add_done_callback(_end_started)
+        raise
 
     def connect() -> None:
         arguments = (host, port, rank, world_size, name, backend, timeout_s)
@@ -127,6 +132,14 @@ async def join_group(
             f"{error}"
         ) from error
     return BroadcastGroup(name, receiver, packing)
+
+
+def _end_started(starting: asyncio.Future[ChildProcess]) -> None:
+    """End the receiver of a caller that was cancelled while it started."""
+    if not starting.cancelled() and starting.exception() is None:
+        receiver = starting.result()
+        receiver.kill()
+        receiver.wait()
 
 
 def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:

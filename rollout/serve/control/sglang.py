@@ -145,6 +145,7 @@ def _update_routes(post: partial[Route]) -> list[Route]:
             path="/init_weights_update_group",
             handler=_init_group,
             body=GroupBody,
+            ends_with_client=True,
             summary="Join the trainer's group",
         ),
         post(
@@ -157,6 +158,7 @@ def _update_routes(post: partial[Route]) -> list[Route]:
             path="/update_weights_from_distributed",
             handler=_update_from_distributed,
             body=DistributedBody,
+            ends_with_client=True,
             summary="Receive tensors that are broadcast",
         ),
         post(path="/begin_weight_update", handler=_begin, summary="Begin an update"),

@@ -197,7 +197,9 @@ async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list
     if ids is None and body.text is not None:
         is_batch = isinstance(body.text, list)
         texts = body.text if isinstance(body.text, list) else [body.text]
-        prompts = [await state.texts.encode(text, add_special_tokens=True) for text in texts]
+        prompts = await state.texts.encode(
+            texts, add_special_tokens=True, max_tokens=state.max_model_len
+        )
     else:
         prompts = list(ids or []) if is_batch else [ids or []]
     if not prompts or not all(prompts):

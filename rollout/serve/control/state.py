@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rollout.serve.control.checkpoints import CheckpointRoots
+from rollout.serve.control.operations import Operations
 from rollout.serve.control.pausing import Pausing
 from rollout.serve.control.weight_transfer import WeightTransfer
 from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
 
+# How long operations may go on once a server has answered its requests.
+_LAST_OPERATIONS_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
+    operations: Operations
     pausing: Pausing
     transfer: WeightTransfer
 
@@ -28,20 +33,25 @@ def make_control(state: ServerState) -> Control:
     readable config.json.
     """
     config = state.config
+    operations = Operations()
     pausing = Pausing(state.llm, state.live, state.turnstile)
     transfer = WeightTransfer(
         state.llm,
         state.labels,
         pausing,
+        operations,
         CheckpointRoots(config.checkpoint_roots),
         config.weight_transfer_timeout_s,
     )
-    return Control(pausing=pausing, transfer=transfer)
+    return Control(operations=operations, pausing=pausing, transfer=transfer)
 
 
 async def close_control(app: web.Application) -> None:
-    """Leave the trainers' groups: calls that wait for a broadcast would keep the server waiting."""
+    """Leave the trainers' groups, since calls that wait for a broadcast would keep the server
+    waiting, and wait for the operations that run.
+    """
     app[CONTROL].transfer.close()
+    await app[CONTROL].operations.end(_LAST_OPERATIONS_S)
 
 
 def require_backend(name: str, served: Sequence[str]) -> None:
@@ -60,7 +70,9 @@ def require_backend(name: str, served: Sequence[str]) -> None:
 
 def port_of(port: int | str) -> int:
     """Return a port that a client may send as a text. Raises ApiError."""
-    try:
-        return int(port)
-    except ValueError:
-        raise ApiError(400, f"master_port={port!r} must be a number", param="master_port") from None
+    text = str(port)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 1 <= int(text) < 2**16):
+        raise ApiError(
+            400, f"master_port={text!r:.40} must be in [1, {2**16 - 1}]", param="master_port"
+        )
+    return int(text)

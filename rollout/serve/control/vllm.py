@@ -141,6 +141,7 @@ def _weight_routes() -> list[Route]:
             path="/init_weight_transfer_engine",
             handler=_init_transfer,
             body=InitBody,
+            ends_with_client=True,
             summary="Join the trainer's group",
         ),
         _post(
@@ -153,6 +154,7 @@ def _weight_routes() -> list[Route]:
             path="/update_weights",
             handler=_update,
             body=UpdateBody,
+            ends_with_client=True,
             summary="Receive tensors that are broadcast, or load a directory",
         ),
         _post(
@@ -182,7 +184,7 @@ async def _resume(request: web.Request, body: Any) -> web.Response:
 
 
 async def _is_paused(request: web.Request, body: Any) -> web.Response:
-    return json_response({"is_paused": request.app[CONTROL].pausing.mode is not None})
+    return json_response({"is_paused": await request.app[CONTROL].pausing.is_paused()})
 
 
 async def _abort(request: web.Request, body: AbortBody) -> web.Response:
@@ -203,12 +205,12 @@ async def _wake_up(request: web.Request, body: Any) -> web.Response:
     tags = request.query.getall("tags", [])
     # The tag of a sleep of level 0, which releases nothing.
     await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else OWNERS)
-    status = "sleeping" if pausing.is_asleep else "awake"
+    status = "sleeping" if await pausing.is_sleeping() else "awake"
     return json_response({"status": status, "tags": tags or None})
 
 
 async def _is_sleeping(request: web.Request, body: Any) -> web.Response:
-    return json_response({"is_sleeping": request.app[CONTROL].pausing.is_asleep})
+    return json_response({"is_sleeping": await request.app[CONTROL].pausing.is_sleeping()})
 
 
 async def _release_kv_cache(request: web.Request, body: Any) -> web.Response:
@@ -313,4 +315,10 @@ def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
 
 
 def _packing(packed: bool, buffer_size_bytes: int) -> Packing:
+    if buffer_size_bytes < 1:
+        raise ApiError(
+            400,
+            f"packed_buffer_size_bytes={buffer_size_bytes} must be at least 1",
+            param="packed_buffer_size_bytes",
+        )
     return partial(packed_chunks, buffer_size_bytes=buffer_size_bytes) if packed else single_chunks

@@ -11,11 +11,14 @@ from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.serve.control.announcement import ModelTensors, TensorMetadata, tensor_metadata
 from rollout.serve.control.checkpoints import CheckpointRoots
+from rollout.serve.control.operations import Operations
 from rollout.serve.control.pausing import Pausing
 from rollout.serve.control.process_group import BroadcastGroup, Chunk, Packing, join_group
 from rollout.serve.control.update_round import UpdateRound
 from rollout.serve.labels import VersionLabels
 from rollout.serve.llm import ServedLLM
+
+_MAX_WORLD_SIZE = 2**16
 
 
 class WeightTransfer:
@@ -31,11 +34,13 @@ class WeightTransfer:
         llm: ServedLLM,
         labels: VersionLabels,
         pausing: Pausing,
+        operations: Operations,
         roots: CheckpointRoots,
         timeout_s: float,
     ) -> None:
         """timeout_s: how long joining a group, and the broadcasts of one call, may take."""
         self._llm, self._labels, self._pausing = llm, labels, pausing
+        self._operations = operations
         self._roots, self._timeout_s = roots, timeout_s
         directory = llm.model_directory
         self.model = None if directory is None else ModelTensors.of_directory(directory)
@@ -58,9 +63,11 @@ class WeightTransfer:
         backend: str = "gloo",
     ) -> None:
         """Join a trainer's group, in place of an earlier one of that name. Raises
-        WeightUpdateError if its other ranks do not come.
+        WeightUpdateError at once for a rank or an address that cannot be, and after the time limit
+        if the other ranks do not come.
         """
         self.roll_back()
+        await _require_place(host, port, rank, world_size)
         self.leave(name)
         group = await join_group(
             host=host,
@@ -206,7 +213,7 @@ class WeightTransfer:
         """Let all engines or none take these weights as the next version, which clients know by
         `label`; None: by its number. Goes on when its caller is cancelled.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._commit(named_tensors, label)))
+        return await self._operations.run(self._commit(named_tensors, label))
 
     async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
         async with self._commit_turn:
@@ -222,6 +229,23 @@ class WeightTransfer:
                 raise WeightUpdateError(str(error)) from error
             await self._pausing.weights_came()
             return report
+
+
+async def _require_place(host: str, port: int, rank: int, world_size: int) -> None:
+    """Raise WeightUpdateError unless `host` has an address and the ranks are those of a group."""
+    if not 1 <= rank < world_size <= _MAX_WORLD_SIZE:
+        raise WeightUpdateError(
+            f"rank_offset={rank} with world_size={world_size} is no rank of a group: the trainer "
+            f"is rank 0, the server one of the others, of at most {_MAX_WORLD_SIZE} in all"
+        )
+    try:
+        if not host:
+            raise ValueError("it is empty")
+        await asyncio.get_running_loop().getaddrinfo(host, port)
+    except (OSError, ValueError) as error:  # the second for NUL and names that are too long
+        raise WeightUpdateError(
+            f"master_address={host!r:.100} has no address ({error}); give the trainer's host"
+        ) from error
 
 
 def _half_of_memory() -> int:

@@ -96,7 +96,7 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
     check_model(state, body.model)
     tools = _callable_tools(body)
-    prompt = body.prompt_token_ids or await chat_ids(state, body)
+    prompt = body.prompt_token_ids or await chat_ids(state, body, max_tokens=state.max_model_len)
     if not prompt:
         raise ApiError(400, "the conversation has no token", param="messages")
     max_tokens = body.max_completion_tokens

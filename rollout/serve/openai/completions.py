@@ -153,19 +153,17 @@ async def _prompts_of(
 ) -> tuple[list[list[int]], list[str | None]]:
     """Return the ids of all prompts, and the texts of those that are texts."""
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
-    prompts: list[list[int]] = []
-    texts: list[str | None] = []
-    for prompt in given:
-        if isinstance(prompt, str):
-            with_special = body.add_special_tokens is not False
-            ids = await state.texts.encode(prompt, add_special_tokens=with_special)
-            texts.append(prompt)
-        else:
-            ids = prompt
-            texts.append(None)
-        if body.truncate_prompt_tokens:
-            ids = ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens > 0 else ids
-        prompts.append(ids)
+    texts: list[str | None] = [prompt if isinstance(prompt, str) else None for prompt in given]
+    num_kept = max(0, body.truncate_prompt_tokens or 0)
+    prompts: list[list[int]] = given
+    if given and None not in texts:
+        prompts = await state.texts.encode(
+            given,
+            add_special_tokens=body.add_special_tokens is not False,
+            max_tokens=None if num_kept else state.max_model_len,
+        )
+    if num_kept:
+        prompts = [ids[-num_kept:] for ids in prompts]
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give it at least one token", param="prompt")
     return prompts, texts

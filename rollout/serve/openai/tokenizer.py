@@ -42,10 +42,10 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
     state = request.app[STATE]
     check_model(state, body.model)
     if body.messages is not None:
-        ids = await chat_ids(state, body)
+        ids = await chat_ids(state, body, max_tokens=None)
     elif body.prompt is not None:
         with_special = body.add_special_tokens is not False
-        ids = await state.texts.encode(body.prompt, add_special_tokens=with_special)
+        (ids,) = await state.texts.encode([body.prompt], add_special_tokens=with_special)
     else:
         raise ApiError(400, "give a prompt or messages", param="prompt")
     return json_response(
@@ -53,13 +53,17 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
             "count": len(ids),
             "max_model_len": state.max_model_len,
             "tokens": ids,
-            "token_strs": [state.texts.of(i) for i in ids] if body.return_token_strs else None,
+            "token_strs": await state.texts.of_all(ids) if body.return_token_strs else None,
         }
     )
 
 
-async def chat_ids(state: ServerState, body: ChatBody | TokenizeBody) -> list[int]:
-    """Return the ids of a conversation, as the chat template writes it. Raises ApiError."""
+async def chat_ids(
+    state: ServerState, body: ChatBody | TokenizeBody, *, max_tokens: int | None
+) -> list[int]:
+    """Return the ids of a conversation, as the chat template writes it. max_tokens: see
+    TokenTexts.encode. Raises ApiError.
+    """
     if not body.messages:
         raise ApiError(400, "messages is empty; give at least one", param="messages")
     if state.template is None and body.chat_template is None:
@@ -82,18 +86,16 @@ async def chat_ids(state: ServerState, body: ChatBody | TokenizeBody) -> list[in
         variables=body.chat_template_kwargs,
     )
     # The template writes special tokens itself.
-    return await state.texts.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    (ids,) = await state.texts.encode(
+        [text], add_special_tokens=bool(body.add_special_tokens), max_tokens=max_tokens
+    )
+    return ids
 
 
 async def _detokenize(request: web.Request, body: DetokenizeBody) -> web.Response:
     state = request.app[STATE]
     check_model(state, body.model)
-    tokenizer = state.texts.verbatim
-    try:
-        text = tokenizer.decode(body.tokens)
-    except Exception as fault:  # the tokenizer is the user's: it may raise anything
-        raise ApiError(400, f"the tokens cannot be decoded: {fault!r:.200}") from None
-    return json_response({"prompt": text})
+    return json_response({"prompt": await state.texts.decode(body.tokens)})
 
 
 async def _tokenizer_info(request: web.Request, body: Any) -> web.Response:

@@ -1,0 +1,123 @@
+"""rollout serve: its help, and mistakes that are found before any engine starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from rollout.cli import serve
+from rollout.cli.main import main
+from rollout.cli.models import with_model
+from rollout.cli.settings import help_of
+from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.serve.config import ServeConfig
+from tests.apis.fleets import directory
+
+
+class StartedError(Exception):
+    """An engine would have been started."""
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(**_: object) -> None:
+        raise StartedError
+
+    monkeypatch.setattr(serve, "AsyncLLM", started)
+
+
+def test_help_tells_every_field_of_the_server_with_its_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    fields = dataclasses.fields(ServeConfig)
+    assert len(fields) > 20
+    for field in fields:
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"  {field.name}="))
+        assert len(line.partition("=")[2].split()) >= 2, f"{line}: a default and what it is"
+        assert len(line) <= 100
+    assert "  port=8000 " in shown
+    assert "  api_key=none " in shown
+    assert "  doors=openai,vllm,sglang " in shown
+
+
+def test_help_is_that_of_the_docstring_of_any_dataclass() -> None:
+    lines = help_of(CoordinatorLimits).splitlines()
+    (line,) = (line for line in lines if line.startswith("  heartbeat_s=1.0 "))
+    assert line.endswith("how often peers send a heartbeat")
+
+
+def fault_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What `rollout serve` says before an engine starts."""
+    capsys.readouterr()
+    assert main(["serve", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("rollout: error: ")
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+def test_a_port_in_use_is_found_before_an_engine_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = fault_of(capsys, directory(), f"port={port}")
+        assert f"port={port} cannot be listened at: " in said
+        assert "in use" in said
+    with pytest.raises(StartedError):
+        main(["serve", directory(), f"port={port}"])
+
+
+def test_an_address_of_another_machine_is_found_before_an_engine_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = ("api_key=a", "admin_key=b")
+    said = fault_of(capsys, directory(), "host=no.such.invalid", "port=0", *keys)
+    assert "host='no.such.invalid', port=0 cannot be listened at" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "the chat template cannot be read"),
+        ("/no/such.jinja", "chat_template='/no/such.jinja' is neither a file nor a template"),
+    ],
+)
+def test_a_bad_template_is_found_before_an_engine_starts(
+    capsys: pytest.CaptureFixture[str], template: str, message: str
+) -> None:
+    said = fault_of(capsys, directory(), "port=0", f"chat_template={template}")
+    assert message in said
+
+
+def test_a_bad_template_of_the_model_is_found_before_an_engine_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{")
+    assert "the chat template cannot be read" in fault_of(capsys, str(tmp_path), "port=0")
+
+
+def test_a_word_alone_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_model(["DIR", "port=1"]) == ["model=DIR", "port=1"]
+    assert with_model(["port=1", "DIR"]) == ["port=1", "model=DIR"]
+    assert with_model(["model=DIR"]) == ["model=DIR"]
+    with pytest.raises(StartedError):
+        main(["serve", directory(), "port=0"])
+    assert "model=/none is not a directory" in fault_of(capsys, "/none")
+    assert "model is given twice" in fault_of(capsys, directory(), f"model={directory()}")
+    assert "'b' is no setting" in fault_of(capsys, "a", "b")
+    for command, *options in (
+        ("generate", "--input", os.devnull),
+        ("bench",),
+        ("explain",),
+        ("engine", "--join", "5"),
+    ):
+        assert main([command, "/none", *options]) == 2
+        assert "model=/none is not a directory" in capsys.readouterr().err, command
