@@ -34,7 +34,7 @@ bench serving:
   url=http://HOST:PORT  an OpenAI-compatible server
   concurrency=32        requests at once
   rate=R                requests per second, started at random times; none: as fast as they end
-  api_key=KEY           sent as a bearer token
+  api_key=KEY           sent as a bearer token; better in the variable ROLLOUT_API_KEY
   model=NAME            (the first one that the server lists)
 """
 

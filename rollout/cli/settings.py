@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 import re
 import textwrap
 import types
@@ -21,6 +22,8 @@ _HELP_INDENT, _HELP_WIDTH = 36, 100
 # "name: text" or "name, name: text", with the lines below that are indented.
 _FIELDS_IN_DOCSTRING = re.compile(r"^(\w+(?:, \w+)*): ((?:.+\n?)(?:    .*\n?)*)", re.MULTILINE)
 _NONE = ("none", "null")
+# Secrets, which every user of a machine can read on a command line, and not in a variable.
+_VARIABLES = {"api_key": "ROLLOUT_API_KEY", "admin_key": "ROLLOUT_ADMIN_KEY"}
 _SWITCH = {"true": True, "false": False}
 # Name of a setting -> the type of its values.
 Kinds = Mapping[str, Any]
@@ -108,6 +111,7 @@ def read_settings(
 
     `hints`: other systems' names for settings. Raises UsageError for a word that is no setting, for
     an unknown name, with the nearest one, for a name given twice, and for a value of another type.
+    Keys that are not given are those of ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY.
     """
     found: list[dict[str, Any]] = [{} for _ in groups]
     for word in words:
@@ -121,6 +125,10 @@ def read_settings(
             if name in found[index]:
                 raise UsageError(f"{name} is given twice")
             found[index][name] = value_of(name, text, groups[index][name])
+    for name, variable in _VARIABLES.items():
+        for values, group in zip(found, groups, strict=True):
+            if name in group and variable in os.environ:
+                values.setdefault(name, os.environ[variable])
     return found
 
 

@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.epilog = (
         "settings:\n  interval_s=1 count=N (snapshots; none: until Ctrl-C)\n"
-        "  api_key=KEY (of a server)\n"
+        "  of a server with a key: set ROLLOUT_API_KEY to it\n"
     )
     parser.add_argument("--keys", metavar="DIR", help="keys of a client, of `rollout keys`")
     given = parser.parse(words)

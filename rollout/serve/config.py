@@ -28,8 +28,10 @@ class ServeConfig:
 
     host: the address that is listened at. Off loopback, keys are required.
     port: 0 takes a free one.
-    api_key: clients send it as `Authorization: Bearer KEY` to generate. None: everybody may.
-    admin_key: the same for the verbs that pause, update and abort. It also opens all others.
+    api_key: clients send it as `Authorization: Bearer KEY` to generate. None: everybody may. Not on
+        a command line, which others can read: set ROLLOUT_API_KEY.
+    admin_key: the same for the verbs that pause, update and abort. It also opens all others. As a
+        variable: ROLLOUT_ADMIN_KEY.
     allowed_hosts: names beside `host` under which the server is called, as by a proxy. Requests
         with another Host, and those of pages of other sites (Origin), are refused. None at all
         takes every Host off loopback, where keys are required.

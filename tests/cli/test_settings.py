@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from rollout.cli.bench_serving import ServingLoad
 from rollout.cli.models import llm_kinds
-from rollout.cli.settings import Parser, UsageError, read_settings, value_of
+from rollout.cli.settings import Parser, UsageError, fields_of, read_settings, value_of
 from rollout.config import CONFIG_HINTS, InferenceConfig
+from rollout.serve.config import ServeConfig
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,19 @@ def test_each_group_gets_its_own_settings() -> None:
     assert found == [{"a": 1, "c": 2.0}, {"b": "x", "c": 2}]
     with pytest.raises(UsageError, match="a is given twice"):
         read_settings(["a=1", "a=2"], {"a": int})
+
+
+def test_keys_come_from_variables_for_commands_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others can read a command line. What is given there counts all the same."""
+    monkeypatch.setenv("ROLLOUT_API_KEY", "sesame")
+    monkeypatch.setenv("ROLLOUT_ADMIN_KEY", "master")
+    of_server, of_load = fields_of(ServeConfig), fields_of(ServingLoad)
+    assert read_settings([], of_server) == [{"api_key": "sesame", "admin_key": "master"}]
+    assert read_settings(["api_key=own"], of_load) == [{"api_key": "own"}]
+    assert read_settings(["api_key=none"], of_load) == [{"api_key": None}]
+    assert read_settings([], {"port": int}) == [{}]
 
 
 def test_every_field_of_the_config_can_be_set() -> None:
