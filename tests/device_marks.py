@@ -28,10 +28,11 @@ def runs_on_a_device(item: pytest.Item) -> bool:
     if MANAGED_MEMORY in item.nodeid.lower():
         return False
     marks = ("gpu", "device")
-    return any(map(item.get_closest_marker, marks)) or "triton" in parameters(item)
+    return any(map(item.get_closest_marker, marks)) or "triton" in names_in_parameters(item)
 
 
-def parameters(item: pytest.Item) -> list[object]:
-    """The values of all its parameters, also of its fixtures."""
+def names_in_parameters(item: pytest.Item) -> set[str]:
+    """The strings among the values of all its parameters, also of its fixtures."""
     call = getattr(item, "callspec", None)
-    return [] if call is None else list(call.params.values())
+    values = () if call is None else call.params.values()
+    return {value for value in values if isinstance(value, str)}
