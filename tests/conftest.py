@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not torch.cuda.is_available():
     interpret_triton()
 
-pytest_plugins = ["tests.run_seed"]
+pytest_plugins = ["tests.printed_tables", "tests.run_seed"]
 # The run's seed decides alone: no database, no examples of earlier runs.
 hypothesis.settings.register_profile(
     "rollout",
