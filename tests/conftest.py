@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 launches = Launches() if torch.cuda.is_available() else interpret_triton()
 
-pytest_plugins = ["tests.run_seed", "tests.device_journal"]
+pytest_plugins = ["tests.printed_tables", "tests.run_seed", "tests.device_journal"]
 # The run's seed decides alone: no database, no examples of earlier runs.
 hypothesis.settings.register_profile(
     "rollout",

@@ -55,10 +55,17 @@ class RopeSpec:
         needs_original = self.kind in ("llama3", "yarn", "longrope") or self.query_growth
         if needs_original and self.original_max_positions <= 0:
             raise ModelError(f"rope type {self.kind!r} needs original_max_position_embeddings")
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if self.kind == "yarn" and not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ModelError(
+                f"yarn rope: beta_fast={self.beta_fast} and beta_slow={self.beta_slow} must be "
+                "positive"
+            )
+        if min((1.0, *self.short_factors, *self.long_factors)) <= 0:
+            raise ModelError("longrope: short_factor and long_factor must be positive")
+        if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor > 0:
             raise ModelError(
                 f"llama3 rope: high_freq_factor={self.high_freq_factor} must exceed "
-                f"low_freq_factor={self.low_freq_factor}"
+                f"low_freq_factor={self.low_freq_factor}, and that 0"
             )
 
 

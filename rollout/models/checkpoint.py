@@ -68,7 +68,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     leave the dtype to the tensors. Raises ModelError if a file is missing or not valid.
     """
     config = read_json(directory / CONFIG_FILE)
-    if not (config.get("dtype") or config.get("torch_dtype")):
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
         config["dtype"] = _dtype_of_embeddings(directory)
     generation_path = directory / GENERATION_FILE
     if generation_path.is_file():

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from rollout.layers.experts import MoeNames
-from rollout.layers.rope import RopeSpec
-from rollout.models.layer_rules import no_experts, no_windows, same_rope
+from rollout.layers.rope import ROPE_KINDS, RopeSpec
+from rollout.models.layer_rules import no_experts, no_windows, ropes_by_type, same_rope
 
 Config: TypeAlias = Mapping[str, Any]
 WindowRule: TypeAlias = Callable[[Config, int], tuple[int | None, ...]]
@@ -31,7 +31,7 @@ def unchanged(value: Any) -> Any:
 class Key:
     """A key of the config that gives a field of ModelSpec: `read` its value, `write` the key's.
 
-    `alias` is what some versions of transformers call it.
+    `alias` is what transformers also calls it in this family.
     """
 
     name: str
@@ -115,9 +115,10 @@ class Family:
     """One `model_type` of Hugging Face configs; `title` names the models that are saved under it.
 
     `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` are what
-    transformers takes for keys that a config lacks. `keys` lists further keys that the family
-    knows: those that its rules for windows and ropes read, and those without effect on outputs.
-    `fixed` are keys with the only values that are supported.
+    transformers takes for keys that a config lacks. `keys` lists further keys that the family's
+    rules for windows, ropes and experts read. `fixed` has the only values of a key that are
+    supported; nothing else is done with them. `ignored` are keys that transformers does not read,
+    or in training alone. `rope_kinds` are the types of ropes that transformers has for the family.
     `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
     `moe_layers` says which layers have experts in the place of an MLP, `mixture` of what kind.
     `saved_paths`: parts of live modules' paths that saved directories call otherwise.
@@ -130,26 +131,32 @@ class Family:
     values: Mapping[str, Any] = field(default_factory=dict)
     defaults: Config = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
-    fixed: Config = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
     fused: frozenset[str] = frozenset()
     windows: WindowRule = no_windows
     ropes: RopeRule = same_rope
+    rope_kinds: tuple[str, ...] = ROPE_KINDS
     moe_layers: MoeRule = no_experts
     mixture: Mixture | None = None
     saved_paths: Mapping[str, str] = field(default_factory=dict)
+    norm_eps_key: str = "rms_norm_eps"
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     has_latent_attention: bool = False
     has_interleaved_rope: bool = False
     has_sqrt_embedding: bool = False
+    has_query_growth: bool = False
 
     @property
-    def known_keys(self) -> frozenset[str]:
+    def read_keys(self) -> frozenset[str]:
         """Keys that this family reads beside those of all families."""
         keys = [rule for rule in self.values.values() if isinstance(rule, Key)]
-        read = {name for key in keys for name in (key.name, key.alias)}
-        known = self.keys | self.fixed.keys() | self.defaults.keys()
-        return known | read | {self.activation_key}
+        names = {name for key in keys for name in (key.name, key.alias) if name}
+        names |= {self.activation_key, self.norm_eps_key}
+        if self.ropes is not ropes_by_type:  # beside which transformers ignores it
+            names.add("original_max_position_embeddings")
+        return self.keys | self.defaults.keys() | names
 
     def saved_name(self, name: str) -> str:
         """What saved directories call the weight that a live module calls `name`."""

@@ -2,7 +2,8 @@
 
 A rule for windows gives a window (tokens that a token sees, itself included) or None for each
 layer; () where no layer has one. A rule for ropes gives a RopeSpec or None for each layer; () where
-all have the same. A rule for experts gives the indices of layers that have them.
+all have the same. A rule for experts gives the indices of layers that have them. All get the keys
+that `read_keys` returns.
 """
 
 from __future__ import annotations
@@ -30,55 +31,70 @@ def no_windows(config: Config, num_layers: int) -> Windows:
 def same_window(config: Config, num_layers: int) -> Windows:
     """Every layer has `sliding_window`, if there is one."""
     window = config.get("sliding_window")
-    return (int(window),) * num_layers if window else ()
+    return () if window is None else (_positive(window),) * num_layers
 
 
 def same_window_if_used(config: Config, num_layers: int) -> Windows:
     """Every layer has `sliding_window`, if `use_sliding_window` is set."""
-    return same_window(config, num_layers) if config.get("use_sliding_window") else ()
+    return same_window(config, num_layers) if config["use_sliding_window"] else ()
 
 
 def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Windows]:
     """Layers of type "sliding_attention" have `sliding_window`.
 
-    Where the config has no `layer_types`, every `full_every`-th layer is full and the others slide
-    (older configs name that number `sliding_window_pattern`); with None all slide, if there is a
-    window.
+    Where the config has no `layer_types`, every `full_every`-th layer is full and the others slide;
+    with None all slide, if there is a window.
     """
 
     def windows(config: Config, num_layers: int) -> Windows:
-        every = config.get("sliding_window_pattern") or full_every
-        given = config.get("layer_types")
-        if every is None and not given:
+        types = config.get("layer_types")
+        if types is None and full_every is None:
             return same_window(config, num_layers)
-        types = [SLIDING if (layer + 1) % (every or 1) else FULL for layer in range(num_layers)]
-        return _windows_of(given or types, config, num_layers)
+        if types is None:
+            types = _pattern(full_every or 1, num_layers)
+        return windows_of_types(types, config, num_layers)
 
     return windows
 
 
+def windows_by_pattern(config: Config, num_layers: int) -> Windows:
+    """As by type; without types every `sliding_window_pattern`-th layer is full."""
+    types = config.get("layer_types")
+    if types is None:
+        types = _pattern(config["sliding_window_pattern"], num_layers)
+    return windows_of_types(types, config, num_layers)
+
+
 def windows_if_used(config: Config, num_layers: int) -> Windows:
-    """As by type, if `use_sliding_window` is set; without types all layers from `max_window_layers`
-    on slide.
+    """As by type; without types all layers from `max_window_layers` on slide, if
+    `use_sliding_window` is set and there is a window.
     """
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
-        return _windows_of(config.get("layer_types") or [FULL] * num_layers, config, num_layers)
-    first = int(config.get("max_window_layers") or 0)
-    types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
-    return _windows_of(config.get("layer_types") or types, config, num_layers)
+    types = config.get("layer_types")
+    if types is None:
+        has_window = config["use_sliding_window"] and config["sliding_window"] is not None
+        first = config["max_window_layers"] if has_window else num_layers
+        types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return windows_of_types(types, config, num_layers)
 
 
 def windows_without_rope(config: Config, num_layers: int) -> Windows:
-    """As by type; without types the layers without rope slide, if `use_sliding_window` is set."""
-    has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
-    types = [
-        FULL if has_rope or not has_window else SLIDING
-        for has_rope in _rope_flags(config, num_layers)
-    ]
-    return _windows_of(config.get("layer_types") or types, config, num_layers)
+    """As by type; without types the layers without rope slide, if `use_sliding_window` is set and
+    there is a window.
+    """
+    types = config.get("layer_types")
+    if types is None:
+        has_window = config["use_sliding_window"] and config.get("sliding_window") is not None
+        types = [
+            FULL if has_rope or not has_window else SLIDING
+            for has_rope in _rope_flags(config, num_layers)
+        ]
+    return windows_of_types(types, config, num_layers)
 
 
-def _windows_of(types: Sequence[str], config: Config, num_layers: int) -> Windows:
+def windows_of_types(types: Sequence[str], config: Config, num_layers: int) -> Windows:
+    """A window for each layer of type "sliding_attention". Raises ModelError for other types than
+    that and "full_attention", and where there is no window, or it is not used.
+    """
     if len(types) != num_layers:
         raise ModelError(f"layer_types lists {len(types)} layers, num_hidden_layers={num_layers}")
     if unknown := sorted(set(types) - {FULL, SLIDING}):
@@ -86,12 +102,26 @@ def _windows_of(types: Sequence[str], config: Config, num_layers: int) -> Window
     if SLIDING not in types:
         return ()
     window = config.get("sliding_window")
-    if not window or not config.get("use_sliding_window", True):
+    if window is None or not config.get("use_sliding_window", True):
         raise ModelError(
             f"layer_types has {SLIDING!r}, but sliding_window={window!r} and use_sliding_window="
             f"{config.get('use_sliding_window')!r}: set both, or make these layers {FULL!r}"
         )
-    return tuple(int(window) if kind == SLIDING else None for kind in types)
+    window = _positive(window)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _pattern(full_every: int, num_layers: int) -> list[str]:
+    return [SLIDING if (layer + 1) % full_every else FULL for layer in range(num_layers)]
+
+
+def _positive(window: int) -> int:
+    """Return the window. Raises ModelError for 0, with which a token would not even see itself."""
+    if window < 1:
+        raise ModelError(
+            f"sliding_window={window!r} in the config must be a positive integer where layers slide"
+        )
+    return window
 
 
 # ---- ropes
@@ -117,17 +147,18 @@ def rope_with_window(config: Config, windows: Windows) -> Ropes:
 def rope_by_flag(config: Config, windows: Windows) -> Ropes:
     """Layers with 0 in `no_rope_layers` have none; without it every 4th (the interval) has none."""
     rope = rope_from_hf(config)
-    flags = _rope_flags(config, int(config["num_hidden_layers"]))
+    flags = _rope_flags(config, config["num_hidden_layers"])
     return () if all(flags) else tuple(rope if has_rope else None for has_rope in flags)
 
 
 def _rope_flags(config: Config, num_layers: int) -> list[bool]:
-    interval = int(config.get("no_rope_layer_interval") or 4)
     given = config.get("no_rope_layers")
-    flags = [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if given and len(given) != num_layers:
+    if given is None:
+        interval = config["no_rope_layer_interval"]
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(given) != num_layers:
         raise ModelError(f"no_rope_layers lists {len(given)} layers, not {num_layers}")
-    return [bool(flag) for flag in given] if given else flags
+    return [bool(flag) for flag in given]
 
 
 # ---- experts
@@ -145,23 +176,20 @@ def experts_everywhere(config: Config, num_layers: int) -> tuple[int, ...]:
 
 def experts_by_step(config: Config, num_layers: int) -> tuple[int, ...]:
     """Every `decoder_sparse_step`-th layer has experts, save those in `mlp_only_layers`."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    if not isinstance(step, int) or step < 1:
-        raise ModelError(f"decoder_sparse_step={step!r} in the config must be a positive integer")
+    step, dense = config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
     return tuple(n for n in range(num_layers) if (n + 1) % step == 0 and n not in dense)
 
 
 def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
     """Layers from `first_k_dense_replace` on have experts."""
-    first = config["first_k_dense_replace"]
-    if not isinstance(first, int) or first < 0:
-        raise ModelError(f"first_k_dense_replace={first!r} in the config must be an integer from 0")
-    return tuple(range(first, num_layers))
+    return tuple(range(config["first_k_dense_replace"], num_layers))
 
 
 def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:
     """Layers of type "sparse" have experts; without types, all but the first."""
-    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
+    types = config.get("mlp_layer_types")
+    if types is None:
+        types = ["dense"] + ["sparse"] * (num_layers - 1)
     if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
         raise ModelError(
             f"mlp_layer_types={types!r} must name num_hidden_layers={num_layers} layers, each "

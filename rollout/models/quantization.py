@@ -40,7 +40,7 @@ def quant_method_of(config: Mapping[str, Any]) -> str | None:
     Raises ModelError naming the method, or its setting, that is not read here.
     """
     quantization = config.get("quantization_config")
-    if not quantization:
+    if quantization is None:
         return None
     if not isinstance(quantization, Mapping):
         raise ModelError(f"quantization_config={quantization!r} must be an object; {_REMEDY}")
@@ -52,7 +52,7 @@ def quant_method_of(config: Mapping[str, Any]) -> str | None:
             f"{FP8!r} and {MXFP4!r} are; {_REMEDY}"
         )
     for key, value in quantization.items():
-        if value and key not in _KNOWN[method]:
+        if key not in _KNOWN[method]:
             raise ModelError(
                 f"quantization_config: {key}={value!r} is not known for {method!r}; {_REMEDY}"
             )
@@ -62,7 +62,7 @@ def quant_method_of(config: Mapping[str, Any]) -> str | None:
                 f"{_LEGAL[key][0]!r} is; {_REMEDY}"
             )
     block = quantization.get("weight_block_size")
-    if method == FP8 and (not block or list(block) != [FP8_BLOCK, FP8_BLOCK]):
+    if method == FP8 and block not in ([FP8_BLOCK, FP8_BLOCK], (FP8_BLOCK, FP8_BLOCK)):
         raise ModelError(
             f"quantization_config: weight_block_size={block!r} of {method!r} is not supported, "
             f"only [{FP8_BLOCK}, {FP8_BLOCK}] is; {_REMEDY}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.errors import ModelError
 from rollout.layers.rope import ROPE_KINDS, RopeSpec, yarn_scale
+from rollout.models.config_values import is_integer, is_number
 
 DEFAULT_THETA = 10_000.0
 FULL, SLIDING = "full_attention", "sliding_attention"  # names of layer types
@@ -30,38 +31,38 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
     in full attention alone, and `rope_local_base_freq` is the theta of sliding attention. Raises
     ModelError for a type, or a way of using it, that is not supported.
     """
-    parameters, theta = _parameters(config, layer_type)
-    if layer_type is not None and not parameters.get("truncate", True):
-        raise ModelError(
-            f"truncate=False in the rope parameters of {layer_type} is not supported: transformers "
-            "ignores it there; remove it"
-        )
-    if unknown := sorted(key for key in parameters.keys() - _KNOWN if parameters[key]):
+    if layer_type is None:
+        parameters, theta = _shared_parameters(config), config.get("rope_theta", DEFAULT_THETA)
+    else:
+        parameters, theta = _parameters_of_type(config, layer_type)
+    if unknown := sorted(parameters.keys() - _KNOWN):
         name, value = unknown[0], parameters[unknown[0]]
         raise ModelError(f"rope parameter {name}={value!r} is not supported")
-    if parameters.get("rope_theta"):
-        theta = _number(parameters, "rope_theta")
-    common = _common(parameters, config, float(theta))
-    kind = common["kind"]
-    if kind == "linear":
+    common = _common(parameters, config, theta)
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelError(f"rope parameter truncate={truncate!r} must be true or false")
+    if layer_type is not None:
+        _refuse_ignored(parameters, layer_type)
+    if common["kind"] == "linear":
         return RopeSpec(**common, factor=_number(parameters, "factor"))
-    if kind == "llama3":
+    if common["kind"] == "llama3":
         return RopeSpec(
             **common,
             factor=_number(parameters, "factor"),
             low_freq_factor=_number(parameters, "low_freq_factor"),
             high_freq_factor=_number(parameters, "high_freq_factor"),
         )
-    if kind == "yarn":
+    if common["kind"] == "yarn":
         return RopeSpec(
             **common,
             factor=_number(parameters, "factor"),
-            beta_fast=float(parameters.get("beta_fast") or 32.0),
-            beta_slow=float(parameters.get("beta_slow") or 1.0),
-            truncate=bool(parameters.get("truncate", True)),
+            beta_fast=_number_or(parameters, "beta_fast") or 32.0,
+            beta_slow=_number_or(parameters, "beta_slow") or 1.0,
+            truncate=truncate,
             attention_factor=_yarn_attention_factor(parameters),
         )
-    if kind == "longrope":
+    if common["kind"] == "longrope":
         return _longrope(common, parameters, config)
     return RopeSpec(**common)
 
@@ -103,42 +104,41 @@ def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
     return parameters
 
 
-def _parameters(
-    config: Mapping[str, Any], layer_type: str | None
+def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters of all layers: as in transformers, `rope_scaling` takes the place of
+    `rope_parameters` as a whole.
+    """
+    parameters: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters", {})
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ModelError(
+            f"rope parameters per layer type ({sorted(parameters)}) are not supported in this "
+            "family; its layers share one set"
+        )
+    return parameters
+
+
+def _parameters_of_type(
+    config: Mapping[str, Any], layer_type: str
 ) -> tuple[Mapping[str, Any], float]:
     """(parameters of layers of this type, theta where they have none).
 
-    As in transformers, `rope_scaling` takes the place of `rope_parameters` as a whole; only where
-    these are per layer type, it is added to those of full attention.
+    As in transformers, `rope_scaling` is added to the parameters of full attention, which without
+    any have `rope_type` "default".
     """
-    theta = _number(config, "rope_theta") if config.get("rope_theta") else DEFAULT_THETA
-    given, scaling = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
-    is_nested = any(isinstance(value, Mapping) for value in given.values())
-    if layer_type is None:
-        parameters = scaling or given
-        if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise ModelError(
-                f"rope parameters per layer type ({sorted(parameters)}) are not supported in this "
-                "family; its layers share one set"
-            )
-        return parameters, theta
-    if given and not is_nested:
+    given = config.get("rope_parameters", {})
+    if any(key not in (FULL, SLIDING) for key in given):
         raise ModelError(
             f"rope_parameters={dict(given)} must be per layer type, {FULL!r} and {SLIDING!r}, in "
             "this family"
         )
-    own = _mapping(given, layer_type)
+    own = given.get(layer_type)
+    if own is not None and not isinstance(own, Mapping):
+        raise ModelError(f"{layer_type}={own!r} in rope_parameters must be an object")
+    own = dict(own or {"rope_type": "default"})
     if layer_type == SLIDING:
-        return own, config.get("rope_local_base_freq") or theta
-    return {**own, **scaling}, theta
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object at `key`, which is empty where nothing is said. Raises ModelError."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise ModelError(f"{key}={value!r} in the config must be an object")
-    return value or {}
+        return own, config.get("rope_local_base_freq", config["rope_theta"])
+    own |= config.get("rope_scaling", {})
+    return own, config["rope_theta"]
 
 
 def _common(
@@ -146,20 +146,29 @@ def _common(
 ) -> dict[str, Any]:
     """Fields of RopeSpec that every kind may have."""
     kind = _kind(parameters)
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is None and config.get("rotary_dim"):
-        partial = config["rotary_dim"] / config["head_dim"]
     common = {
-        "theta": theta,
+        "theta": _number(parameters, "rope_theta") if "rope_theta" in parameters else float(theta),
         "kind": kind,
-        "partial": 1.0 if partial is None else float(partial),
-        "query_growth": float(parameters.get("llama_4_scaling_beta") or 0.0),
+        "partial": _partial(parameters, config),
+        "query_growth": _number_or(parameters, "llama_4_scaling_beta", 0.0),
     }
     if kind != "default":
-        common["mscale_all_dim"] = float(parameters.get("mscale_all_dim") or 0.0)
+        common["mscale_all_dim"] = _number_or(parameters, "mscale_all_dim") or 0.0
     if common["query_growth"] or kind in ("llama3", "yarn", "longrope"):
         common["original_max_positions"] = _original_max_positions(parameters, config)
     return common
+
+
+def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """The share of each head's dims that turn."""
+    if "partial_rotary_factor" in parameters:
+        return _number(parameters, "partial_rotary_factor")
+    if "partial_rotary_factor" in config:
+        return float(config["partial_rotary_factor"])
+    if "rotary_dim" in config:
+        head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+        return float(config["rotary_dim"] / head_dim)
+    return 1.0
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
@@ -174,20 +183,35 @@ def _kind(parameters: Mapping[str, Any]) -> str:
     return kinds[0] if kinds else "default"
 
 
+def _refuse_ignored(parameters: Mapping[str, Any], layer_type: str) -> None:
+    """Raise ModelError for parameters of a layer type that transformers ignores."""
+    if not parameters.get("truncate", True):
+        raise ModelError(
+            f"truncate=False in the rope parameters of {layer_type} is not supported: transformers "
+            "ignores it there; remove it"
+        )
+    if {"rope_type", "type"} <= parameters.keys() and parameters["type"] != parameters["rope_type"]:
+        raise ModelError(
+            f"type={parameters['type']!r} in the rope parameters of {layer_type} is not supported: "
+            f"transformers ignores it beside rope_type={parameters['rope_type']!r}, which is "
+            "'default' where nothing else is said; write rope_type"
+        )
+
+
 def _longrope(
     common: dict[str, Any], parameters: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
     """Factors of each frequency. LongRoPE, sec. 3.3; the attention factor is that of its code."""
     original = common["original_max_positions"]
-    factor = parameters.get("factor") or config["max_position_embeddings"] / original
-    attention_factor = parameters.get("attention_factor")
+    factor = _number_or(parameters, "factor", config["max_position_embeddings"] / original)
+    attention_factor = _number_or(parameters, "attention_factor")
     if attention_factor is None:
-        growth = math.log(max(factor, 1.0)) / math.log(original)
+        growth = math.log(factor) / math.log(original) if factor > 1 < original else 0.0
         attention_factor = math.sqrt(1 + growth)
     return RopeSpec(
         **common,
-        factor=float(factor),
-        attention_factor=float(attention_factor),
+        factor=factor,
+        attention_factor=attention_factor,
         short_factors=_numbers(parameters, "short_factor"),
         long_factors=_numbers(parameters, "long_factor"),
     )
@@ -195,30 +219,38 @@ def _longrope(
 
 def _numbers(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
     values = parameters.get(key)
-    if not isinstance(values, list | tuple):
+    if not isinstance(values, list | tuple) or not all(map(is_number, values)):
         raise ModelError(f"rope parameter {key}={values!r} must list numbers")
     return tuple(map(float, values))
 
 
 def _number(parameters: Mapping[str, Any], key: str) -> float:
     value = parameters.get(key)
-    if not isinstance(value, int | float):
+    if not is_number(value):
         raise ModelError(f"rope parameter {key}={value!r} must be a number; got {dict(parameters)}")
     return float(value)
 
 
+def _number_or(parameters: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """As `_number`, or the default where the parameter is absent or null."""
+    return default if parameters.get(key) is None else _number(parameters, key)
+
+
 def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """The context before it was stretched; the model's whole context where nothing is said."""
-    given = config.get(_ORIGINAL) or parameters.get(_ORIGINAL)
-    return int(given or config["max_position_embeddings"])
+    given = config.get(_ORIGINAL, parameters.get(_ORIGINAL, config["max_position_embeddings"]))
+    if not is_integer(given, 1):
+        raise ModelError(f"rope parameter {_ORIGINAL}={given!r} must be a positive integer")
+    return given
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
     """As given, or 0.1 ln(factor) + 1 (YaRN, sec. 3.4), or DeepSeek's ratio of two of these."""
-    if parameters.get("attention_factor") is not None:
-        return _number(parameters, "attention_factor")
+    given = _number_or(parameters, "attention_factor")
+    if given is not None:
+        return float(given)
     factor = _number(parameters, "factor")
-    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    above, below = _number_or(parameters, "mscale"), _number_or(parameters, "mscale_all_dim")
     if above and below:
         return yarn_scale(factor, above) / yarn_scale(factor, below)
     return yarn_scale(factor, 1.0)

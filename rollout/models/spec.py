@@ -14,7 +14,7 @@ from rollout.errors import ModelError
 from rollout.layers.latent_attention import LatentDims
 from rollout.layers.rope import RopeSpec, rotary_dim
 from rollout.layers.shard import ALONE, Shard
-from rollout.models.config_keys import activation_of, activation_to_hf, refuse_unknown
+from rollout.models.config_keys import activation_of, activation_to_hf, read_keys
 from rollout.models.families.registry import find_family
 from rollout.models.family import Family, Key
 from rollout.models.layer_rules import experts_after_first, ropes_by_type
@@ -134,12 +134,12 @@ class ModelSpec:
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """Read a config.json of transformers v4 or v5.
 
-        Raises ModelError for an unknown `model_type`, a missing key, or a key that the family does
-        not know and that may have an effect: other activations, unknown quantization.
+        Raises ModelError for an unknown `model_type`, a missing key, a key that the family does not
+        read and with which transformers may compute something else, and a value that a key cannot
+        have: other activations, unknown quantization.
         """
         family = find_family(config.get("model_type"))
-        refuse_unknown(config, family)
-        config = _with_defaults(config, family)
+        config = read_keys(config, family)
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         values: dict[str, Any] = {
             "vocab_size": _size(config, "vocab_size"),
@@ -150,16 +150,15 @@ class ModelSpec:
             "head_dim": config.get("head_dim") or hidden_size // num_heads,
             "intermediate_size": _size(config, "intermediate_size"),
             "max_position_embeddings": _size(config, "max_position_embeddings"),
-            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "rms_norm_eps": config.get(family.norm_eps_key, 1e-6),
+            "tie_word_embeddings": config.get("tie_word_embeddings", False),
             "activation": activation_of(config, family),
             "eos_token_ids": tuple(end_ids_of(config, "the config")),
-            "dtype": parse_dtype(config.get("dtype") or config.get("torch_dtype") or torch.float32),
+            "dtype": _dtype_of(config),
         }
         values |= _layers_from_hf(config, family, values["num_layers"])
         if family.has_latent_attention:
-            dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
-            values |= {"latent": dims, "head_dim": dims.qk_rope_head_dim}
+            values |= _latent_from_hf(config)
         values |= _values_of_family(config, family)
         if family.has_sqrt_embedding:
             values["embedding_multiplier"] = float(hidden_size**0.5)
@@ -220,7 +219,7 @@ class ModelSpec:
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_position_embeddings,
             family.activation_key: activation_to_hf(self.activation, family),
-            "rms_norm_eps": self.rms_norm_eps,
+            family.norm_eps_key: self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": None,
             "pad_token_id": None,
@@ -250,7 +249,7 @@ class ModelSpec:
     def _layers_to_hf(self, family: Family) -> dict[str, Any]:
         """The keys of windows and ropes that this family knows."""
         keys: dict[str, Any] = rope_to_hf(self.rope)
-        if "partial_rotary_factor" not in family.known_keys:
+        if "partial_rotary_factor" not in family.read_keys:
             del keys["partial_rotary_factor"]
         windows = self.windows or (None,) * self.num_layers
         if family.ropes is ropes_by_type:
@@ -263,13 +262,13 @@ class ModelSpec:
         if "no_rope_layers" in family.keys:
             ropes = self.ropes or (self.rope,) * self.num_layers
             keys["no_rope_layers"] = [int(rope is not None) for rope in ropes]
-        if "rope_interleave" in family.known_keys:
+        if "rope_interleave" in family.read_keys:
             keys["rope_interleave"] = self.rope.is_interleaved
         window = next(filter(None, windows), None)
         # Where types say which layers slide, transformers wants a window even if none does.
-        if "sliding_window" in family.known_keys and (window or "layer_types" not in family.keys):
+        if "sliding_window" in family.read_keys and (window or "layer_types" not in family.keys):
             keys["sliding_window"] = window
-        if "use_sliding_window" in family.keys:
+        if "use_sliding_window" in family.read_keys:
             keys["use_sliding_window"] = bool(self.windows)
         if "mlp_only_layers" in family.keys:
             keys["mlp_only_layers"] = sorted({*range(self.num_layers)} - {*self.moe_layers})
@@ -351,21 +350,6 @@ class ModelSpec:
             )
 
 
-def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The config with keys by their first names, and the family's values for those it lacks.
-
-    As in transformers, a rope that is None says nothing.
-    """
-    aliased = {
-        rule.name: config[rule.alias]
-        for rule in family.values.values()
-        if isinstance(rule, Key) and rule.alias in config
-    }
-    unset = {key for key in ("rope_parameters", "rope_scaling") if config.get(key) is None}
-    said = {key: value for key, value in config.items() if key not in unset}
-    return {**family.defaults, **aliased, **said}
-
-
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
     """`rope`, `windows`, `ropes` and `moe_layers`; the second and third are empty where all layers
     are alike.
@@ -376,21 +360,50 @@ def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) 
     # Layers of full attention first; none where all layers have the same rope.
     ordered = sorted(pairs, key=lambda pair: pair[1] is not None)
     rope = next((own for own, _ in ordered if own is not None), None) or rope_from_hf(config)
+    for own in filter(None, (rope, *each)):
+        _require_rope(own, family)
     if config.get("rope_interleave", family.has_interleaved_rope):
         rope = replace(rope, is_interleaved=True)
         each = tuple(own and replace(own, is_interleaved=True) for own in each)
-    if rope.partial != 1.0 and "partial_rotary_factor" not in family.known_keys:
-        raise ModelError(f"partial_rotary_factor={rope.partial} is not known to {family.name!r}")
-    if rope.query_growth and "llama_4_scaling_beta" not in family.keys:
-        raise ModelError(
-            f"llama_4_scaling_beta={rope.query_growth} is not known to {family.name!r}"
-        )
     return {
         "rope": rope,
         "windows": windows,
         "ropes": () if set(each) <= {rope} else each,
         "moe_layers": family.moe_layers(config, num_layers),
     }
+
+
+def _require_rope(rope: RopeSpec, family: Family) -> None:
+    """Raise ModelError for a rope that transformers does not have for the family's layers."""
+    if rope.kind not in family.rope_kinds:
+        raise ModelError(
+            f"rope type {rope.kind!r} is not supported in the family {family.name!r}; supported: "
+            f"{', '.join(family.rope_kinds)}"
+        )
+    if rope.partial != 1.0 and "partial_rotary_factor" not in family.read_keys:
+        raise ModelError(f"partial_rotary_factor={rope.partial} is not known to {family.name!r}")
+    if rope.query_growth and not family.has_query_growth:
+        raise ModelError(
+            f"llama_4_scaling_beta={rope.query_growth} is not known to {family.name!r}"
+        )
+
+
+def _latent_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`latent` and `head_dim`, which must be the dims that positions turn if a config has it."""
+    dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
+    head_dim = config.get("head_dim", dims.qk_rope_head_dim)
+    if head_dim != dims.qk_rope_head_dim:
+        raise ModelError(
+            f"head_dim={head_dim!r} in the config must be qk_rope_head_dim="
+            f"{dims.qk_rope_head_dim}, or absent"
+        )
+    return {"latent": dims, "head_dim": head_dim}
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of the weights by its newer key, its older one, or float32."""
+    named = (config.get(key) for key in ("dtype", "torch_dtype"))
+    return parse_dtype(next((dtype for dtype in named if dtype is not None), torch.float32))
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -402,27 +415,18 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key}={value!r} in the config must be a positive integer")
-    return value
+    if key not in config:
+        raise ModelError(f"{key} is missing in the config: it must be a positive integer")
+    return int(config[key])
 
 
 def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields that the family fixes, or reads from keys. Raises ModelError naming a key whose
-    value cannot be read.
-    """
-    values: dict[str, Any] = {}
-    for name, rule in family.values.items():
-        if not isinstance(rule, Key):
-            values[name] = rule
-        elif rule.name in config:
-            try:
-                values[name] = rule.read(config[rule.name])
-            except (TypeError, ValueError) as error:
-                value = config[rule.name]
-                raise ModelError(f"{rule.name}={value!r} in the config: {error}") from error
-    return values
+    """The fields that the family fixes, or reads from keys that the config has."""
+    return {
+        name: rule.read(config[rule.name]) if isinstance(rule, Key) else rule
+        for name, rule in family.values.items()
+        if not isinstance(rule, Key) or rule.name in config
+    }
 
 
 def end_ids_of(config: Mapping[str, Any], origin: str) -> list[int]:

@@ -3,7 +3,7 @@ with a window have a rope, the others none.
 """
 
 from rollout.models.family import ATTENTION_BIAS, PARALLEL, Family, Key
-from rollout.models.layer_rules import rope_with_window, windows_by_type
+from rollout.models.layer_rules import rope_with_window, windows_by_pattern
 
 COHERE2 = Family(
     name="cohere2",
@@ -13,7 +13,6 @@ COHERE2 = Family(
     values={
         "norm": "layer",
         "rotary_rounding": "angles",
-        "rms_norm_eps": Key(name="layer_norm_eps"),
         "logit_multiplier": Key(name="logit_scale"),
         **ATTENTION_BIAS,
     },
@@ -21,17 +20,22 @@ COHERE2 = Family(
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,
         "sliding_window": 4096,
+        "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
     },
-    # All but two stand in published configs for what the models do anyway.
-    keys=frozenset(
-        {
-            *("layer_types", "sliding_window_pattern", "layer_switch", "position_embedding_type"),
-            *("order_of_interleaved_layers", "rotary_pct", "use_embedding_sharing"),
-            *("use_gated_activation", "use_parallel_block", "use_parallel_embedding"),
-        }
-    ),
-    windows=windows_by_type(full_every=4),
+    keys=frozenset({"layer_types"}),
+    # These stand in published configs for what the models do anyway.
+    fixed={
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+        "use_embedding_sharing": (True,),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+    },
+    ignored=frozenset({"layer_switch", "use_parallel_embedding"}),
+    windows=windows_by_pattern,
+    norm_eps_key="layer_norm_eps",
     ropes=rope_with_window,
     has_interleaved_rope=True,
 )

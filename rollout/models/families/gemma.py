@@ -2,15 +2,16 @@
 
 from rollout.models.family import ATTENTION_BIAS, Family
 
-# "gelu" is what the first releases wrote for the tanh approximation.
-GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
+GELU_TANH = {"gelu_pytorch_tanh": "gelu_tanh"}
 GEMMA = Family(
     name="gemma",
     title="Gemma",
     architecture="GemmaForCausalLM",
     values={"norm_offset": 1.0, "norm_rounds_first": False, **ATTENTION_BIAS},
-    defaults={"head_dim": 256, "tie_word_embeddings": True},
-    keys=frozenset({"hidden_activation"}),
-    activations=GEMMA_ACTIVATIONS,
+    defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
+    # transformers does not read it, but other programs do.
+    fixed={"hidden_activation": (None, *GELU_TANH)},
+    # "gelu" is what the first releases wrote for the tanh approximation.
+    activations=GELU_TANH | {"gelu": "gelu_tanh"},
     has_sqrt_embedding=True,
 )

@@ -1,6 +1,6 @@
 """Gemma 2: norms before and after each mixer, softcaps, a window on every other layer."""
 
-from rollout.models.families.gemma import GEMMA_ACTIVATIONS
+from rollout.models.families.gemma import GELU_TANH
 from rollout.models.family import ATTENTION_BIAS, SANDWICH, Family, Key
 from rollout.models.layer_rules import windows_by_type
 
@@ -33,14 +33,15 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
-    # The last two stand in published configs and are not read.
-    keys=frozenset({"layer_types", "hidden_act", "sliding_window_size"}),
+    keys=frozenset({"layer_types"}),
+    ignored=frozenset({"hidden_act", "sliding_window_size"}),
     windows=windows_by_type(full_every=2),
     activation_key="hidden_activation",
-    activations=GEMMA_ACTIVATIONS,
+    activations=GELU_TANH,
     has_sqrt_embedding=True,
 )

@@ -1,9 +1,9 @@
 """Gemma 3 (text): as Gemma 2 with normed heads, a rope per layer type, and no softcaps."""
 
-from rollout.models.families.gemma import GEMMA_ACTIVATIONS
+from rollout.models.families.gemma import GELU_TANH
 from rollout.models.families.gemma2 import GEMMA2_VALUES
 from rollout.models.family import SANDWICH, Family
-from rollout.models.layer_rules import ropes_by_type, windows_by_type
+from rollout.models.layer_rules import ropes_by_type, windows_by_pattern
 
 GEMMA3 = Family(
     name="gemma3_text",
@@ -15,16 +15,18 @@ GEMMA3 = Family(
     | {"qk_norm": True},
     defaults={
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
         "sliding_window": 4096,
+        "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
-    keys=frozenset({"layer_types", "sliding_window_pattern"}),
-    windows=windows_by_type(full_every=6),
+    keys=frozenset({"layer_types"}),
+    windows=windows_by_pattern,
     ropes=ropes_by_type,
     activation_key="hidden_activation",
-    activations=GEMMA_ACTIVATIONS,
+    activations=GELU_TANH,
     has_sqrt_embedding=True,
 )

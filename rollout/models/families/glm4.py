@@ -19,6 +19,7 @@ GLM4 = Family(
     defaults={
         "attention_bias": True,
         "head_dim": 128,
+        "num_key_value_heads": 2,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-07,
     },

@@ -19,11 +19,12 @@ GLM4_MOE = Family(
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
         "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },
-    keys=ROUTER_LOSSES,
+    ignored=ROUTER_LOSSES,
     moe_layers=experts_after_first,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
 )

@@ -16,6 +16,7 @@ GLM4_MOE_LITE = Family(
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": 4,
+        "num_key_value_heads": 20,
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,
         "qk_rope_head_dim": 64,
@@ -25,8 +26,13 @@ GLM4_MOE_LITE = Family(
         "topk_group": 1,
         "v_head_dim": 256,
     },
-    keys=ROUTER_LOSSES | {"mlp_layer_types", "qk_head_dim"},  # the last follows from others
-    fixed={"topk_method": "noaux_tc", "first_k_dense_replace": 1, "partial_rotary_factor": 1.0},
+    keys=frozenset({"mlp_layer_types"}),
+    fixed={
+        "topk_method": ("noaux_tc",),
+        "first_k_dense_replace": (1,),
+        "partial_rotary_factor": (1.0,),
+    },
+    ignored=ROUTER_LOSSES | {"qk_head_dim"},  # which follows from others
     moe_layers=experts_by_type,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
     has_latent_attention=True,

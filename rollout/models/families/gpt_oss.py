@@ -30,6 +30,7 @@ GPT_OSS = Family(
         "attention_bias": True,
         "head_dim": 64,
         "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_parameters": _YARN,
         "rope_theta": 150_000.0,
@@ -37,8 +38,8 @@ GPT_OSS = Family(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    # The last two stand in published configs and are not read.
-    keys=ROUTER_LOSSES | {"layer_types", "experts_per_token", "initial_context_length"},
+    keys=frozenset({"layer_types"}),
+    ignored=ROUTER_LOSSES | {"experts_per_token", "initial_context_length"},
     windows=windows_by_type(full_every=2),
     activations={"silu": "clamped_swiglu"},
     moe_layers=experts_everywhere,

@@ -20,14 +20,26 @@ MINIMAX_M2 = Family(
         "expert_size": Key(name="intermediate_size"),
         "router_normalizes": True,
     },
-    defaults={"head_dim": 128, "num_experts_per_tok": 8, "rope_theta": 5_000_000.0},
-    # Those after the first line stand in published configs for what the model does anyway, or
-    # describe heads that predict further tokens.
-    keys=ROUTER_LOSSES
-    | {"partial_rotary_factor", "rotary_dim"}
-    | {"scoring_func", "use_routing_bias", "use_qk_norm", "qk_norm_type", "attn_type_list"}
-    | {"layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"}
-    | {"mlp_intermediate_size", "shared_moe_mode"}
+    defaults={
+        "head_dim": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
+        "rope_theta": 5_000_000.0,
+    },
+    keys=frozenset({"partial_rotary_factor", "rotary_dim"}),
+    # These stand in published configs for what the model does anyway.
+    fixed={
+        "layernorm_full_attention_beta": (1.0,),
+        "layernorm_linear_attention_beta": (1.0,),
+        "layernorm_mlp_beta": (1.0,),
+        "qk_norm_type": ("per_layer",),
+        "scoring_func": ("sigmoid",),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    },
+    # The last three describe heads that predict further tokens.
+    ignored=ROUTER_LOSSES
+    | {"attn_type_list", "mlp_intermediate_size", "shared_moe_mode"}
     | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},
     moe_layers=experts_everywhere,
     mixture=Mixture(

@@ -7,7 +7,7 @@ MINISTRAL = Family(
     name="ministral",
     title="Ministral 8B",
     architecture="MinistralForCausalLM",
-    defaults={"sliding_window": 4096},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     keys=frozenset({"layer_types"}),
     windows=windows_by_type(),
 )

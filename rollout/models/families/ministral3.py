@@ -16,7 +16,13 @@ MINISTRAL3 = Family(
     name="ministral3",
     title="Ministral 3 (text)",
     architecture="Ministral3ForCausalLM",
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _YARN},
-    keys=frozenset({"sliding_window", "llama_4_scaling_beta"}),
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _YARN,
+    },
+    keys=frozenset({"sliding_window"}),
     windows=same_window,
+    has_query_growth=True,
 )

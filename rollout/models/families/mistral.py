@@ -7,6 +7,6 @@ MISTRAL = Family(
     name="mistral",
     title="Mistral 7B, Nemo, Small 2409-2501",
     architecture="MistralForCausalLM",
-    defaults={"sliding_window": 4096},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     windows=same_window,
 )

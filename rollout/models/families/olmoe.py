@@ -17,7 +17,7 @@ OLMOE = Family(
         **ATTENTION_BIAS,
     },
     defaults={"num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
-    keys=ROUTER_LOSSES,
+    ignored=ROUTER_LOSSES,
     moe_layers=experts_everywhere,
     mixture=Mixture(scores="softmax"),
 )

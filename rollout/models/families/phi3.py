@@ -7,11 +7,11 @@ PHI3 = Family(
     name="phi3",
     title="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
     architecture="Phi3ForCausalLM",
-    defaults={"rms_norm_eps": 1e-5},
-    # The last two stand in published configs for what the models do anyway.
-    keys=frozenset(
-        {"sliding_window", "partial_rotary_factor", "full_attn_mod", "interpolate_factor"}
-    ),
+    defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    keys=frozenset({"sliding_window", "partial_rotary_factor"}),
+    # These stand in published configs for what the models do anyway.
+    fixed={"full_attn_mod": (1,), "interpolate_factor": (1,)},
     fused=frozenset({"qkv_proj", "gate_up_proj"}),
     windows=same_window,
+    rope_kinds=("default", "longrope"),
 )

@@ -4,18 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.layers.experts import MoeNames
+from rollout.models.families.qwen2 import QWEN_WINDOWS
 from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture
-from rollout.models.layer_rules import Windows, experts_by_step, windows_if_used
+from rollout.models.layer_rules import Windows, experts_by_step, windows_of_types
 from rollout.models.rope_config import FULL, SLIDING
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> Windows:
     """As by type; without types every other layer below `max_window_layers` slides."""
-    if not config.get("use_sliding_window"):
-        return ()
-    end = int(config.get("max_window_layers") or 0)
-    types = [FULL if n % 2 or n >= end else SLIDING for n in range(num_layers)]
-    return windows_if_used({"layer_types": types, **config}, num_layers)
+    types = config.get("layer_types")
+    if types is None:
+        end = config["max_window_layers"] if config["use_sliding_window"] else 0
+        types = [FULL if n % 2 or n >= end else SLIDING for n in range(num_layers)]
+    return windows_of_types(types, config, num_layers)
 
 
 QWEN2_MOE = Family(
@@ -24,17 +25,23 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     values={
         "attention_bias": Key(name="qkv_bias"),
-        "num_experts": Key(name="num_experts", alias="num_local_experts"),
+        "num_experts": Key(name="num_experts"),
         "experts_per_token": Key(name="num_experts_per_tok"),
         "expert_size": Key(name="moe_intermediate_size"),
         "num_shared_experts": 1,
         "shared_expert_size": Key(name="shared_expert_intermediate_size"),
         "router_normalizes": Key(name="norm_topk_prob"),
     },
-    defaults={"num_experts_per_tok": 4, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
-    keys=ROUTER_LOSSES
-    | {"decoder_sparse_step", "mlp_only_layers"}
-    | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+    defaults={
+        "decoder_sparse_step": 1,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "shared_expert_intermediate_size": 5632,
+        **QWEN_WINDOWS,
+    },
+    keys=frozenset({"layer_types", "mlp_only_layers"}),
+    ignored=ROUTER_LOSSES,
     windows=_windows,
     moe_layers=experts_by_step,
     mixture=Mixture(

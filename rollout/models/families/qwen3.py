@@ -1,5 +1,6 @@
 """Dense Qwen3: query and key heads are normed, and heads need not add up to the hidden size."""
 
+from rollout.models.families.qwen2 import QWEN_WINDOWS
 from rollout.models.family import ATTENTION_BIAS, Family
 from rollout.models.layer_rules import windows_if_used
 
@@ -8,7 +9,7 @@ QWEN3 = Family(
     title="Qwen3 (dense)",
     architecture="Qwen3ForCausalLM",
     values={"qk_norm": True, **ATTENTION_BIAS},
-    defaults={"head_dim": 128},
-    keys=frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}),
+    defaults={"head_dim": 128, "num_key_value_heads": 32, **QWEN_WINDOWS},
+    keys=frozenset({"layer_types"}),
     windows=windows_if_used,
 )

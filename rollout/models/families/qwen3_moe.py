@@ -15,11 +15,17 @@ QWEN3_MOE = Family(
         "router_normalizes": Key(name="norm_topk_prob"),
         **ATTENTION_BIAS,
     },
-    defaults={"num_experts_per_tok": 8},
-    keys=ROUTER_LOSSES
-    | {"decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "sliding_window"},
+    defaults={
+        "decoder_sparse_step": 1,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+    },
+    keys=frozenset({"mlp_only_layers"}),
     # Qwen3-Coder says what the model does anyway.
-    fixed={"use_qk_norm": True},
+    fixed={"use_qk_norm": (True,)},
+    ignored=ROUTER_LOSSES | {"max_window_layers"},
     windows=same_window_if_used,
     moe_layers=experts_by_step,
     mixture=Mixture(scores="softmax"),

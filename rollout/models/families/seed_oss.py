@@ -7,5 +7,5 @@ SEED_OSS = Family(
     title="Seed-OSS",
     architecture="SeedOssForCausalLM",
     values={**QKV_BIAS, "attention_output_bias": Key(name="attention_out_bias"), **MLP_BIAS},
-    defaults={"attention_bias": True, "head_dim": 128},
+    defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8},
 )

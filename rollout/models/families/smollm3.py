@@ -8,13 +8,15 @@ SMOLLM3 = Family(
     title="SmolLM3",
     architecture="SmolLM3ForCausalLM",
     values=ATTENTION_BIAS | MLP_BIAS,
-    defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
-    keys=frozenset(
-        {
-            *("no_rope_layers", "no_rope_layer_interval"),
-            *("use_sliding_window", "sliding_window", "layer_types"),
-        }
-    ),
+    defaults={
+        "no_rope_layer_interval": 4,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+    keys=frozenset({"no_rope_layers", "sliding_window", "layer_types"}),
+    ignored=frozenset({"max_window_layers"}),
     windows=windows_without_rope,
     ropes=rope_by_flag,
 )
