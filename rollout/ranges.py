@@ -114,7 +114,7 @@ class Text:
         return value
 
     def text(self) -> str:
-        """What the string is."""
+        """The range: `meaning`."""
         return self.meaning
 
 

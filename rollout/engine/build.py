@@ -84,7 +84,7 @@ class DynamicInferenceEngine(Engine):
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """What all engines of a fleet must have alike, as text by name."""
+        """The settings that all engines of a fleet must share, as text by name."""
         return shared_settings(
             *(self.build.model.spec, self.build.config),
             max_sequence_length=self._inputs.max_sequence_length,

@@ -139,7 +139,7 @@ class OutputProcessor:
         return [self._ended[request_id] for request_id in request_ids]
 
     def forget_ended(self, request_ids: Iterable[int]) -> None:
-        """Drop the records of ended requests: they are handed out."""
+        """Drop the records of ended requests, which the caller has now."""
         for request_id in request_ids:
             del self._ended[request_id]
 

@@ -1,5 +1,5 @@
-"""What all engines of a fleet must have alike, so that no reply depends on the engine that gives
-it. Weights are compared by their checksum, and speed and room are each engine's own.
+"""The settings that all engines of a fleet must share, so that a reply does not depend on the
+engine that gives it. Weights are compared by checksum; speed and memory are each engine's own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def shared_settings(
     max_sequence_length: int,
     end_token_ids: Iterable[int],
 ) -> dict[str, str]:
-    """Return what engines must have alike, as text by name; fields of a part as "rope.theta".
+    """Return the settings that engines of a fleet must share, as text by name; a nested field has a
+    name like "rope.theta".
 
     max_sequence_length, end_token_ids: those that the engine applies.
     """

@@ -47,7 +47,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What a rank starts its engine with. `arguments`: pickled."""
+    """The arguments with which a rank starts its engine. `arguments`: pickled."""
 
     module: str
     arguments: bytes

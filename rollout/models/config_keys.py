@@ -157,8 +157,10 @@ KINDS: Mapping[str, Kind] = {
 
 
 def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the keys that `family` reads, by their first names, with its defaults for those that
-    the config lacks. As in transformers, a rope that is null says nothing.
+    """Return the values of the keys that `family` reads; an absent key has the family's default.
+
+    A key with two names stands under its first one. As in transformers, a rope that is null says
+    nothing.
 
     Raises ModelError naming a key that the family does not know, or whose value it cannot take.
     """

@@ -15,7 +15,7 @@ MAX_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a key may hold: `accepts` its value, `name` says so in errors."""
+    """A kind of value that a key may hold. `name`: how errors call it."""
 
     name: str
     accepts: Callable[[Any], bool]

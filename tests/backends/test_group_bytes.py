@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from rollout.backends.group_bytes import all_gather_bytes, broadcast_bytes
 from tests.processes import PROCESSES
+from tests.unpickled_code import RunsCode
 from trainer_hooks.trainer_ranks import TrainerRanks
 
 NUM_RANKS = 2
@@ -26,16 +26,6 @@ WORDS: list[Any] = [
 ]
 
 
-class RunsCode:
-    """Makes the folder `name` where it is unpickled."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.name,)
-
-
 def join(path: Path, rank: int) -> TrainerRanks:
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(path), NUM_RANKS), rank=rank, world_size=NUM_RANKS
@@ -43,7 +33,7 @@ def join(path: Path, rank: int) -> TrainerRanks:
     return TrainerRanks(rank=rank, size=NUM_RANKS)
 
 
-def be_rank_0(path: Path, trap: str, pipe: Any) -> None:
+def be_rank_0(path: Path, trap: Path, pipe: Any) -> None:
     ranks = join(path, 0)
     for contents in CONTENTS:
         pipe.send(all_gather_bytes(None, contents[0]) == contents)
@@ -59,7 +49,7 @@ def be_rank_0(path: Path, trap: str, pipe: Any) -> None:
 def rank_1(tmp_path: Path) -> Iterator[tuple[TrainerRanks, Any]]:
     """This process, and the line on which rank 0 says whether all was right."""
     here, there = PROCESSES.Pipe()
-    arguments = (tmp_path / "store", str(tmp_path / "trap"), there)
+    arguments = (tmp_path / "store", tmp_path / "trap", there)
     process = PROCESSES.Process(target=be_rank_0, args=arguments)
     process.start()
     there.close()

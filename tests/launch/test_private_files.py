@@ -6,13 +6,13 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollout.errors import ConfigError
 from rollout.launch.private_files import PrivateFolder
 from rollout.launch.slurm import run_job
+from tests.unpickled_code import RunsCode
 
 
 def test_a_private_folder_and_its_files_are_for_this_user_alone(tmp_path: Path) -> None:
@@ -81,16 +81,6 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "engine").write_bytes(b"")
     with pytest.raises(ConfigError, match="no name of a file that a launcher has written"):
         folder.read(name)
-
-
-class RunsCode:
-    """Makes the folder `name` where it is unpickled."""
-
-    def __init__(self, name: Path) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.name),)
 
 
 def test_a_job_of_slurm_unpickles_nothing_that_others_could_have_written(tmp_path: Path) -> None:

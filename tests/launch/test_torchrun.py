@@ -24,6 +24,7 @@ from rollout.launch.torchrun import TorchrunLauncher
 from tests.launch.ranks import KEY, serve_as_rank
 from tests.launch.told_engine import Words
 from tests.processes import PROCESSES
+from tests.unpickled_code import RunsCode
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120.0
@@ -135,22 +136,12 @@ def test_torchruns_store_holds_neither_keys_nor_what_is_unpickled(ranks: Mapping
         launcher.close()
 
 
-class RunsCode:
-    """Makes the folder `name` where it is unpickled."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.name,)
-
-
 def test_whoever_writes_to_torchruns_store_runs_no_code(
     ranks: Mapping[str, str], tmp_path: Path
 ) -> None:
     trap = tmp_path / "trap"
     elsewhere = tmp_path / f"engine-{'0' * 32}"
-    elsewhere.write_bytes(pickle.dumps(RunsCode(str(trap))))
+    elsewhere.write_bytes(pickle.dumps(RunsCode(trap)))
     elsewhere.chmod(0o600)
     store = TorchrunLauncher()._store
     for words, fault in [

@@ -144,8 +144,8 @@ class GraphExecutor:
         return self._graphs.download(program.draw(inputs, on_device, rows_LE))
 
     def warm_up(self, program: Program) -> int:
-        """Capture all shapes that are not yet, save those that score prompts. Returns the number of
-        captures that succeed.
+        """Capture all shapes that are not captured yet, except those that score prompts. Returns
+        the number of captures that succeed.
 
         The largest comes first: the others then find room in the memory that it has left.
         """

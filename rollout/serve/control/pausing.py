@@ -64,8 +64,8 @@ class Pausing:
 
     async def require_weights(self) -> None:
         """Raise ApiError, 503 with the state, if the weights were discarded, none have come since,
-        and no pause is in force: requests that come in a pause wait for its end, or are refused by
-        the turnstile.
+        and no pause is in force: requests that come in a pause wait for its end, or are refused
+        by the limits on requests.
         """
         if self.mode is not None or self._discarded_at is None:
             return

@@ -1,0 +1,16 @@
+"""A pickle that runs code: what a stranger would send to a reader that unpickles."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class RunsCode:
+    """Makes the folder `trap` where it is unpickled."""
+
+    def __init__(self, trap: Path) -> None:
+        self._trap = str(trap)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self._trap,)
