@@ -194,6 +194,11 @@ class Engine:
         """Return whether a request is queued, runs, or waits to be handed out."""
         return len(self._outputs) > 0
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception has stopped a call halfway, so that every later one is refused."""
+        return self._guard.is_broken
+
     def suspects(self) -> list[int]:
         """Return, after a step that raised, its requests: any of them may be the cause."""
         return self._pipeline.suspects() or self._scheduler.running_ids()

@@ -37,6 +37,11 @@ class CallGuard:
         self._ends_process: threading.Thread | None = None
         atexit.register(_hold_if_alive, weakref.ref(self))
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call was stopped halfway, so that every later one is refused."""
+        return self._stopped is not None and not self._depth
+
     def mark_harmless(self, error: BaseException) -> None:
         """Let `error`, which the caller raises next, leave a call: the state is whole."""
         self._harmless = error

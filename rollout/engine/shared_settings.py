@@ -26,7 +26,7 @@ OWN_MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 SHARED_CONFIG_FIELDS = (
     *("kv_cache_management_mode", "max_kv_staleness_versions", "prefix_reuse_across_versions"),
     *("enable_chunked_prefill", "materialize_only_last_token_logits", "deterministic"),
-    *("reject_non_finite_weights", "record_routing"),
+    "record_routing",
     *("track_paused_request_events", "track_generated_token_events"),
 )
 # Fields of InferenceConfig that are not compared: memory, speed, devices and reports.
@@ -44,6 +44,7 @@ OWN_CONFIG_FIELDS = (
     *("use_flashinfer_fused_rope", "tensor_parallel_size", "tensor_parallel_timeout_s"),
     *("tensor_parallel_start_timeout_s", "pg_collection"),
     *("mamba_memory_ratio", "mamba_inference_state_config"),
+    "reject_non_finite_weights",  # an update that one engine refuses is taken by none
     *("metrics_writer", "logging_step_interval", "request_metadata_types"),
 )
 _MAX_TEXT = 200

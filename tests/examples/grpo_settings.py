@@ -34,6 +34,8 @@ TINY = {
     "engine.max_requests": 16,  # 12 rollouts of a batch, and some of the next one
     "logger": "quiet",
 }
+# A reward in which the answers of a random model differ: every group has a gradient.
+NUM_KINDS = "tests.examples.sharded_job:num_kinds"
 
 
 def tiny_settings(**changes: Any) -> JobSettings:

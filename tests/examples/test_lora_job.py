@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from examples.train_grpo import run_seed
 from rollout import ConfigError
-from tests.examples.grpo_settings import tiny_settings
+from tests.examples.grpo_settings import NUM_KINDS, tiny_settings
 from trainer_hooks.jobs.adapter import load_adapter, new_adapter
 from trainer_hooks.jobs.settings import LoraSettings
 from trainer_hooks.metrics import read_jsonl
@@ -39,7 +39,7 @@ def test_the_adapter_alone_is_trained_and_the_engines_serve_it_on_the_base(
     tmp_path: Path, num_engines: int
 ) -> None:
     kl = {"algorithm__loss__kl_coefficient": 0.1, "trainer__learning_rate": 0.05}
-    run_seed(tmp_path, lora_settings(num_engines=num_engines, **kl), seed=0)
+    run_seed(tmp_path, lora_settings(num_engines=num_engines, reward=NUM_KINDS, **kl), seed=0)
     first, last = adapter_of(tmp_path, 0), adapter_of(tmp_path, 2)
     assert all(tensor.count_nonzero() == 0 for name, tensor in first.items() if "lora_B" in name)
     assert any(not torch.equal(last[name], first[name]) for name in first)

@@ -21,7 +21,7 @@ from examples import palindromes
 from examples.learner import Learner
 from examples.train_grpo import Run, run_seed
 from rollout import ConfigError, RolloutError
-from tests.examples.grpo_settings import tiny_settings
+from tests.examples.grpo_settings import NUM_KINDS, tiny_settings
 from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
@@ -138,6 +138,7 @@ def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
     tmp_path: Path,
 ) -> None:
     directory, with_kl = tmp_path / "seed_0", {"trainer__checkpoint_interval": 1, **WITH_KL}
+    with_kl["reward"] = NUM_KINDS
     run_seed(directory, tiny_settings(**with_kl, trainer__num_steps=1), seed=0)
     reference, warmed_up, trained = (
         AutoModelForCausalLM.from_pretrained(directory / path).lm_head.weight

@@ -114,6 +114,11 @@ class EngineAgent:
         return _STAGING_POLL_S if self.is_staging else _IDLE_S
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the engine refuses every further call."""
+        return self._engine.is_broken
+
+    @property
     def suspects(self) -> tuple[Attempt, ...]:
         """The attempts of the step that raised last, any of which may be the cause."""
         return self._requests.attempts(self._engine.suspects())

@@ -41,7 +41,7 @@ def serve(agent: EngineAgent, link: Link) -> None:
                 raise
             except Exception as error:  # one step may fail for a reason that passes
                 num_failures += 1
-                if num_failures == _MAX_FAILURES:
+                if num_failures == _MAX_FAILURES or agent.is_broken:
                     link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)
                     raise
                 _logger.exception("a step failed; its requests are queued again")
