@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import GptOssConfig
+
 from tests.tiny_models import tiny_model
 
 WINDOW = 11  # tokens: shorter than prompts, and no multiple of a block
@@ -21,6 +23,8 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
     "factor": 4.0,
 }
+# Transformers before 5.18 has one limit, which no config changes.
+_GPT_OSS_LIMIT = {"swiglu_limit": 1.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}
 EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -120,7 +124,7 @@ FAMILY_CASES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": WINDOW,
-        "swiglu_limit": 1.5,
+        **_GPT_OSS_LIMIT,
         "rope_parameters": YARN | {"truncate": False},
     },
     "minimax_m2": {

@@ -57,6 +57,13 @@ def tiny_mixture(family: str = "qwen3_moe", *, seed: int = 0, **changes: Any) ->
     return tiny_model(family, seed=seed, attention="eager", **{**MIXTURES[family], **changes})
 
 
+def checkpoint_activations(model: Any, *, use_reentrant: bool) -> None:
+    """Have the layers of a transformers model run again in the backward pass. Before 5.18 the
+    method has another name."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": use_reentrant})
+
+
 def corrections_of(model: Any) -> list[torch.Tensor]:
     """What routers add to the scores by which they choose, and by nothing else."""
     return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]

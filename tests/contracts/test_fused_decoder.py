@@ -263,7 +263,8 @@ def test_a_pass_by_products_of_pairs_agrees_with_one_by_vectors(
         assert result is not None
         results.append(result.float())
     by_vectors, by_pairs, on_threads = results
-    torch.testing.assert_close(by_pairs, by_vectors, rtol=0.05, atol=0.1)
+    # 0.005 to 0.03 with random weights of several generators.
+    assert (by_pairs - by_vectors).norm() < 0.06 * by_vectors.norm()
     assert not torch.equal(by_pairs, by_vectors), f"{unit} was not used"
     assert torch.equal(by_pairs, on_threads)
 

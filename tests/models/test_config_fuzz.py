@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import transformers
 from transformers import AutoConfig
 
 from rollout.errors import ModelError
@@ -28,14 +29,21 @@ from tests.models.config_fuzz import (
 )
 from tests.run_seed import run_seed
 
+# Transformers 5.17 reads fewer keys (swiglu_limit, rotary_dim) and has another gelu in Gemma.
+oracle = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18),
+    reason="this transformers makes other models of some configs",
+)
 SAMPLE = 60  # variants of each family; about one in eight is accepted, and compared
 
 
+@oracle
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_gives_the_logits_of_transformers(name: str) -> None:
     assert outcome_of(PUBLISHED[name], run_seed()) == (ACCEPTED, "")
 
 
+@oracle
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_variants_of_configs_are_refused_or_give_the_logits_of_transformers(
     family: str,
@@ -45,6 +53,7 @@ def test_sampled_variants_of_configs_are_refused_or_give_the_logits_of_transform
     assert not faults, "\n".join(faults)
 
 
+@oracle
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_variants_of_configs_are_refused_or_give_the_logits_of_transformers(
@@ -191,6 +200,7 @@ def test_every_key_that_a_family_reads_has_a_kind_and_an_effect(family: str) -> 
     assert not read & (WITHOUT_EFFECT | FAMILIES[family].ignored)
 
 
+@oracle
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_defaults_of_a_family_are_those_of_its_config_class(family: str) -> None:
     config_class = type(AutoConfig.for_model(family))

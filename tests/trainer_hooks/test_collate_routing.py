@@ -9,7 +9,7 @@ import torch
 
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest, Status
-from tests.tiny_mixtures import own_routing, tiny_mixture
+from tests.tiny_mixtures import checkpoint_activations, own_routing, tiny_mixture
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import (
     PolicyLossConfig,
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_the_rollouts_experts(is_checkpointed: bool) -> N
     expected = gradient_of(UpdateSettings(replay_routing=True))
     assert not torch.allclose(expected, gradient_of(UpdateSettings()), atol=1e-3)
     if is_checkpointed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, use_reentrant=False)
     cut = UpdateSettings(max_tokens=14, is_packed=True, replay_routing=True)
     torch.testing.assert_close(gradient_of(cut), expected, rtol=1e-3, atol=1e-4)
 

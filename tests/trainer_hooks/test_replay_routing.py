@@ -14,6 +14,7 @@ from tests.tiny_mixtures import (
     MIXTURES,
     NUM_EXPERTS,
     TOP_K,
+    checkpoint_activations,
     own_routing,
     perturb_routers,
     routing_of,
@@ -114,7 +115,7 @@ def test_gradient_checkpointing_replays_when_layers_run_again(use_reentrant: boo
     routing = other_routing(model)
     expected = gradients(model, routing)
     model.enable_input_require_grads()
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_activations(model, use_reentrant=use_reentrant)
     with routing_of(model) as chosen:
         given = gradients(model, routing)
     assert len(chosen) == 2 * len(find_routers(model)), "each layer ran twice"
@@ -124,7 +125,7 @@ def test_gradient_checkpointing_replays_when_layers_run_again(use_reentrant: boo
 
 def test_a_backward_pass_outside_of_the_block_is_refused_where_layers_run_again() -> None:
     model = tiny_mixture().train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, use_reentrant=False)
     # With the model's own routing nothing else would tell.
     with replay_routing(model, own_routing(model, TOKENS_BT)):
         loss = model(input_ids=TOKENS_BT, use_cache=False).logits.square().mean()
