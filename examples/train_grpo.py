@@ -154,7 +154,7 @@ class Run:
             settings.model, settings.data, settings.reward, settings.warmup.source,
             settings.environment, settings.engine.max_sequence_length,
         )  # fmt: skip
-        self.params = settings.algorithm.sampling_params(self.task.tokenizer.eos_token_id)
+        self.params = settings.algorithm.sampling_params()
         torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
         torch.manual_seed(seed)
 
