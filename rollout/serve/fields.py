@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, status in _refused_of(type(self)):
             value = getattr(self, name)
             if value is not None and not status.takes(value):
-                shown = f"{value!r:.80}"
+                shown = reprlib.repr(value)
                 raise ApiError(400, f"{name}={shown} is not served: {status.remedy}", param=name)
 
 

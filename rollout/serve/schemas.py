@@ -43,6 +43,7 @@ Offsets = Annotated[Any, neutral("vLLM's routes that render prompts alone read i
 Placement = Annotated[Any, neutral("it says where a request runs, which changes no token")]
 Label = Annotated[Any, neutral("it labels the request for logs and caches of its sender")]
 Spaces = Annotated[Any, neutral("the tokenizer's decoder alone puts spaces")]
+OfTexts = Annotated[Any, neutral("it says how ids become a text, and the reply has ids")]
 TokensOut = Annotated[Any, refused("ask for ids with return_token_ids")]
 
 
@@ -251,9 +252,11 @@ class TokenSampling(SamplingFields, kw_only=True):
 
     logprobs: int | None = None
 
-    detokenize: Annotated[Any, neutral("the reply has ids, and stop strings need no asking")] = None
+    detokenize: OfTexts = None
     extra_args: Extension = None
     flat_logprobs: Annotated[Any, neutral("vLLM's own layout in memory; JSON is the same")] = None
+    include_stop_str_in_output: OfTexts = None
+    no_stop_trim: OfTexts = None
     output_kind: Annotated[Any, neutral("`stream` says whether a reply comes in parts")] = None
     output_text_buffer_length: Annotated[Any, neutral("vLLM's own: the reply has ids")] = None
     prompt_logprob_start: Annotated[
@@ -264,6 +267,7 @@ class TokenSampling(SamplingFields, kw_only=True):
     skip_reading_prefix_cache: Annotated[
         Any, refused("give the request a cache_salt of its own")
     ] = None
+    skip_special_tokens: OfTexts = None
     trace_decode_token_ids: Report = None
 
 
