@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.serve import app
 from rollout.serve.config import DOORS
 from rollout.serve.fields import Fields, Neutral, Refused, nested, statuses
@@ -474,6 +475,23 @@ def test_sglangs_names_of_fields_are_read_in_chats_and_completions(served: Serve
         for fields in ({}, {"no_stop_trim": True}, {"include_stop_str_in_output": True})
     ]
     assert [choice["text"] for choice in texts] == ["", "aa", "aa"]
+
+
+def test_priorities_reach_the_engines_as_their_servers_order_them(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    add_groups = InferenceClient.add_groups
+
+    def recorded(*groups: Any, priority: int, **rest: Any) -> Any:
+        given.append(priority)
+        return add_groups(*groups, priority=priority, **rest)
+
+    monkeypatch.setattr(InferenceClient, "add_groups", recorded)
+    for route in (COMPLETION, CHAT, TOKENS, GENERATE):
+        assert served.post(path_of(route), BODIES[route] | {"priority": 7}).status == 200
+    # Of vLLM lower ones go first, of SGLang and the engines higher ones.
+    assert given == [-7, -7, -7, 7]
 
 
 def test_return_text_in_logprobs_spells_the_tokens(served: Served) -> None:
