@@ -1,7 +1,8 @@
-"""Keys of requests that the servers of vLLM and SGLang and the openai package have.
+"""Fields of requests: those of vLLM's server, of SGLang's and of the openai package, and ours.
 
-    python scripts/door_keys.py           # writes tests/serve/peer_keys.json
-    python scripts/door_keys.py --check   # exits with 1 if that file is no longer what they have
+    python scripts/door_keys.py peers          # writes tests/serve/peer_keys.json
+    python scripts/door_keys.py peers --check  # exits with 1 if that is not what the packages have
+    python scripts/door_keys.py page           # writes docs/reference/http-fields.md
 
 The released packages come from PyPI into a temporary folder. Their sources are read, never run.
 """
@@ -21,7 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-PEER_KEYS = Path(__file__).parents[1] / "tests" / "serve" / "peer_keys.json"
+from rollout.serve import fields
+from rollout.serve.app import routes_of
+from rollout.serve.config import DOORS
+from rollout.serve.fields import Fields, Neutral, Refused
+
+_ROOT = Path(__file__).parents[1]
+PEER_KEYS = _ROOT / "tests" / "serve" / "peer_keys.json"
+PAGE = _ROOT / "docs" / "reference" / "http-fields.md"
 _INDEX = "https://pypi.org/simple/{name}/"
 _JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
 
@@ -182,6 +190,8 @@ SOURCES = (
 _REMOVED = ("vllm", _VLLM + "serve/engine/protocol.py", "_REMOVED_GUIDED_FIELDS")
 
 
+Status = Neutral | Refused | None
+
 # ---- reading sources
 
 
@@ -338,19 +348,104 @@ def peer_keys(folder: Path) -> dict[str, object]:
     }
 
 
+# ---- the page
+
+
+def page() -> str:
+    """Return docs/reference/http-fields.md: what becomes of each field of each request."""
+    peers = json.loads(PEER_KEYS.read_text(encoding="utf-8"))
+    names = [f"{name} {version}" for name, version in peers["packages"].items()]
+    counts, sections = [], []
+    for place, struct in _places().items():
+        statuses = fields.statuses(struct)
+        kinds = [type(status) for status in statuses.values()]
+        of_peers = len(peers["keys"].get(place, ()))
+        numbers = (of_peers, *map(kinds.count, (type(None), fields.Neutral, fields.Refused)))
+        counts.append(f"| {_title(place)} | {' | '.join(map(str, numbers))} |")
+        sections += ["", f"## {_title(place)}", "", *_section(statuses)]
+    return "\n".join(
+        [*_INTRODUCTION.format(peers=", ".join(names)).splitlines(), *counts, *sections, ""]
+    )
+
+
+_INTRODUCTION = """\
+# Fields of HTTP requests
+
+No field of a request is ignored. Each field that {peers} have is one of these:
+
+- **Served.** It does here what it does there.
+- **Neutral.** It may be sent with any value and changes nothing, for the reason that is given.
+- **Refused.** It is answered by 400 with its name and the remedy. Values that ask for nothing may
+  be sent: null, and false and empty ones, or in place of those the values that are given.
+
+A field that nobody has is refused, too, and the answer names the nearest one: a `temprature` that
+is dropped would be a run at another temperature. `GET /openapi.json` has all fields with their
+types.
+
+`scripts/door_keys.py` makes this page from the structs that decode requests. It makes the list of
+the fields of other servers and clients from their released packages. A test compares the two.
+
+| request | fields elsewhere | served | neutral | refused |
+|---|---|---|---|---|
+"""
+
+
+def _places() -> dict[str, type[Fields]]:
+    """Return all bodies, objects in them and queries by their place, the union of all protocols."""
+    found: dict[str, type[Fields]] = {}
+    for route in routes_of(DOORS):
+        start = f"{route.method} {route.path}"
+        for place, struct in ((start, route.body), (f"{start} ?", route.query)):
+            if struct is not None and struct.__struct_fields__:
+                found.setdefault(place, struct)
+                for name, inner in fields.nested(struct).items():
+                    found.setdefault(f"{place} {name}", inner)
+    return found
+
+
+def _title(place: str) -> str:
+    method, path, *inner = place.split()
+    return f"{method} {path}" + "".join(", query" if name == "?" else f", {name}" for name in inner)
+
+
+def _section(statuses: dict[str, Status]) -> Iterator[str]:
+    """Yield the lines about the fields of one object."""
+    served = [f"`{name}`" for name, status in statuses.items() if status is None]
+    yield f"Served: {', '.join(served)}." if served else "No field is served."
+    by_status: defaultdict[str, list[str]] = defaultdict(list)
+    for name, status in statuses.items():
+        if status is not None:
+            by_status[_about(status)].append(f"`{name}`")
+    if by_status:
+        yield from ("", "| field | what becomes of it |", "|---|---|")
+    for about, names in by_status.items():
+        yield f"| {', '.join(names)} | {about} |"
+
+
+def _about(status: Neutral | Refused) -> str:
+    if isinstance(status, Neutral):
+        return f"neutral: {status.reason}"
+    unless = f" unless `{status.harmless}`" if status.unless else ""
+    return f"refused{unless}: {status.remedy}"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("peers", "page"))
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--folder", type=Path, help="where the packages lie, or are kept")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        keys = peer_keys(given.folder or Path(folder))
-    text = json.dumps(keys, indent=1) + "\n"
+    if given.what == "page":
+        path, text = PAGE, page()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            keys = peer_keys(given.folder or Path(folder))
+        path, text = PEER_KEYS, json.dumps(keys, indent=1) + "\n"
     if not given.check:
-        PEER_KEYS.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         return 0
-    is_same = text == PEER_KEYS.read_text(encoding="utf-8")
-    print("the keys are those of the packages" if is_same else f"run {sys.argv[0]} without --check")
+    is_same = path.is_file() and text == path.read_text(encoding="utf-8")
+    print(f"{path} is {'true' if is_same else 'not true: run this without --check'}")
     return 0 if is_same else 1
 
 

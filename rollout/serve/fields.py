@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import reprlib
 import typing
@@ -35,6 +36,11 @@ class Refused:
     remedy: str
     unless: tuple[Any, ...]
 
+    @property
+    def harmless(self) -> str:
+        """The values that ask for nothing beside null, as JSON."""
+        return " or ".join(map(json.dumps, self.unless)) or "false or empty"
+
     def takes(self, value: Any) -> bool:
         """Whether `value` asks for nothing, so that the field may be sent with it."""
         if self.unless:
@@ -49,10 +55,10 @@ def neutral(reason: str) -> msgspec.Meta:
 
 def refused(remedy: str, *unless: Any) -> msgspec.Meta:
     """Annotate a field that is answered by 400 and the remedy; see Refused."""
-    harmless = " or ".join(map(repr, unless)) if unless else "false or empty"
+    status = Refused(remedy, unless)
     return msgspec.Meta(
-        description=f"Refused, unless it is null, {harmless}: {remedy}",
-        extra={_STATUS: Refused(remedy, unless)},
+        description=f"Refused, unless it is null, {status.harmless}: {remedy}",
+        extra={_STATUS: status},
     )
 
 

@@ -183,6 +183,12 @@ def sglang_routes() -> list[Route]:
             summary="Restore released memory",
         ),
         *_update_routes(post),
+        *_info_routes(get),
+    ]
+
+
+def _info_routes(get: partial[Route]) -> list[Route]:
+    return [
         get(
             path="/v1/loads",
             handler=_loads,
