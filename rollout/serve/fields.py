@@ -81,20 +81,20 @@ class NoFields(Fields):
     """A body, or a query, without any field."""
 
 
-def statuses(kind: type[msgspec.Struct]) -> dict[str, Neutral | Refused | None]:
+def statuses(kind: type[Fields]) -> dict[str, Neutral | Refused | None]:
     """Return the status of each field of `kind`; None for those that are served."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: _status_of(hints[name]) for name in kind.__struct_fields__}
 
 
-def nested(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+def nested(kind: type[Fields]) -> dict[str, type[Fields]]:
     """Return the objects inside of `kind`, by the fields that hold them."""
     hints = typing.get_type_hints(kind)
     found = {name: next(_structs_in(hints[name]), None) for name in kind.__struct_fields__}
     return {name: struct for name, struct in found.items() if struct is not None}
 
 
-def unknown_field(fault: msgspec.ValidationError, kind: type[msgspec.Struct]) -> ApiError | None:
+def unknown_field(fault: msgspec.ValidationError, kind: type[Fields]) -> ApiError | None:
     """Return the error for a field that `kind` does not have, with the nearest that it has; None if
     `fault` is about something else."""
     match = _UNKNOWN.search(str(fault))
@@ -125,19 +125,19 @@ def _status_of(hint: Any) -> Neutral | Refused | None:
 
 
 @cache
-def _refused_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Refused], ...]:
+def _refused_of(kind: type[Fields]) -> tuple[tuple[str, Refused], ...]:
     pairs = statuses(kind).items()
     return tuple((name, status) for name, status in pairs if isinstance(status, Refused))
 
 
-def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+def _structs_in(hint: Any) -> Iterator[type[Fields]]:
+    if isinstance(hint, type) and issubclass(hint, Fields):
         yield hint
     for each in typing.get_args(hint):
         yield from _structs_in(each)
 
 
-def _places(kind: type[msgspec.Struct], above: str = "") -> Iterator[str]:
+def _places(kind: type[Fields], above: str = "") -> Iterator[str]:
     """Yield the paths of all fields that are not refused, those of outer objects last."""
     for name, inner in nested(kind).items():
         yield from _places(inner, f"{above}{name}.")

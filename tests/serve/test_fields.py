@@ -145,7 +145,7 @@ def routes() -> dict[str, list[Route]]:
     return found
 
 
-def structs_of(place: str) -> list[type[msgspec.Struct]]:
+def structs_of(place: str) -> list[type[Fields]]:
     """The structs at a place of PEERS: of a body, of an object in one, or of a query."""
     method, path, *inner = place.split()
     structs: list[Any] = []
@@ -198,14 +198,14 @@ def served() -> Iterator[Served]:
         server.close()
 
 
-def objects(route: str) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+def objects(route: str) -> Iterator[tuple[str, type[Fields]]]:
     """The body of a route as "", and the objects in it by name."""
     body = app_body(route)
     yield "", body
     yield from nested(body).items()
 
 
-def app_body(route: str) -> type[msgspec.Struct]:
+def app_body(route: str) -> type[Fields]:
     body = routes()[route][0].body
     assert body is not None
     return body
