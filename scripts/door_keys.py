@@ -425,8 +425,8 @@ def _section(statuses: dict[str, Status]) -> Iterator[str]:
 def _about(status: Neutral | Refused) -> str:
     if isinstance(status, Neutral):
         return f"neutral: {status.reason}"
-    unless = f" unless `{status.harmless}`" if status.unless else ""
-    return f"refused{unless}: {status.remedy}"
+    unless = " or ".join(f"`{json.dumps(value)}`" for value in status.unless)
+    return f"refused{unless and f' unless {unless}'}: {status.remedy}"
 
 
 def main() -> int:

@@ -129,9 +129,11 @@ BESIDE: dict[str, Any] = {
 }
 # The same, of one route.
 VALUES_OF: dict[str, Any] = {CHAT: {"logprobs": True}}
+TEMPLATE = {"chat_template": "{{ documents }}{{ reasoning_effort }}{{ messages[0].content }}"}
+OF_TEMPLATE = {"documents": TEMPLATE, "reasoning_effort": TEMPLATE}
 BESIDE_OF: dict[str, Any] = {
-    CHAT: {"return_tokens_as_token_ids": {"logprobs": True}},
-    "POST /tokenize": {"prompt": {"messages": None}},
+    CHAT: {"return_tokens_as_token_ids": {"logprobs": True}, **OF_TEMPLATE},
+    "POST /tokenize": {"prompt": {"messages": None}, **OF_TEMPLATE},
 }
 
 
@@ -348,6 +350,10 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(
         (CHAT, {"stream_options": {"usage": True}}, "stream_options.usage is no field"),
         (CHAT, {"qqqqqq": None}, "qqqqqq is no field of this request; GET /openapi.json lists all"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
+        (GENERATE, {"top_logprobs_num": 2}, "top_logprobs_num=2 needs return_logprob=true"),
+        (GENERATE, {"text": "a"}, "give input_ids or text, not both"),
+        (CHAT, {"documents": [{"text": "a"}]}, "documents are not read by the chat template"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort='high' is not read by the chat"),
         (CHAT, {"stream_options": {}}, "stream_options need stream=true"),
         (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options need stream"),
         (TOKENS, {"stream_options": {}}, "stream_options need stream=true"),

@@ -88,6 +88,12 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
+    if body.top_logprobs_num and not body.return_logprob:
+        raise ApiError(
+            400,
+            f"top_logprobs_num={body.top_logprobs_num} needs return_logprob=true",
+            param="top_logprobs_num",
+        )
     prompts, is_batch = await _prompts_of(state, body)
     sampling = body.sampling_params or SglangSampling()
     each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
@@ -150,6 +156,8 @@ def _start_len(body: GenerateBody) -> int:
 
 async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list[int]], bool]:
     """Return the ids of all prompts, and whether they were given as a batch."""
+    if body.input_ids is not None and body.text is not None:
+        raise ApiError(400, "give input_ids or text, not both", param="input_ids")
     ids: Any = body.input_ids
     kinds = {type(item) for item in ids or []}
     if len(kinds) > 1:

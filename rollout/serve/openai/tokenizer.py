@@ -77,6 +77,7 @@ async def chat_ids(
             param="chat_template",
         )
     template = state.template or ChatTemplate("", {})
+    _check_template_reads(body, body.chat_template or template.source)
     text = template.render(
         body.messages,
         tools=body.tools,
@@ -90,6 +91,24 @@ async def chat_ids(
         [text], add_special_tokens=bool(body.add_special_tokens), max_tokens=max_tokens
     )
     return ids
+
+
+def _check_template_reads(body: ChatBody | TokenizeBody, source: str) -> None:
+    """Raise ApiError for what the template would leave out of the conversation."""
+    if body.documents and "documents" not in source:
+        raise ApiError(
+            400,
+            "documents are not read by the chat template; write them into messages",
+            param="documents",
+        )
+    effort = body.reasoning_effort
+    is_read = "reasoning_effort" in source or "enable_thinking" in source
+    if effort is not None and effort != "none" and not is_read:
+        raise ApiError(
+            400,
+            f"reasoning_effort={effort!r} is not read by the chat template; leave it out",
+            param="reasoning_effort",
+        )
 
 
 def _template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
