@@ -74,6 +74,11 @@ def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> di
     }
     if isinstance(content := plain.get("content"), list):
         plain["content"] = "".join(_text_of(part, place) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise ConfigError(
+            f"{place} holds a message whose content is {_shown(content)}; a text, or parts of type "
+            "text, are wanted"
+        )
     if isinstance(calls := plain.pop("tool_calls", None), list) and calls:
         # A JSON text of arguments has the nulls that somebody wrote.
         plain["tool_calls"] = [

@@ -27,6 +27,7 @@ from trainer_hooks.jobs.config_loading import dataclass_of, init_field_types
         ("actor.optim.lr=0.001", "actor.optim.lr (verl) is trainer.learning_rate here"),
         ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator (verl) is algorithm.advantage"),
         ("trainer.total_training_steps=3", "(verl) is trainer.num_steps here"),
+        ("data.filter_overlong_prompts=true", "(verl) is data.on_bad_row=skip here"),
         ("grpo_group_size=4", "grpo_group_size (Megatron-LM) is algorithm.group_size here"),
         ("train_iters=9", "train_iters (Megatron-LM) is trainer.num_steps here"),
     ],

@@ -67,6 +67,9 @@ def test_parts_of_text_become_the_content_and_other_parts_are_refused(tmp_path: 
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}]}))
     with pytest.raises(ConfigError, match=r"line 1.*part \{'type': 'image'.*text only"):
         JsonlPrompts(path, chat_template=joined)[0]
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": 4}]}))
+    with pytest.raises(ConfigError, match=r"line 1.*whose content is 4"):
+        JsonlPrompts(path, chat_template=joined)[0]
 
 
 def test_messages_of_arrow_have_the_keys_of_their_own_row_alone(tmp_path: Path) -> None:

@@ -26,7 +26,33 @@ _FIXED: dict[str, Any] = {
     "frequency_penalty": None,
     "repetition_penalty": None,
 }
-_UNSUPPORTED = {"n": 1, "stream": False, "tool_choice": "auto", "response_format": None}
+# Settings that are not supported, and the values of them that ask for nothing, beside null.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False,),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "chat_template_kwargs": ({},),
+}
+_HEEDED = frozenset(
+    {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stop_token_ids"}
+)
+# They change neither the tokens nor their log-probs. The seeds are the producer's.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("seed", "logprobs", "return_token_ids", "return_tokens_as_token_ids", "user", "store"),
+        *("metadata", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"),
+        *("cache_salt", "priority", "request_id", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "include_stop_str_in_output"),
+    }
+)
 
 
 class ContextTooLongError(RolloutError):
@@ -72,11 +98,14 @@ class ChatSession:
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to `body`, a chat.completion with token ids and log-probs.
 
-        `max_tokens` and `stop` are heeded; the sampling is the producer's, as are the seeds.
-        Raises ContextTooLongError, TurnFailedError, ConfigError for settings that would change the
-        sampling, and what generating raises.
+        `max_tokens`, `stop` and `stop_token_ids` are heeded; the sampling is the producer's, as are
+        the seeds. Raises ContextTooLongError, TurnFailedError, ConfigError for other settings that
+        ask for something, and what generating raises.
         """
         try:
+            # A client of the openai package sends the keys of extra_body beside the others.
+            own = {name: value for name, value in body.items() if name != "extra_body"}
+            body = {**(body.get("extra_body") or {}), **own}
             changes = self._changes(body)
             return await self._complete(body, changes)
         except ContextTooLongError:
@@ -153,17 +182,23 @@ class ChatSession:
                     f"the environment asks for {name}={given}, the policy is sampled with {own}; "
                     "leave it out of the environment, or set it in the job's sampling"
                 )
-        for name, allowed in _UNSUPPORTED.items():
-            if body.get(name) not in (None, allowed):
-                raise ConfigError(f"the environment asks for {name}={body[name]!r}: not supported")
+        for name in sorted(body.keys() - _FIXED.keys() - _HEEDED - _WITHOUT_EFFECT):
+            if body[name] is not None and body[name] not in _UNSUPPORTED.get(name, ()):
+                raise ConfigError(
+                    f"the environment asks for {name}={body[name]!r}: not supported; leave it out"
+                )
         changes: dict[str, Any] = {}
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        max_tokens = body.get("max_completion_tokens")
+        if max_tokens is None:
+            max_tokens = body.get("max_tokens")
         if max_tokens is not None:
             own_limit = params.num_tokens_to_generate
             changes["num_tokens_to_generate"] = min(max_tokens, own_limit or max_tokens)
         if body.get("stop"):
-            stop = body["stop"]
-            changes["stop_words"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            stop = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
+            changes["stop_words"] = (*(params.stop_words or ()), *stop)
+        if body.get("stop_token_ids"):
+            changes["stop_token_ids"] = (*(params.stop_token_ids or ()), *body["stop_token_ids"])
         return changes
 
 

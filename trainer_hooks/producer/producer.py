@@ -63,6 +63,11 @@ def check_options(
         )
     if not sampling_params.return_prompt_tokens:
         raise ConfigError("return_prompt_tokens=False leaves nothing to train on; set it to True")
+    if sampling_params.seed is not None:
+        raise ConfigError(
+            f"sampling_params.seed={sampling_params.seed}: the seeds of the groups follow from the "
+            "producer's own; give it as seed=..."
+        )
 
 
 def ledger_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -123,19 +124,47 @@ def test_limits_and_stop_words_of_a_body_are_heeded() -> None:
     assert len({params.seed for params in seen}) == 3
 
 
+def test_stop_words_and_stop_token_ids_of_a_body_come_beside_those_of_the_job() -> None:
+    seen = []
+
+    class Seeing(ScriptedLLM):
+        async def generate(self, prompts: Any, sampling_params: Any = None, n: int = 1) -> Any:
+            seen.append(sampling_params)
+            return await super().generate(prompts, sampling_params, n)
+
+    params = replace(PARAMS, stop_words=["x"], stop_token_ids=[7])
+    llm = ScopedLLM(Seeing(lambda text, seed: "ab"), params, PromptItem("a"), 0, None)
+    body = {"messages": [user("a")], "stop": ["b"], "stop_token_ids": [5]}
+    run(ChatSession(llm, TOKENIZER).complete(body))
+    assert [(each.stop_words, each.stop_token_ids) for each in seen] == [(("x", "b"), (5, 7))]
+
+
 @pytest.mark.parametrize(
-    "body", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"n": 2}, {"tool_choice": "x"}]
+    "body",
+    [
+        *[{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"n": 2}, {"tool_choice": "x"}],
+        *[{"logit_bias": {"5": 1}}, {"min_tokens": 2}, {"ignore_eos": True}, {"top_logprobs": 2}],
+        *[{"reasoning_effort": "low"}, {"chat_template_kwargs": {"enable_thinking": False}}],
+        *[{"allowed_token_ids": [3]}, {"prompt_logprobs": 1}, {"truncate_prompt_tokens": 8}],
+        *[{"structured_outputs": {"regex": "a"}}, {"no_such_key": 1}],
+    ],
 )
 def test_what_would_change_the_sampling_is_refused(body: dict[str, Any]) -> None:
     session = session_of(lambda text, seed: "a")
     (name,) = body
-    with pytest.raises(ConfigError, match=f"asks for {name}="):
-        run(session.complete({"messages": [user("a")], **body}))
+    for given in (body, {"extra_body": body}):
+        with pytest.raises(ConfigError, match=f"asks for {name}="):
+            run(session.complete({"messages": [user("a")], **given}))
     assert isinstance(session.fault, ConfigError)
 
 
 @pytest.mark.parametrize(
-    "body", [{"temperature": 1.0}, {"top_p": 1.0}, {"top_k": -1}, {"n": 1}, {"temperature": None}]
+    "body",
+    [
+        *[{"temperature": 1.0}, {"top_p": 1.0}, {"top_k": -1}, {"n": 1}, {"temperature": None}],
+        *[{"logit_bias": {}}, {"parallel_tool_calls": True}, {"no_such_key": None}, {"seed": 3}],
+        *[{"extra_body": {"return_token_ids": True}}, {"extra_body": None}, {"logprobs": True}],
+    ],
 )
 def test_settings_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
     session = session_of(lambda text, seed: "a")

@@ -457,6 +457,7 @@ class BlockingLLM:
         (FakeLLM(), {"version_timeout_s": math.nan}, "version_timeout_s=nan must be a number"),
         (FakeLLM(), {"sampling_params": SamplingParams()}, "return_log_probs=True"),
         (FakeLLM(), {"temperature": 0.5}, "temperature=0.5"),
+        (FakeLLM(), {"sampling_params": SamplingParams(seed=3)}, r"seed=3: .*give it as seed="),
         (FakeLLM(), {"prompts": []}, "no prompts"),
     ],
 )
