@@ -133,7 +133,7 @@ def priority_of(given: int | None) -> int:
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
     """Raise ApiError for options of a stream that is not asked for."""
-    if options is not None and not stream:
+    if not stream and options not in (None, StreamOptions()):
         raise ApiError(400, "stream_options need stream=true", param="stream_options")
 
 

@@ -77,7 +77,7 @@ async def chat_ids(
             param="chat_template",
         )
     template = state.template or ChatTemplate("", {})
-    _check_template_reads(body, body.chat_template or template.source)
+    _check_template_reads(body, body.chat_template or template.source or "")
     text = template.render(
         body.messages,
         tools=body.tools,
