@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
+import torch
 from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
@@ -34,6 +35,10 @@ def write_model(directory: Path, texts: Iterable[str]) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(special)
     model = tiny_model("qwen3", seed=5, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LENGTH)
+    ends = [tokenizer.token_to_id(each) for each in (START, END, STOP)]
+    with torch.no_grad():
+        # Greedy samples run to their limits: logits of other tokens are spread around these.
+        model.lm_head.weight[ends] = 0.0
     model.config.eos_token_id = tokenizer.token_to_id(END)
     model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.doors.environments import ROOT, python_of
@@ -34,7 +35,7 @@ RUN_S, CASE_S, EXIT_S = 3600, 300, 60
 
 def main(names: list[str]) -> int:
     HOME.mkdir(exist_ok=True)
-    judged = {name: judged_suite(name, SUITES[name]) for name in names or SUITES}
+    judged = {name: judged_suite(SUITES[name]) for name in names or SUITES}
     whole = [line for name, cases in judged.items() for line in case_lines(name, cases)]
     summary = [line for name, cases in judged.items() for line in summary_lines(name, cases)]
     (HOME / "table.txt").write_text("\n".join([*whole, *summary, ""]), encoding="utf-8")
@@ -42,23 +43,37 @@ def main(names: list[str]) -> int:
     return int(not all(cases.is_as_listed for cases in judged.values()))
 
 
-def judged_suite(name: str, suite: Suite) -> Judged:
+def judged_suite(suite: Suite) -> Judged:
     """Run the files of a suite that run, and judge all its cases."""
     source = find_source(suite.project, suite.version)
     folder = unpack_tests(source, HOME)
-    tests = folder / "tests"
+    tests, model = folder / "tests", folder / "model"
     if suite.shims is not None:
         shutil.copytree(HERE / "shims" / suite.shims, tests, dirs_exist_ok=True)
-    model = HOME / f"{name}-model"
-    if not model.exists():
-        model.mkdir()
-        write_model(model, texts_of(tests))
-    python = python_of(name, suite.client(source.version), HOME.name)
-    outcomes = [
-        outcome
-        for run in suite.runs
-        for outcome in outcomes_of(run, suite, python, folder, model, source.version)
-    ]
+    shutil.rmtree(model, ignore_errors=True)
+    model.mkdir()
+    write_model(model, texts_of(tests))
+    python = python_of(suite.project, suite.client(source.version), HOME.name)
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PEER_MODEL": str(model),
+        "PEER_OUTCOMES": str(folder / "outcomes.jsonl"),
+        "PEER_PYTHON": sys.executable,
+        "PEER_ROOT": str(ROOT),
+        "PEER_UNRUN": suite.unrun_cases,
+        "PEER_VERSION": source.version,
+        "PYTHONPATH": os.pathsep.join(map(str, [HERE / "plugin", HERE / "shims", folder])),
+    }
+    outcomes: list[Outcome] = []
+    for run in suite.runs:
+        with serving(run, model) as url:
+            outcomes += run_tests(
+                python,
+                (*suite.pytest_options, *run.files),
+                tests,
+                {**environment, "TEST_API_BASE_URL": f"{url}/v1"},
+            )
     judged = judge(outcomes, suite.cases)
     judge_unrun_files(tests, suite.run_files, suite.unrun_files, judged)
     return judged
@@ -69,38 +84,32 @@ def texts_of(tests: Path) -> Iterator[str]:
         yield path.read_text(encoding="utf-8")
 
 
-def outcomes_of(
-    run: Run, suite: Suite, python: str, folder: Path, model: Path, version: str
+def run_tests(
+    python: str, arguments: Sequence[str], tests: Path, environment: Mapping[str, str]
 ) -> list[Outcome]:
-    """Run the files of `run` by pytest in the suite's environment."""
-    path = HOME / "outcomes.jsonl"
+    """Run pytest in a suite's environment. What it prints goes to a log beside `tests`."""
+    path = Path(environment["PEER_OUTCOMES"])
     path.unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "PEER_MODEL": str(model),
-        "PEER_OUTCOMES": str(path),
-        "PEER_PYTHON": sys.executable,
-        "PEER_ROOT": str(ROOT),
-        "PEER_UNRUN": suite.unrun_cases,
-        "PEER_VERSION": version,
-        "PYTHONPATH": os.pathsep.join(map(str, [HERE / "plugin", HERE / "shims", folder])),
-    }
     command = [python, "-m", "pytest", "-p", "peer_outcomes", "-p", "no:cacheprovider"]
     command += ["-q", "-p", "no:warnings", "--tb=short", f"--timeout={CASE_S}"]
-    command += ["-c", os.devnull, "--continue-on-collection-errors"]
-    command += [f"--rootdir={folder / 'tests'}", *suite.pytest_options, *run.files]
-    with (
-        open(HOME / f"{folder.name}.log", "a", encoding="utf-8") as log,
-        serving(run, model) as url,
-    ):
-        if url is not None:
-            environment["TEST_API_BASE_URL"] = f"{url}/v1"
-        subprocess.run(
-            command, cwd=folder / "tests", env=environment, timeout=RUN_S, stdout=log, stderr=log
+    command += ["-c", os.devnull, f"--rootdir={tests}", "--continue-on-collection-errors"]
+    with open(tests.parent / "pytest.log", "a", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=tests,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Outcome(**json.loads(line)) for line in lines]
+        try:
+            process.wait(RUN_S)
+        finally:
+            # The servers of tests that were cut short are of the same group.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return [Outcome(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @contextmanager

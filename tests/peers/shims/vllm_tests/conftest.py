@@ -14,7 +14,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 
 class LocalAssetServer:
-    """Names the server of images; no test that asks for one runs."""
+    """The server of images. No test that runs asks it for one."""
+
+
+@pytest.fixture
+def local_asset_server() -> LocalAssetServer:
+    return LocalAssetServer()
 
 
 @pytest.fixture(scope="session", autouse=True)

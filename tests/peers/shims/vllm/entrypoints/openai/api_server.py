@@ -9,32 +9,33 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-# Options that do not change what is asked of the server, with the number of their values (-1: up
-# to the next option). The tiny model has the dtype of its directory and its own weights.
+# Options that do not change what is asked of the server: the tiny model has the dtype of its
+# directory and its own weights.
 NEUTRAL = {
-    "--dtype": 1,
-    "--enable-auto-tool-choice": 0,
-    "--enable-chunked-prefill": 0,
-    "--enable-lora": 0,
-    "--enable-per-request-metrics": 0,
-    "--enable-prompt-tokens-details": 0,
-    "--enable-scale-out": 0,
-    "--enable-server-load-tracking": 0,
-    "--enable-sleep-mode": 0,
-    "--enable-tokenizer-info-endpoint": 0,
-    "--enforce-eager": 0,
-    "--gpu-memory-utilization": 1,
-    "--load-format": 1,
-    "--lora-modules": -1,
-    "--max-cpu-loras": 1,
-    "--max-lora-rank": 1,
-    "--max-num-batched-tokens": 1,
-    "--max-num-seqs": 1,
-    "--seed": 1,
-    "--show-hidden-metrics-for-version": 1,
-    "--structured-outputs-config.backend": 1,
-    "--tokenizer": 1,
-    "--tool-call-parser": 1,
+    "--dtype",
+    "--enable-auto-tool-choice",
+    "--enable-chunked-prefill",
+    "--enable-lora",
+    "--enable-per-request-metrics",
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--enable-scale-out",
+    "--enable-server-load-tracking",
+    "--enable-sleep-mode",
+    "--enable-tokenizer-info-endpoint",
+    "--enforce-eager",
+    "--gpu-memory-utilization",
+    "--load-format",
+    "--lora-modules",
+    "--max-cpu-loras",
+    "--max-lora-rank",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--seed",
+    "--show-hidden-metrics-for-version",
+    "--structured-outputs-config.backend",
+    "--tokenizer",
+    "--tool-call-parser",
 }
 # Options with a counterpart among the settings of `rollout serve`.
 SERVED = {
@@ -46,13 +47,12 @@ SERVED = {
     "--port": "port",
     "--served-model-name": "served_model_name",
 }
-SWITCHES = {
-    "--enable-prefix-caching": ("enable_prefix_caching", "true"),
-    "--no-enable-prefix-caching": ("enable_prefix_caching", "false"),
-}
+# vLLM keeps prefixes after their last user, unless it is told otherwise.
+PREFIX_CACHING = {"enable_prefix_caching": "true", "prefix_caching_eviction_policy": "lru"}
 LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 # Options without one: what they ask for is not served, or not by an option.
 UNSERVED = {
+    "--api-server-count": "one process serves",
     "--chat-template-content-format": "the content of a chat is given to the template as it came",
     "--enable-force-include-usage": "usage is sent where a request asks for it",
     "--enable-prompt-embeds": "embeddings are not served",
@@ -82,15 +82,15 @@ def serve_command(arguments: Sequence[str]) -> list[str]:
 
     Raises UnservedOptionError for an option without a counterpart, KeyError for an unknown one.
     """
-    fields = {"enable_prefix_caching": "true", "num_threads": "1", "max_logprobs": "20"}
+    fields = {**PREFIX_CACHING, "num_threads": "1", "max_logprobs": "20"}
     for name, values in _options(arguments):
         if name in UNSERVED:
             raise UnservedOptionError(f"{name}: {UNSERVED[name]}")
         if name in SERVED:
             (fields[SERVED[name]],) = values
-        elif name in SWITCHES:
-            field, value = SWITCHES[name]
-            fields[field] = value
+        elif name == "--no-enable-prefix-caching":
+            for field in PREFIX_CACHING:
+                del fields[field]
         elif name not in NEUTRAL and name != "--api-key":
             raise KeyError(f"{name} is not in the tables of {__file__}")
     if "logprobs_mode" in fields:

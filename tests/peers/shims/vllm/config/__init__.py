@@ -18,4 +18,4 @@ class ModelConfig:
         return int(self._fields["vocab_size"])
 
 
-__getattr__ = absent_names(__name__)
+__getattr__ = absent_names(__name__, __path__)

@@ -14,4 +14,4 @@ class _Platform:
 
 current_platform = _Platform()
 
-__getattr__ = absent_names(__name__)
+__getattr__ = absent_names(__name__, __path__)

@@ -14,4 +14,4 @@ def get_tokenizer(*_: object, **__: object) -> Any:
     return AutoTokenizer.from_pretrained(os.environ["PEER_MODEL"])
 
 
-__getattr__ = absent_names(__name__)
+__getattr__ = absent_names(__name__, __path__)
