@@ -45,8 +45,8 @@ def main(names: list[str]) -> int:
 
 def judged_suite(suite: Suite) -> Judged:
     """Run the files of a suite that run, and judge all its cases."""
-    source = find_source(suite.project, suite.version)
-    folder = unpack_tests(source, HOME)
+    source = find_source(suite.project, suite.version, suite.kind)
+    folder = unpack_tests(source, suite.tests, HOME)
     tests, model = folder / "tests", folder / "model"
     if suite.shims is not None:
         shutil.copytree(HERE / "shims" / suite.shims, tests, dirs_exist_ok=True)
@@ -75,12 +75,13 @@ def judged_suite(suite: Suite) -> Judged:
                 {**environment, "TEST_API_BASE_URL": f"{url}/v1"},
             )
     judged = judge(outcomes, suite.cases)
-    judge_unrun_files(tests, suite.run_files, suite.unrun_files, judged)
+    files = (*suite.run_files, *suite.adapted)
+    judge_unrun_files(tests, suite.test_files, files, suite.unrun_files, judged)
     return judged
 
 
 def texts_of(tests: Path) -> Iterator[str]:
-    for path in sorted(tests.rglob("test_*.py")):
+    for path in sorted(tests.rglob("*.py")):
         yield path.read_text(encoding="utf-8")
 
 
@@ -119,7 +120,11 @@ def serving(run: Run, model: Path) -> Iterator[str | None]:
         yield None
         return
     command = [sys.executable, "-m", "rollout", "serve", "--json", f"model={model}", "port=0"]
-    command += [f"served_model_name={run.model_name}", "num_threads=1", "max_sequence_length=512"]
+    command += [
+        f"served_model_name={run.model_name}",
+        "num_threads=1",
+        "enable_prefix_caching=true",
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stdout is not None
     try:

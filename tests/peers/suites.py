@@ -7,22 +7,30 @@ from dataclasses import dataclass
 from tests.doors.clients import Client
 from tests.peers.openai_table import OPENAI_CASES, OPENAI_RUNS, OPENAI_UNRUN_FILES
 from tests.peers.runs import Run
+from tests.peers.sglang_table import SGLANG_CASES, SGLANG_KITS, SGLANG_UNRUN_KITS
 from tests.peers.verdicts import Rule, Verdict, expression_of
 from tests.peers.vllm_table import VLLM_CASES, VLLM_FILES, VLLM_UNRUN_FILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The tests of one source distribution.
+    """The tests of one distribution.
 
-    version: as for `find_source`. requirements: what pip installs beside `{version}` of the
-    project. unrun_files: the rules of files that do not run. cases: the rules of cases in files
-    that run. A file of tests that neither runs nor has a rule is a fault.
-    shims: a folder of ours that is laid over the suite's tests. pytest_options: for its pytest.
+    version, kind: as for `find_source`. tests: the folder of tests in the distribution.
+    test_files: how their files are called.
+    requirements: what pip installs for them; "{version}" is that of the distribution.
+    shims: a folder of ours that is laid over the tests. pytest_options: for their pytest.
+    runs: the files that run. adapted: files whose tests a file of `shims` runs.
+    unrun_files: rules of the other files; one without a rule is a fault.
+    cases: rules of cases in files that run.
     """
 
     project: str
     version: str
+    kind: str = "sdist"
+    tests: str = "tests"
+    test_files: str = "test_*.py"
+    adapted: tuple[str, ...] = ()
     requirements: tuple[str, ...]
     is_layered: bool
     runs: tuple[Run, ...]
@@ -73,5 +81,19 @@ SUITES = {
             *("-o", "asyncio_mode=auto"),
             *("-o", "asyncio_default_fixture_loop_scope=session"),
         ),
+    ),
+    "sglang": Suite(
+        project="sglang",
+        version="0.5.23",
+        kind="wheel",
+        tests="sglang/test",
+        test_files="*_kit.py",
+        adapted=SGLANG_KITS,
+        requirements=(*_PYTEST, "requests"),
+        is_layered=False,
+        runs=(Run(files=("kits_over_http.py",), model_name="default"),),
+        unrun_files=SGLANG_UNRUN_KITS,
+        cases=SGLANG_CASES,
+        shims="sglang_tests",
     ),
 }

@@ -1,10 +1,11 @@
-"""Which source distribution of an index is taken, and what is unpacked of it."""
+"""Which distribution of an index is taken, and what is unpacked of it."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +29,67 @@ FILES = [
 
 
 @pytest.mark.parametrize(
-    ("version", "found"), [("3.*", "3.10.1"), ("4.*", "4.0.0"), ("3.9.0", "3.9.0")]
+    ("version", "kind", "found"),
+    [
+        ("3.*", "sdist", "3.10.1"),
+        ("4.*", "sdist", "4.0.0"),
+        ("3.9.0", "sdist", "3.9.0"),
+        ("3.*", "wheel", "3.13.0"),
+    ],
 )
-def test_the_newest_release_of_a_version_is_taken(version: str, found: str) -> None:
-    assert newest_source(FILES, "peer", version).version == found
+def test_the_newest_release_of_a_version_is_taken(version: str, kind: str, found: str) -> None:
+    assert newest_source(FILES, "peer", version, kind).version == found
 
 
 def test_a_version_without_a_source_distribution_is_refused() -> None:
-    with pytest.raises(SourceError, match=r"peer==3\.13\.0"):
-        newest_source(FILES, "peer", "3.13.0")
+    with pytest.raises(SourceError, match=r"no sdist of peer==3\.13\.0"):
+        newest_source(FILES, "peer", "3.13.0", "sdist")
 
 
-def _source(tmp_path: Path, sha256: str | None = None) -> Source:
-    archive = tmp_path / "peer-1.0.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        for name in ("peer-1.0/tests/test_a.py", "peer-1.0/peer/tests/b.py", "peer-1.0/setup.py"):
-            member = tarfile.TarInfo(name)
-            member.size = 4
-            tar.addfile(member, io.BytesIO(b"pass"))
+NAMES = ("tests/a/test_a.py", "peer/tests/test_b.py", "setup.py")
+
+
+def _source(archive: Path, sha256: str | None = None) -> Source:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive, "w") as wheel:
+            for name in NAMES:
+                wheel.writestr(name, "pass")
+    else:
+        with tarfile.open(archive, "w:gz") as sdist:
+            for name in NAMES:
+                member = tarfile.TarInfo(f"peer-1.0/{name}")
+                member.size = 4
+                sdist.addfile(member, io.BytesIO(b"pass"))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    url = archive.as_uri()
-    return Source(project="peer", version="1.0", url=url, sha256=sha256 or digest)
+    return Source(project="peer", version="1.0", url=archive.as_uri(), sha256=sha256 or digest)
 
 
-def test_only_the_tests_of_a_source_distribution_are_unpacked(tmp_path: Path) -> None:
-    folder = unpack_tests(_source(tmp_path), tmp_path)
+@pytest.mark.parametrize("name", ["peer-1.0.tar.gz", "peer-1.0-py3-none-any.whl"])
+@pytest.mark.parametrize(
+    ("tests", "unpacked"), [("tests", "tests/a/test_a.py"), ("peer/tests", "tests/test_b.py")]
+)
+def test_only_the_tests_of_a_distribution_are_unpacked(
+    tmp_path: Path, name: str, tests: str, unpacked: str
+) -> None:
+    folder = unpack_tests(_source(tmp_path / name), tests, tmp_path)
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
-    assert files == {"tests/test_a.py"}
+    assert files == {unpacked}
 
 
 def test_a_file_with_another_hash_is_refused_and_asked_for_again(tmp_path: Path) -> None:
+    archive = tmp_path / "peer-1.0.tar.gz"
     with pytest.raises(SourceError, match="SHA-256"):
-        unpack_tests(_source(tmp_path, sha256="0" * 64), tmp_path)
-    assert (unpack_tests(_source(tmp_path), tmp_path) / "tests" / "test_a.py").exists()
+        unpack_tests(_source(archive, sha256="0" * 64), "tests", tmp_path)
+    folder = unpack_tests(_source(archive), "tests", tmp_path)
+    assert (folder / NAMES[0]).exists()
+
+
+def test_a_path_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    archive = tmp_path / "peer-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(archive, "w") as wheel:
+        wheel.writestr("tests/../../../out.py", "pass")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    source = Source(project="peer", version="1.0", url=archive.as_uri(), sha256=digest)
+    with pytest.raises(SourceError, match=r"out\.py"):
+        unpack_tests(source, "tests", tmp_path / "home")
+    assert not (tmp_path / "out.py").exists()

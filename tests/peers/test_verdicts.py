@@ -85,7 +85,7 @@ def test_functions_of_unrun_files_are_counted_by_the_reason_of_their_rule(tmp_pa
         (tmp_path / name).write_text(source)
     judged = Judged()
     rules = (*not_applicable("deep", "deep/*"), *not_applicable("gone", "gone/*"))
-    judge_unrun_files(tmp_path, ["test_run.py", "test_missing.py"], rules, judged)
+    judge_unrun_files(tmp_path, "test_*.py", ["test_run.py", "test_missing.py"], rules, judged)
     assert judged.unrun == {"deep": 2}
     assert judged.unmatched == ["gone/*", "test_missing.py"]
     assert judged.cases == [

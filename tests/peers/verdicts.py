@@ -145,14 +145,14 @@ def counts_by_file(cases: Iterable[Judgement]) -> Mapping[str, Counter[Verdict]]
 
 
 def judge_unrun_files(
-    tests: Path, run_files: Sequence[str], rules: Sequence[Rule], judged: Judged
+    tests: Path, pattern: str, run_files: Sequence[str], rules: Sequence[Rule], judged: Judged
 ) -> None:
-    """Add the files of tests that do not run to `judged`, by their rules.
+    """Add the files of tests, of names as `pattern`, that do not run to `judged`, by their rules.
 
     A file that neither runs nor has a rule is UNLISTED. Cases are counted as test functions.
     """
     used = set[str]()
-    for path in sorted(tests.rglob("test_*.py")):
+    for path in sorted(tests.rglob(pattern)):
         name = path.relative_to(tests).as_posix()
         if name in run_files:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.peers.verdicts import Rule, not_applicable
+from tests.peers.verdicts import Rule, differs, not_applicable, ours
 
 _CHAT = "entrypoints/openai/chat_completion/"
 _COMPLETION = "entrypoints/openai/completion/"
@@ -184,6 +184,10 @@ VLLM_CASES: tuple[Rule, ...] = (
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_exist_run_batch",
     ),
     *not_applicable(
+        "embeddings are not served",
+        f"{_SERVE}middleware/test_optional_middleware.py::test_v2_endpoint_*",
+    ),
+    *not_applicable(
         "images are not served", f"{_SERVE}instrumentator/test_metrics.py::*multimodal]"
     ),
     *not_applicable(
@@ -191,6 +195,7 @@ VLLM_CASES: tuple[Rule, ...] = (
         f"{_CHAT}test_chat.py::test_complex_message_content",
         f"{_CHAT}test_chat_echo.py::test_chat_session_with_echo_and_continue_final_message*",
         f"{_OPENAI}test_return_token_ids.py::test_chat_completion_with_tool_use",
+        f"{_OPENAI}test_return_token_ids.py::test_chat_completion_with_emoji_and_token_ids",
         f"{_SCALE_OUT}test_serving_tokens.py::test_stop_string_workflow",
     ),
     *not_applicable(
@@ -206,5 +211,101 @@ VLLM_CASES: tuple[Rule, ...] = (
     *not_applicable(
         "one process serves",
         f"{_RL}test_pause_multi_frontend.py::test_pause_rejects_on_every_api_server",
+    ),
+    *differs(
+        _PAGE,
+        "The last chunk of a stream has the finish reason and no text.",
+        f"{_CHAT}test_chat.py::test_chat_streaming[HuggingFaceH4/zephyr-7b-beta]",
+        f"{_COMPLETION}test_completion.py::test_parallel_streaming*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_stream",
+    ),
+    *differs(
+        _PAGE,
+        "`usage` always has `prompt_tokens_details`.",
+        f"{_CHAT}test_chat.py::test_single_chat_session[HuggingFaceH4/zephyr-7b-beta]",
+        f"{_SERVE}instrumentator/test_orca_metrics.py::test_single_completion*",
+    ),
+    *differs(
+        _PAGE,
+        "Constrained output and beam search are refused.",
+        f"{_CHAT}test_chat.py::test_structured_outputs_*_chat",
+        f"{_CHAT}test_chat.py::test_structured_outputs_choice_chat_logprobs",
+        f"{_CHAT}test_chat.py::test_response_format_json_*",
+        f"{_COMPLETION}test_completion.py::test_batch_completions*",
+    ),
+    *differs(
+        _PAGE,
+        "Log-probs of the whole vocabulary (-1) are refused.",
+        f"{_CHAT}test_chat_echo.py::test_prompt_logprobs",
+        f"{_CHAT}test_chat_echo.py::test_top_logprobs",
+    ),
+    *differs(
+        _PAGE,
+        "Messages of errors have words of their own.",
+        f"{_CHAT}test_chat.py::test_long_seed",
+        f"{_COMPLETION}test_prompt_validation.py::test_empty_prompt",
+        f"{_COMPLETION}test_prompt_validation.py::test_out_of_vocab_token_ids",
+    ),
+    *differs(
+        _PAGE,
+        "Replies have no times of their request, and headers no load of the server.",
+        f"{_CHAT}test_chat_completion.py::test_per_request_metrics_*",
+        f"{_SERVE}instrumentator/test_orca_metrics.py::*_with_orca_header*",
+    ),
+    *differs(
+        _PAGE,
+        "A prompt comes as messages or ids, not from another server's prefill.",
+        f"{_CHAT}test_chat_completion.py::test_kv_transfer_prompt_token_ids_*",
+    ),
+    *ours(
+        "`logit_bias` with keys that are no ids is refused without their names",
+        f"{_CHAT}test_chat_logit_bias_validation.py::*_non_integer_key*",
+    ),
+    *ours(
+        "`prompt_logprobs: 0` has the most likely token, too; `logprobs: 0` has no entry",
+        f"{_CHAT}test_chat.py::test_more_than_one_prompt_logprobs_chat*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_logprobs[0]",
+    ),
+    *ours(
+        "the sampled token is not the first of `top_logprobs`",
+        f"{_OPENAI}test_return_tokens_as_ids.py::test_completion_*[False]",
+    ),
+    *ours(
+        "`continuous_usage_stats` is ignored, and `stream_options` without `stream` is taken",
+        f"{_CHAT}test_chat.py::test_chat_completion_stream_options[HuggingFaceH4/zephyr-7b-beta]",
+        f"{_COMPLETION}test_completion.py::test_completion_stream_options*",
+        f"{_OPENAI}test_chunked_prompt.py::*",
+    ),
+    *ours(
+        "fields are ignored: logprob_token_ids, truncation_side, output_mode and others",
+        f"{_CHAT}test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids*",
+        f"{_CHAT}test_logprob_token_ids.py::test_logprob_token_ids_stream_with_no_top_k",
+        f"{_COMPLETION}test_completion.py::test_logprob_token_ids*",
+        f"{_COMPLETION}test_completion.py::test_completion_truncation_side_*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_prompt_token_id_logprobs",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_matches_chat_completions",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_stream_matches_non_stream",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_invalid_requests_return_400*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_derender_mode_without_parser_*",
+    ),
+    *ours(
+        "control plane: abort_requests, weight_checker, version, load, and names of parameters",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_stream_delivers_abort_finish_chunk*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_abort_requests_is_served_without_tokens_only",
+        f"{_RL}test_pause_resume.py::*::test_invalid_mode_preserves_state*",
+        f"{_RL}test_weight_checker.py::*::test_invalid_request_returns_400[payload0]",
+        f"{_RL}test_weight_checker.py::*::test_invalid_request_returns_400[None]",
+        f"{_RL}test_weight_checker.py::*::test_checksum_is_stable_*",
+        f"{_SERVE}instrumentator/test_basic.py::test_show_version",
+        f"{_SERVE}instrumentator/test_basic.py::test_server_load*",
+    ),
+    *ours(
+        "vLLM's families of metrics are missing",
+        f"{_RL}test_sleep.py::test_sleep_mode",
+        f"{_SERVE}instrumentator/test_metrics.py::*",
+    ),
+    *ours(
+        "`token_strs` are not tokens of the vocabulary",
+        f"{_SERVE}tokenize/test_tokenization.py::test_tokenize_with_return_token_strs*",
     ),
 )
