@@ -5,8 +5,8 @@
 #   make test-doors       real clients (openai, lm-eval, verifiers, TRL, verl, ...) against a server, each
 #                         in an environment of its own, and adapters to verifiers and OpenEnv there;
 #                         DOORS="trl verl" runs those
-#   make test-peers       the test suites of vLLM and openai-python, from PyPI, over a server: a table of
-#                         cases, in .peers/table.txt; PEERS="vllm" runs that suite
+#   make test-peers       tests of vLLM, SGLang and the openai package, from PyPI, over a server: a table
+#                         of cases, in .peers/table.txt; PEERS="vllm openai" runs those
 #   make test-long        full counts and the slow tests as well
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.peers.verdicts import Rule, not_applicable
+from tests.peers.verdicts import Rule, differs, not_applicable, ours
 
 SGLANG_KITS = (
     "kits/abort_timeout_kit.py",
@@ -57,5 +57,15 @@ SGLANG_CASES: tuple[Rule, ...] = (
         "kits_over_http.py::TestSchedulerStress::test_streaming_response",
         "kits_over_http.py::TestSchedulerStress::test_concurrent_requests",
         "kits_over_http.py::TestMatchedStop::test_finish_stop_eos",
+    ),
+    *differs(
+        "docs/peers.md",
+        "Choices of `/v1` have vLLM's `stop_reason`, not SGLang's `matched_stop`.",
+        "kits_over_http.py::TestMatchedStop::test_finish_length",
+        "kits_over_http.py::TestMatchedStop::test_finish_stop_str",
+    ),
+    *ours(
+        "`stop_regex` is ignored",
+        "kits_over_http.py::TestMatchedStop::test_finish_stop_regex_str",
     ),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import unittest
+from unittest import mock
 
 import requests
 from kits.abort_timeout_kit import AbortAllMixin
@@ -13,6 +15,8 @@ from kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
 from kits.matched_stop_kit import MatchedStopMixin
 from kits.pause_generation_kit import PauseResumeInPlaceMixin
 from kits.radix_cache_server_kit import run_radix_attention_test
+
+NUM_TOKENS = 8192
 
 
 class _Process:
@@ -54,4 +58,11 @@ class TestAbortAll(AbortAllMixin, ServerCase): ...
 
 class TestRadixCache(ServerCase):
     def test_radix_attention(self) -> None:
-        run_radix_attention_test(self.base_url)
+        draw = random.Random(0).randint
+
+        def token_or_length(lowest: int, highest: int) -> int:
+            return draw(lowest, min(highest, NUM_TOKENS - 1))
+
+        # The kit draws ids of a vocabulary of 32,000.
+        with mock.patch.object(random, "randint", token_or_length):
+            run_radix_attention_test(self.base_url)
