@@ -68,4 +68,8 @@ SGLANG_CASES: tuple[Rule, ...] = (
         "`stop_regex` is ignored",
         "kits_over_http.py::TestMatchedStop::test_finish_stop_regex_str",
     ),
+    *ours(
+        "`/generate` refuses `max_new_tokens: 0`",
+        "kits_over_http.py::TestRadixCache::test_radix_attention",
+    ),
 )

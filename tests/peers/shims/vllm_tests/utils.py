@@ -106,6 +106,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def skipped(*arguments: object, **keywords: object) -> Any:
-        return pytest.mark.skip(reason=f"in process: tests.utils.{name}")
+        mark = pytest.mark.skip(reason=f"in process: tests.utils.{name}")
+        is_decorator = len(arguments) == 1 and callable(arguments[0]) and not keywords
+        return mark(arguments[0]) if is_decorator else mark
 
     return skipped
