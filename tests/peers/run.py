@@ -17,20 +17,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import pytest
+
 from tests.doors.environments import ROOT, python_of
+from tests.doors.server import serving
 from tests.peers.model import write_model
 from tests.peers.report import case_lines, summary_lines
-from tests.peers.runs import Run
 from tests.peers.sources import find_source, unpack_tests
 from tests.peers.suites import SUITES, Suite
 from tests.peers.verdicts import Judged, Outcome, judge, judge_unrun_files
 
 HOME = ROOT / ".peers"
 HERE = Path(__file__).parent
-RUN_S, CASE_S, EXIT_S = 3600, 300, 60
+RUN_S, CASE_S = 3600, 300
 
 
 def main(names: list[str]) -> int:
@@ -67,13 +69,12 @@ def judged_suite(suite: Suite) -> Judged:
     }
     outcomes: list[Outcome] = []
     for run in suite.runs:
-        with serving(run, model) as url:
-            outcomes += run_tests(
-                python,
-                (*suite.pytest_options, *run.files),
-                tests,
-                {**environment, "TEST_API_BASE_URL": f"{url}/v1"},
-            )
+        with ExitStack() as stack:
+            if run.model_name is not None:
+                settings = [f"model={model}", f"served_model_name={run.model_name}"]
+                url = stack.enter_context(serving(*settings, "enable_prefix_caching=true"))
+                environment["TEST_API_BASE_URL"] = f"{url}/v1"
+            outcomes += run_tests(python, (*suite.pytest_options, *run.files), tests, environment)
     judged = judge(outcomes, suite.cases)
     files = (*suite.run_files, *suite.adapted)
     judge_unrun_files(tests, suite.test_files, files, suite.unrun_files, judged)
@@ -110,30 +111,11 @@ def run_tests(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(
+            f"pytest exited with {process.returncode}; see {tests.parent}/pytest.log"
+        )
     return [Outcome(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@contextmanager
-def serving(run: Run, model: Path) -> Iterator[str | None]:
-    """The server of a run whose tests start none; yields its URL."""
-    if run.model_name is None:
-        yield None
-        return
-    command = [sys.executable, "-m", "rollout", "serve", "--json", f"model={model}", "port=0"]
-    command += [
-        f"served_model_name={run.model_name}",
-        "num_threads=1",
-        "enable_prefix_caching=true",
-    ]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert server.stdout is not None
-    try:
-        line = server.stdout.readline()
-        assert line, "the server did not start"
-        yield json.loads(line)["url"]
-    finally:
-        server.terminate()
-        server.wait(EXIT_S)
 
 
 if __name__ == "__main__":
