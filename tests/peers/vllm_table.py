@@ -193,6 +193,7 @@ VLLM_CASES: tuple[Rule, ...] = (
     *not_applicable(
         "a model that was trained must answer",
         f"{_CHAT}test_chat.py::test_complex_message_content",
+        f"{_CHAT}test_chat.py::test_more_than_one_prompt_logprobs_chat*",
         f"{_CHAT}test_chat_echo.py::test_chat_session_with_echo_and_continue_final_message*",
         f"{_OPENAI}test_return_token_ids.py::test_chat_completion_with_tool_use",
         f"{_OPENAI}test_return_token_ids.py::test_chat_completion_with_emoji_and_token_ids",
@@ -262,8 +263,7 @@ VLLM_CASES: tuple[Rule, ...] = (
         f"{_CHAT}test_chat_logit_bias_validation.py::*_non_integer_key*",
     ),
     *ours(
-        "`prompt_logprobs: 0` has the most likely token, too; `logprobs: 0` has no entry",
-        f"{_CHAT}test_chat.py::test_more_than_one_prompt_logprobs_chat*",
+        "`logprobs: 0` of `/inference/v1/generate` has no entry",
         f"{_SCALE_OUT}test_serving_tokens.py::test_generate_logprobs[0]",
     ),
     *ours(
