@@ -268,7 +268,7 @@ VLLM_CASES: tuple[Rule, ...] = (
     ),
     *differs(
         _PAGE,
-        "`/inference/v1/generate` answers with ids alone, whatever `output_mode` there is elsewhere.",
+        "`/inference/v1/generate` answers with ids alone; `output_mode` is refused.",
         f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_matches_chat_completions",
         f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_stream_matches_non_stream",
         f"{_SCALE_OUT}test_serving_tokens.py::*_requests_return_400[derender-stream]",
