@@ -5,6 +5,8 @@
 #   make test-doors       real clients (openai, lm-eval, verifiers, TRL, verl, ...) against a server, each
 #                         in an environment of its own, and adapters to verifiers and OpenEnv there;
 #                         DOORS="trl verl" runs those
+#   make test-peers       tests of vLLM, SGLang and the openai package, from PyPI, over a server: a table
+#                         of cases, in .peers/table.txt; PEERS="vllm openai" runs those
 #   make test-long        full counts and the slow tests as well
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
@@ -30,6 +32,8 @@ PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=
+# Names of suites in tests/peers/suites.py, all without any.
+PEERS ?=
 # The again.txt of a first gpu-check: node ids of tests.
 AGAIN ?=
 # Where no CPU build of torch is configured: make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -51,7 +55,7 @@ STAMP312 := $(VENV312)/.installed-$(shell { cat pyproject.toml constraints.txt c
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-312 test-doors test-long test-products lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo test test-312 test-doors test-peers test-long test-products lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -89,6 +93,9 @@ test-312: $(STAMP312)
 test-doors: $(STAMP)
 	PYTHONPATH=. $(PY) tests/doors/run.py $(DOORS)
 
+test-peers: $(STAMP)
+	PYTHONPATH=. $(PY) tests/peers/run.py $(PEERS)
+
 test-long: $(STAMP)
 	ROLLOUT_TEST_LONG=1 $(PYTEST) -m "not gpu" --timeout 1800
 
@@ -119,5 +126,5 @@ gpu-check:
 	@$(PYTHON) scripts/gpu_check.py $(if $(AGAIN),again $(AGAIN),first)
 
 clean:
-	rm -rf $(VENV) $(VENV312) .doors build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV312) .doors .peers build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

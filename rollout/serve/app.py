@@ -15,7 +15,7 @@ from rollout.serve.config import CONTROL_DOORS
 from rollout.serve.control.routes import control_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
-from rollout.serve.fields import Fields, unknown_field
+from rollout.serve.fields import Fields, unknown_field, unreadable_value
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Access, Keys
 from rollout.serve.metrics import metrics_routes
@@ -148,7 +148,7 @@ def check_query(query: Mapping[str, str], kind: type[Fields]) -> None:
     try:
         msgspec.convert(dict(query), kind, strict=False)
     except msgspec.ValidationError as fault:
-        raise unknown_field(fault, kind) or _unreadable("query", fault) from None
+        raise unknown_field(fault, kind) or unreadable_value(fault, query) from None
 
 
 def decoded(body: bytes, kind: type[Fields]) -> Fields:
@@ -158,15 +158,17 @@ def decoded(body: bytes, kind: type[Fields]) -> Fields:
             body.decode()  # msgspec does not look into fields that it skips
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as fault:
-        raise unknown_field(fault, kind) or _unreadable("body", fault) from None
+        raise unknown_field(fault, kind) or unreadable_value(fault, _given(body)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise _unreadable("body", fault) from None
+        raise ApiError(400, f"the body cannot be read: {fault}") from None
 
 
-def _unreadable(what: str, fault: Exception) -> ApiError:
-    message = str(fault)
-    _, _, path = message.partition(" - at `$.")
-    return ApiError(400, f"the {what} cannot be read: {message}", param=path[:-1] or None)
+def _given(body: bytes) -> Any:
+    """The body as JSON; None for one that is none, which msgspec tells after a wrong value."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 @web.middleware

@@ -19,6 +19,8 @@ from rollout.serve.errors import ApiError
 _STATUS = "status"  # of a field, in its Meta
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*?)`(?: - at `\$\.?(?P<at>.*)`)?$")
 _INDEX = re.compile(r"\[.*?\]")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.(?P<path>.*)`$")
+_STEP = re.compile(r"\[(?P<index>\d+)\]|(?P<name>[^.\[]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,23 @@ def unknown_field(fault: msgspec.ValidationError, kind: type[Fields]) -> ApiErro
     nearest = difflib.get_close_matches(key, places, 1)
     hint = f"the nearest is {places[nearest[0]]}" if nearest else "GET /openapi.json lists all"
     return ApiError(400, f"{place:.80} is no field of this request; {hint}", param=place[:80])
+
+
+def unreadable_value(fault: msgspec.ValidationError, given: Any) -> ApiError:
+    """Return the error for a value of another type than its field's, with the value.
+
+    given: the whole request, None if it is no JSON: then the value is left out.
+    """
+    match = _PLACE.search(str(fault))
+    if match is None:
+        return ApiError(400, f"the request cannot be read: {fault}")
+    path = match["path"].partition("[...]")[0]  # an entry of an object, whose key is not told
+    if given is None:
+        return ApiError(400, f"the request cannot be read: {fault}", param=path)
+    value = given
+    for step in _STEP.finditer(path):
+        value = value[step["name"] if step["index"] is None else int(step["index"])]
+    return ApiError(400, f"{path}={reprlib.repr(value)} cannot be read: {fault}", param=path)
 
 
 def _asks_nothing(value: Any) -> bool:

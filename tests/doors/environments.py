@@ -1,4 +1,4 @@
-"""Makes the virtual environment of a client, in .doors/NAME, at its first use."""
+"""Makes the virtual environment of a client, in FOLDER/NAME, at its first use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class MissingPythonError(Exception):
     """There is no interpreter of the version that a client needs."""
 
 
-def python_of(name: str, client: Client) -> str:
+def python_of(name: str, client: Client, folder: str = ".doors") -> str:
     """The interpreter of a client's environment. Raises MissingPythonError, CalledProcessError."""
     if client.is_layered and not client.requirements:
         return sys.executable
-    home = ROOT / ".doors" / name
+    home = ROOT / folder / name
     python, stamp = home / "bin" / "python", home / "installed"
     wanted = "\n".join([*client.requirements, *client.alone])
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:

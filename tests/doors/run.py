@@ -9,22 +9,21 @@ tests/serve/recorded, which `make test` replays.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.doors.clients import CLIENTS, Client
 from tests.doors.environments import ROOT, MissingPythonError, python_of
 from tests.doors.recorder import recording
+from tests.doors.server import serving
 from tests.serve import chat_model
 
-RUN_S, EXIT_S = 1800, 60
+RUN_S = 1800
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +45,10 @@ def outcome_of(name: str, *, is_recorded: bool) -> str:
             return "passed"
         with ExitStack() as stack:
             root = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-doors-"))
-            url = stack.enter_context(serving(client, root))
+            settings = [f"model={chat_model.directory()}", "served_model_name=model"]
+            settings.append("max_sequence_length=512")
+            settings += [setting.format(root=root) for setting in client.server]
+            url = stack.enter_context(serving(*settings))
             if is_recorded:
                 url = stack.enter_context(recording(name, url, root))
             run(python, client, url, root)
@@ -66,25 +68,6 @@ def run(python: str, client: Client, url: str, root: str) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     command = [python, str(script), url, chat_model.directory(), root]
     subprocess.run(command, env=environment, check=True, timeout=RUN_S)
-
-
-@contextmanager
-def serving(client: Client, root: str) -> Iterator[str]:
-    """A server for one client; yields its URL. It must end with status 0."""
-    fields = [field.format(root=root) for field in client.server]
-    command = [sys.executable, "-m", "rollout", "serve", "--json"]
-    command += [f"model={chat_model.directory()}", "port=0", "served_model_name=model"]
-    command += ["num_threads=1", "max_sequence_length=512", *fields]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert server.stdout is not None
-    try:
-        line = server.stdout.readline()
-        assert line, "the server did not start"
-        yield json.loads(line)["url"]
-    finally:
-        server.terminate()
-        status = server.wait(EXIT_S)
-    assert status == 0, f"the server exited with {status}"
 
 
 if __name__ == "__main__":

@@ -337,6 +337,42 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(
 
 
 @pytest.mark.parametrize(
+    ("route", "fields", "message", "param"),
+    [
+        (COMPLETION, {"max_tokens": "5"}, "max_tokens='5' cannot be read: Expected", "max_tokens"),
+        (CHAT, {"logit_bias": {"dog": 1}}, "logit_bias={'dog': 1} cannot be read", "logit_bias"),
+        (CHAT, {"logit_bias": {"1": "a"}}, "logit_bias={'1': 'a'} cannot", "logit_bias"),
+        (COMPLETION, {"stop": ["a", 7]}, "stop[1]=7 cannot be read", "stop[1]"),
+        (
+            GENERATE,
+            {"sampling_params": {"top_k": "many"}},
+            "sampling_params.top_k='many' cannot be read",
+            "sampling_params.top_k",
+        ),
+        (CHAT, {"max_tokens": "9" * 999}, "max_tokens='99", "max_tokens"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(
+    served: Served, route: str, fields: dict[str, Any], message: str, param: str
+) -> None:
+    answer = served.post(path_of(route), BODIES[route] | fields)
+    assert answer.status == 400
+    assert message in message_of(answer)
+    assert len(message_of(answer)) < 400
+    if route != GENERATE:
+        assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": [', b'{"max_tokens": "5", "prompt": [', b"[]", b'{"prompt": "\xff"}']
+)
+def test_a_body_that_is_no_json_object_is_refused(served: Served, body: bytes) -> None:
+    answer = served.post("/v1/completions", body)
+    assert answer.status == 400
+    assert "cannot be read" in message_of(answer)
+
+
+@pytest.mark.parametrize(
     ("route", "fields", "message"),
     [
         (

@@ -1,0 +1,331 @@
+"""vLLM's tests: the files that run over our server, why the others do not, and known cases."""
+
+from __future__ import annotations
+
+from tests.peers.verdicts import Rule, differs, not_applicable, ours
+
+_CHAT = "entrypoints/openai/chat_completion/"
+_COMPLETION = "entrypoints/openai/completion/"
+_OPENAI = "entrypoints/openai/"
+_RL = "entrypoints/rl/state_transitions/"
+_SCALE_OUT = "entrypoints/scale_out/token_in_token_out/"
+_SERVE = "entrypoints/serve/"
+_PAGE = "docs/peers.md"
+
+VLLM_FILES = (
+    f"{_CHAT}test_chat.py",
+    f"{_CHAT}test_chat_completion.py",
+    f"{_CHAT}test_chat_echo.py",
+    f"{_CHAT}test_chat_logit_bias_validation.py",
+    f"{_CHAT}test_completion_with_function_calling.py",
+    f"{_CHAT}test_enable_force_include_usage.py",
+    f"{_CHAT}test_include_reasoning.py",
+    f"{_CHAT}test_logprob_token_ids.py",
+    f"{_CHAT}test_root_path.py",
+    f"{_COMPLETION}test_completion.py",
+    f"{_COMPLETION}test_prompt_validation.py",
+    f"{_OPENAI}models/test_models.py",
+    f"{_OPENAI}test_chunked_prompt.py",
+    f"{_OPENAI}test_return_token_ids.py",
+    f"{_OPENAI}test_return_tokens_as_ids.py",
+    "entrypoints/rl/return_routed_experts/test_openai_api.py",
+    "entrypoints/rl/return_routed_experts/test_scale_out_api.py",
+    f"{_RL}test_pause_multi_frontend.py",
+    f"{_RL}test_pause_resume.py",
+    f"{_RL}test_sleep.py",
+    f"{_RL}test_weight_checker.py",
+    f"{_SCALE_OUT}test_serving_tokens.py",
+    f"{_SERVE}instrumentator/test_basic.py",
+    f"{_SERVE}instrumentator/test_metrics.py",
+    f"{_SERVE}instrumentator/test_orca_metrics.py",
+    f"{_SERVE}instrumentator/test_uds.py",
+    f"{_SERVE}middleware/test_optional_middleware.py",
+    f"{_SERVE}tokenize/test_tokenization.py",
+)
+
+VLLM_UNRUN_FILES: tuple[Rule, ...] = (
+    *not_applicable(
+        "embeddings, classes, scores and rewards of pooling models are not served",
+        "entrypoints/pooling/*",
+        "entrypoints/generate/generative_scoring/*",
+        "entrypoints/generate/structured_decisions/*",
+        f"{_OPENAI}decisions/*",
+        "entrypoints/unit_tests/test_chat_billing_header.py",
+    ),
+    *not_applicable(
+        "images, video, speech and embeddings in prompts are not served",
+        "entrypoints/multimodal/*",
+        "entrypoints/speech_to_text/*",
+        f"{_CHAT}test_chat_completion_with_prompt_embeds.py",
+        f"{_CHAT}test_extra_content_fields.py",
+        f"{_COMPLETION}test_completion_with_prompt_embeds.py",
+        f"{_OPENAI}test_openai_schema.py",
+        f"{_SCALE_OUT}test_mm_serde.py",
+        f"{_SCALE_OUT}test_serving_multimodal_tokens.py",
+        f"{_SERVE}tokenize/test_tokenization_vlm.py",
+        f"{_SERVE}tokenize/test_tokenize_then_chat_vlm.py",
+    ),
+    *not_applicable(
+        "protocols of others (Anthropic, Cohere, OpenAI's responses, SageMaker) are not served",
+        "entrypoints/anthropic/*",
+        "entrypoints/cohere/*",
+        f"{_OPENAI}responses/*",
+        f"{_SERVE}sagemaker/*",
+    ),
+    *not_applicable(
+        "renderers, derenderers, batches of chats and calls of workers are not served",
+        "entrypoints/scale_out/derender/*",
+        "entrypoints/scale_out/ec_integration/*",
+        "entrypoints/scale_out/render/*",
+        f"{_CHAT}test_batched_chat_completions.py",
+        f"{_OPENAI}test_render_parity.py",
+        f"{_OPENAI}test_render_token_offsets.py",
+        f"{_SERVE}dev/rpc/*",
+    ),
+    *not_applicable(
+        "a model that was trained must answer: it calls tools, thinks or knows the answer",
+        "entrypoints/tool_parsers/*",
+        "tool_use/*",
+        f"{_CHAT}test_thinking_token_budget.py",
+        f"{_OPENAI}correctness/*",
+        "evals/*",
+    ),
+    *not_applicable(
+        "weights in files of tensorizer, or none of the tokenizer, come from Hugging Face",
+        f"{_COMPLETION}test_tensorizer_entrypoint.py",
+        f"{_COMPLETION}test_token_in_token_out.py",
+    ),
+    *not_applicable(
+        "adapters are not loaded over HTTP under names of their own",
+        f"{_SERVE}lora/test_lora_adapters.py",
+    ),
+    *not_applicable(
+        "several GPUs, or CUDA's memory of another process",
+        "entrypoints/rl/weight_transfer_metrics/test_across_api_servers_metrics.py",
+        "entrypoints/rl/weight_transfer/*",
+    ),
+    *not_applicable(
+        "vLLM's command line, processes and LLM class, not a server",
+        "entrypoints/cli/*",
+        "entrypoints/common/*",
+        "entrypoints/launchers/*",
+        "entrypoints/llm/*",
+        "entrypoints/unit_tests/*",
+    ),
+    *not_applicable(
+        "vLLM's own classes of its server, in the test's process",
+        f"{_CHAT}test_chat_error.py",
+        f"{_CHAT}test_message_assembly.py",
+        f"{_CHAT}test_non_object_body_validation.py",
+        f"{_CHAT}test_serving_chat.py",
+        f"{_CHAT}test_stream_processor.py",
+        f"{_CHAT}test_thinking_token_budget_validation.py",
+        f"{_COMPLETION}test_completion_error.py",
+        f"{_COMPLETION}test_completion_text_offset.py",
+        f"{_COMPLETION}test_lora_resolvers.py",
+        f"{_OPENAI}parser/*",
+        f"{_OPENAI}test_penalty_default_resolution.py",
+        f"{_OPENAI}test_reasoning_enable_thinking.py",
+        f"{_OPENAI}test_session_id.py",
+        f"{_OPENAI}test_stop_token_ids.py",
+        f"{_OPENAI}test_tool_calls_serialization.py",
+        f"{_OPENAI}test_tool_choice_content_none.py",
+        f"{_OPENAI}test_watermarking.py",
+        "entrypoints/rl/return_routed_experts/test_route_request_bodies.py",
+        "entrypoints/rl/weight_transfer_metrics/test_weight_operation_metrics.py",
+        "entrypoints/scale_out/test_factories.py",
+        f"{_SCALE_OUT}test_generate_stream.py",
+        f"{_SCALE_OUT}test_protocol.py",
+        f"{_SCALE_OUT}test_tokens_logprobs.py",
+        f"{_SERVE}exception_handling/*",
+        f"{_SERVE}lora/test_serving_models.py",
+        f"{_SERVE}middleware/test_authentication_middleware.py",
+        f"{_SERVE}middleware/test_cors_middleware.py",
+        f"{_SERVE}test_profile_api_router.py",
+        f"{_SERVE}tokenize/test_serving_tokenization.py",
+        f"{_SERVE}utils/*",
+    ),
+    *not_applicable(
+        "vLLM's engine, kernels, models and tools, in the test's process",
+        *(
+            f"{folder}/*"
+            for folder in (
+                *("basic_correctness", "benchmarks", "compile", "config", "cuda", "detokenizer"),
+                *("device_allocator", "distributed", "engine", "fusion", "ir", "jit_monitor"),
+                *(
+                    "kernels",
+                    "lora",
+                    "model_executor",
+                    "models",
+                    "multimodal",
+                    "parser",
+                    "platforms",
+                ),
+                *("plugins_tests", "quantization", "reasoning", "renderers", "rocm", "samplers"),
+                *("spec_decode", "standalone_tests", "tokenizers_", "tool_parsers", "tools"),
+                *("tracing", "transformers_utils", "utils_", "v1", "watermarking"),
+            )
+        ),
+        "test_*",
+    ),
+)
+VLLM_CASES: tuple[Rule, ...] = (
+    *not_applicable(
+        "an adapter is not served under a name of its own",
+        f"{_CHAT}test_chat.py::*[zephyr-lora]",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_with_lora_adapter*",
+        f"{_OPENAI}models/test_models.py::test_check_models",
+    ),
+    *not_applicable(
+        "SageMaker's route, renderers, calls of workers and batch files are not served",
+        f"{_CHAT}test_chat.py::test_invocations",
+        f"{_RL}test_weight_checker.py::*::test_reset_changes_weights_and_reload_restores_them",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_derender_mode_with_parser*",
+        f"{_SERVE}instrumentator/test_metrics.py::test_metrics_exist_run_batch",
+    ),
+    *not_applicable(
+        "embeddings are not served",
+        f"{_SERVE}middleware/test_optional_middleware.py::test_v2_endpoint_*",
+    ),
+    *not_applicable(
+        "images are not served", f"{_SERVE}instrumentator/test_metrics.py::*multimodal]"
+    ),
+    *not_applicable(
+        "a model that was trained must answer",
+        f"{_CHAT}test_chat.py::test_complex_message_content",
+        f"{_CHAT}test_chat.py::test_more_than_one_prompt_logprobs_chat*",
+        f"{_CHAT}test_chat_echo.py::test_chat_session_with_echo_and_continue_final_message*",
+        f"{_OPENAI}test_return_token_ids.py::test_chat_completion_with_tool_use",
+        f"{_OPENAI}test_return_token_ids.py::test_chat_completion_with_emoji_and_token_ids",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_stop_string_workflow",
+    ),
+    *not_applicable(
+        "the test expects answers within half a second, or what another thread has read at once",
+        f"{_SERVE}instrumentator/test_basic.py::test_request_cancellation*",
+        f"{_RL}test_pause_resume.py::*::test_mode_request_lifecycle*-abort]",
+        f"{_RL}test_pause_resume.py::*::test_mode_request_lifecycle*-wait]",
+    ),
+    *not_applicable(
+        "a class of vLLM is needed in the test's process",
+        f"{_COMPLETION}test_prompt_validation.py::test_load_prompt_embeds*",
+    ),
+    *not_applicable(
+        "one process serves",
+        f"{_RL}test_pause_multi_frontend.py::test_pause_rejects_on_every_api_server",
+    ),
+    *differs(
+        _PAGE,
+        "The last chunk of a stream has the finish reason and no text.",
+        f"{_CHAT}test_chat.py::test_chat_streaming[HuggingFaceH4/zephyr-7b-beta]",
+        f"{_COMPLETION}test_completion.py::test_parallel_streaming*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_stream",
+    ),
+    *differs(
+        _PAGE,
+        "`usage` always has `prompt_tokens_details`.",
+        f"{_CHAT}test_chat.py::test_single_chat_session[HuggingFaceH4/zephyr-7b-beta]",
+        f"{_SERVE}instrumentator/test_orca_metrics.py::test_single_completion*",
+    ),
+    *differs(
+        _PAGE,
+        "Constrained output and beam search are refused.",
+        f"{_CHAT}test_chat.py::test_structured_outputs_*_chat",
+        f"{_CHAT}test_chat.py::test_structured_outputs_choice_chat_logprobs",
+        f"{_CHAT}test_chat.py::test_response_format_json_*",
+        f"{_COMPLETION}test_completion.py::test_batch_completions*",
+    ),
+    *differs(
+        _PAGE,
+        "Log-probs of the whole vocabulary (-1) are refused.",
+        f"{_CHAT}test_chat_echo.py::test_prompt_logprobs",
+        f"{_CHAT}test_chat_echo.py::test_top_logprobs",
+    ),
+    *differs(
+        _PAGE,
+        "Messages of errors have words of their own.",
+        f"{_CHAT}test_chat.py::test_long_seed",
+        f"{_COMPLETION}test_prompt_validation.py::test_empty_prompt",
+        f"{_COMPLETION}test_prompt_validation.py::test_out_of_vocab_token_ids",
+    ),
+    *differs(
+        _PAGE,
+        "Replies have no times of their request, and headers no load of the server.",
+        f"{_CHAT}test_chat_completion.py::test_per_request_metrics_*",
+        f"{_SERVE}instrumentator/test_orca_metrics.py::*_with_orca_header*",
+    ),
+    *differs(
+        _PAGE,
+        "A prompt comes as messages or ids, not from another server's prefill.",
+        f"{_CHAT}test_chat_completion.py::test_kv_transfer_prompt_token_ids_*",
+    ),
+    *differs(
+        _PAGE,
+        "Log-probs of chosen ids are not computed.",
+        f"{_CHAT}test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids*",
+        f"{_CHAT}test_logprob_token_ids.py::test_logprob_token_ids_stream_with_no_top_k",
+        f"{_COMPLETION}test_completion.py::test_logprob_token_ids*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_prompt_token_id_logprobs",
+    ),
+    *differs(
+        _PAGE,
+        "`/inference/v1/generate` answers with ids alone; `output_mode` is refused.",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_matches_chat_completions",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_stream_matches_non_stream",
+        f"{_SCALE_OUT}test_serving_tokens.py::*_requests_return_400[derender-stream]",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_derender_mode_without_parser_*",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_stream_delivers_abort_finish_chunk*",
+    ),
+    *differs(
+        _PAGE,
+        "A refused field that is empty asks for nothing.",
+        f"{_CHAT}test_chat_completion.py::test_empty_grammar*",
+    ),
+    *differs(
+        _PAGE,
+        "`param` of an error is the name of a parameter, without `query.`.",
+        f"{_RL}test_pause_resume.py::*::test_invalid_mode_preserves_state*",
+    ),
+    *differs(
+        _PAGE,
+        "`/weight_checker` answers without an action, and its checksums have 16 digits.",
+        f"{_RL}test_weight_checker.py::*::test_invalid_request_returns_400[payload0]",
+        f"{_RL}test_weight_checker.py::*::test_invalid_request_returns_400[None]",
+        f"{_RL}test_weight_checker.py::*::test_checksum_is_stable_*",
+    ),
+    *differs(
+        _PAGE,
+        "`/version` is that of this project, and `/abort_requests` is always served.",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_abort_requests_is_served_without_tokens_only",
+        f"{_SERVE}instrumentator/test_basic.py::test_show_version",
+    ),
+    *differs(
+        _PAGE,
+        "Of vLLM's families of metrics those are there that clients steer by.",
+        f"{_SERVE}instrumentator/test_metrics.py::test_metrics_counts*",
+        f"{_SERVE}instrumentator/test_metrics.py::test_metrics_exist*",
+    ),
+    *ours(
+        "`logprobs: 0` of `/inference/v1/generate` has no entry",
+        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_logprobs[0]",
+    ),
+    *ours(
+        "the sampled token is not the first of `top_logprobs`",
+        f"{_OPENAI}test_return_tokens_as_ids.py::test_completion_*[False]",
+    ),
+    *ours(
+        "`continuous_usage_stats` is refused",
+        f"{_CHAT}test_chat.py::test_chat_completion_stream_options[HuggingFaceH4/zephyr-7b-beta]",
+        f"{_COMPLETION}test_completion.py::test_completion_stream_options*",
+        f"{_OPENAI}test_chunked_prompt.py::*",
+    ),
+    *ours(
+        "the load and gauges of vLLM's names are missing",
+        f"{_RL}test_sleep.py::test_sleep_mode",
+        f"{_SERVE}instrumentator/test_basic.py::test_server_load*",
+        f"{_SERVE}instrumentator/test_metrics.py::test_abort_metrics_reset*",
+    ),
+    *ours(
+        "`token_strs` are not tokens of the vocabulary",
+        f"{_SERVE}tokenize/test_tokenization.py::test_tokenize_with_return_token_strs*",
+    ),
+)
