@@ -371,16 +371,17 @@ def page() -> str:
 _INTRODUCTION = """\
 # Fields of HTTP requests
 
-No field of a request is ignored. Each field that {peers} have is one of these:
+Each field that {peers} have is one of these:
 
 - **Served.** It does here what it does there.
 - **Neutral.** It may be sent with any value and changes nothing, for the reason that is given.
 - **Refused.** It is answered by 400 with its name and the remedy. Values that ask for nothing may
   be sent: null, and false and empty ones, or in place of those the values that are given.
 
-A field that nobody has is refused, too, and the answer names the nearest one: a `temprature` that
-is dropped would be a run at another temperature. `GET /openapi.json` has all fields with their
-types.
+A misspelled field is refused, and the answer names the nearest one: a `temprature` that is dropped
+would be a run at another temperature. Any other field that is not listed here is ignored where it
+asks for text or tokens, so that later versions of clients are served; the server's log names it
+once. Operations on the engines refuse it. `GET /openapi.json` has all fields with their types.
 
 `scripts/door_keys.py` makes this page from the structs that decode requests. It makes the list of
 the fields of other servers and clients from their released packages. A test compares the two.

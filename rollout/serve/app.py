@@ -15,7 +15,7 @@ from rollout.serve.config import CONTROL_DOORS
 from rollout.serve.control.routes import control_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
-from rollout.serve.fields import Fields, unknown_field, unreadable_value
+from rollout.serve.fields import Fields, converted, unreadable_value
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Access, Keys
 from rollout.serve.metrics import metrics_routes
@@ -94,9 +94,13 @@ async def _answered(
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
+        # A later client's field may leave a text as it is, but an operation must not do half.
+        ignores_unknown = route.access is not Access.ADMIN
         if route.query is not None:
-            check_query(request.query, route.query)
-        body = None if route.body is None else decoded(await _read(request), route.body)
+            check_query(request.query, route.query, ignores_unknown=ignores_unknown)
+        body = None
+        if route.body is not None:
+            body = decoded(await _read(request), route.body, ignores_unknown=ignores_unknown)
         return await _handled(route, request, body)
     except ConnectionError:
         _logger.info("%s %s: the client has gone", request.method, route.path)
@@ -143,22 +147,23 @@ async def _read(request: web.Request) -> bytes:
         ) from None
 
 
-def check_query(query: Mapping[str, str], kind: type[Fields]) -> None:
-    """Raise ApiError for a parameter that `kind` does not have, or refuses."""
-    try:
-        msgspec.convert(dict(query), kind, strict=False)
-    except msgspec.ValidationError as fault:
-        raise unknown_field(fault, kind) or unreadable_value(fault, query) from None
+def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
+    """Raise ApiError for a parameter that `kind` refuses or lacks; see `converted`."""
+    converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
-def decoded(body: bytes, kind: type[Fields]) -> Fields:
-    """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field."""
+def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
+    """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field; see
+    `converted`.
+    """
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into fields that it skips
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as fault:
-        raise unknown_field(fault, kind) or unreadable_value(fault, _given(body)) from None
+        if (given := _given(body)) is None:
+            raise unreadable_value(fault, None) from None
+        return converted(given, kind, ignores_unknown=ignores_unknown)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise ApiError(400, f"the body cannot be read: {fault}") from None
 

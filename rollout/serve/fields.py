@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 import reprlib
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ import msgspec
 from rollout.serve.errors import ApiError
 
 _STATUS = "status"  # of a field, in its Meta
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*?)`(?: - at `\$\.?(?P<at>.*)`)?$")
-_INDEX = re.compile(r"\[.*?\]")
+_TYPO_CUTOFF = 0.8  # of difflib's ratio: "temprature" has 0.95, "topk" 0.89
+_NUM_WARNINGS = 256  # unknown fields that are remembered as logged
+_MAX_SHOWN = 80  # characters of an unknown field
+_logger = logging.getLogger(__name__)
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.(?P<path>.*)`$")
 _STEP = re.compile(r"\[(?P<index>\d+)\]|(?P<name>[^.\[]+)")
 
@@ -96,19 +99,61 @@ def nested(kind: type[Fields]) -> dict[str, type[Fields]]:
     return {name: struct for name, struct in found.items() if struct is not None}
 
 
-def unknown_field(fault: msgspec.ValidationError, kind: type[Fields]) -> ApiError | None:
-    """Return the error for a field that `kind` does not have, with the nearest that it has; None if
-    `fault` is about something else."""
-    match = _UNKNOWN.search(str(fault))
-    if match is None:
-        return None
-    key, at = match["key"], _INDEX.sub("", match["at"] or "")
-    place = f"{at}.{key}" if at else key
-    paths = sorted(_places(kind), key=lambda path: path.rpartition(".")[0] == at)
-    places = {path.rpartition(".")[2]: path for path in paths}  # those beside it go first
-    nearest = difflib.get_close_matches(key, places, 1)
-    hint = f"the nearest is {places[nearest[0]]}" if nearest else "GET /openapi.json lists all"
-    return ApiError(400, f"{place:.80} is no field of this request; {hint}", param=place[:80])
+def converted(
+    given: Any, kind: type[Fields], *, ignores_unknown: bool, strict: bool = True
+) -> Fields:
+    """Return `given`, decoded JSON or a query, as `kind`.
+
+    ignores_unknown: whether fields that `kind` lacks are ignored, each with one line in the log.
+    strict: False also takes numbers and booleans that are written as text.
+
+    Raises ApiError, which names the field, for a value of another type, for a refused field, and
+    for an unknown field that is not ignored or resembles one of `kind`: probably a misspelling.
+    """
+    places = {path.rpartition(".")[2]: path for path in _places(kind)}
+    known = _known_part(given, kind, "", places, ignores_unknown)
+    try:
+        return msgspec.convert(known, kind, strict=strict, str_keys=True)
+    except msgspec.ValidationError as fault:
+        raise unreadable_value(fault, known) from None
+
+
+def _known_part(
+    given: Any, kind: type[Fields], above: str, places: Mapping[str, str], ignores_unknown: bool
+) -> Any:
+    """Return `given` without unknown fields, at any depth. above: the path of `given`."""
+    if isinstance(given, list):
+        return [_known_part(each, kind, above, places, ignores_unknown) for each in given]
+    if not isinstance(given, Mapping):
+        return given
+    inner = nested(kind)
+    known = {}
+    for key, value in given.items():
+        if key in kind.__struct_fields__:
+            if key in inner:
+                within = f"{above}{key}."
+                value = _known_part(value, inner[key], within, places, ignores_unknown)
+            known[key] = value
+            continue
+        place = f"{above}{key}"[:_MAX_SHOWN]
+        nearest = _nearest(key, kind, above, places)
+        if nearest is not None or not ignores_unknown:
+            hint = f"the nearest is {nearest}" if nearest else "GET /openapi.json lists all"
+            raise ApiError(400, f"{place} is no field of this request; {hint}", param=place)
+        _warn_once(kind.__name__, place)
+    return known
+
+
+def _nearest(key: str, kind: type[Fields], above: str, places: Mapping[str, str]) -> str | None:
+    """Return the path of the field that `key` resembles, rather one beside it; None if none does."""
+    paths = {**places, **{name: above + name for name in kind.__struct_fields__}}
+    nearest = difflib.get_close_matches(key, paths, 1, _TYPO_CUTOFF)
+    return paths[nearest[0]] if nearest else None
+
+
+@lru_cache(_NUM_WARNINGS)
+def _warn_once(kind: str, place: str) -> None:
+    _logger.warning("%s: the field %s is unknown and ignored", kind, place)
 
 
 def unreadable_value(fault: msgspec.ValidationError, given: Any) -> ApiError:
