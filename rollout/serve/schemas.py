@@ -46,7 +46,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
+    """include_usage: a last chunk with the usage of all samples. continuous_usage_stats: with
+    include_usage, also the usage of its sample so far in each chunk."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class ReplyFields(SamplingFields, kw_only=True):
@@ -95,7 +99,7 @@ class ChatBody(ReplyFields, kw_only=True):
 
 
 class TokenSampling(SamplingFields, kw_only=True):
-    """`sampling_params` of GenerateBody. logprobs: how many alternatives; 0: none."""
+    """`sampling_params` of GenerateBody. logprobs: how many alternatives; 0: the token alone."""
 
     logprobs: int | None = None
 
