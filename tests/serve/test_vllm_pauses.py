@@ -122,6 +122,34 @@ def test_requests_are_aborted_by_their_names_or_all(served: Served) -> None:
     assert other.choice()["finish_reason"] == "abort"
 
 
+def test_abort_requests_of_tokens_in_and_out_ends_those_that_are_named(served: Served) -> None:
+    path = "/inference/v1/abort_requests"
+    one, other = Asked(served, request_id="one"), Asked(served, request_id="other")
+    for body in ({}, {"request_ids": None}, {"request_ids": "one"}):
+        assert served.post(path, body).status == 400
+    answer = served.post(path, {"request_ids": ["one", "unknown"]})
+    assert (answer.status, answer.body) == (200, b"")
+    assert one.choice()["finish_reason"] == "abort"
+    assert served.post(path, {"request_ids": []}).status == 200
+    assert not other.is_answered, "no names are no requests"
+    assert served.post(path, {"request_ids": ["other"]}).status == 200
+    assert other.choice()["finish_reason"] == "abort"
+
+
+def test_load_counts_the_requests_in_the_server(served: Served) -> None:
+    assert served.get("/load").json() == {"server_load": 0}
+    asked = [Asked(served), Asked(served)]
+    assert served.get("/load").json() == {"server_load": 2}
+    served.post("/abort_requests")
+    for each in asked:
+        each.choice()
+    assert served.get("/load").json() == {"server_load": 0}
+
+
+def test_version_is_that_of_the_package(served: Served) -> None:
+    assert served.get("/version").json() == {"version": served.get("/server_info").json()["version"]}
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_sleep_keeps_requests_if_told_to_and_wakes_up_whole(served: Served, level: int) -> None:
     undisturbed = Asked(served).choice()["token_ids"]

@@ -139,6 +139,22 @@ def test_empty_lists_announce_the_tensors_of_the_call_before(
     assert set(answer.json()["checksums"].values()) == {checksum_of(3)}
 
 
+def test_update_info_may_be_a_list_with_one_entry_for_the_one_rank(
+    served: Served, trainer: Trainer
+) -> None:
+    tensors = tensors_of(1)
+    assert served.post("/start_weight_update").status == 200
+    for count in (0, 2):
+        infos = [announced(tensors)] * count
+        answer = served.post("/update_weights", {"update_info": infos})
+        assert_refused(answer, because=f"update_info has {count} entries and needs 1")
+    trainer.begin_broadcast([*tensors.values()])
+    answer = served.post("/update_weights", {"update_info": [announced(tensors)]})
+    assert trainer.end() == ""
+    assert answer.status == 200
+    assert served.post("/finish_weight_update").status == 200
+
+
 BAD: dict[str, tuple[dict[str, Tensor], str]] = {
     "a name": ({"model.other.weight": torch.ones(3)}, "no tensor 'model.other.weight'"),
     "a shape": ({"model.norm.weight": torch.ones(47)}, "has shape [47]"),

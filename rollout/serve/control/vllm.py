@@ -61,9 +61,10 @@ class UpdateInfo(msgspec.Struct):
 
 
 class UpdateBody(msgspec.Struct):
-    """Of vLLM's update: `update_info`. Of prime-rl's: `weight_dir`."""
+    """Of vLLM's update: `update_info`, or a list with one for each rank, of which there is one
+    here. Of prime-rl's: `weight_dir`."""
 
-    update_info: UpdateInfo | None = None
+    update_info: UpdateInfo | list[UpdateInfo] | None = None
     weight_dir: str | None = None
 
 
@@ -277,6 +278,15 @@ async def _start(request: web.Request, body: StartBody) -> web.Response:
 
 async def _update(request: web.Request, body: UpdateBody) -> web.Response:
     transfer, info = request.app[CONTROL].transfer, body.update_info
+    if isinstance(info, list):
+        if len(info) != 1:
+            raise ApiError(
+                400,
+                f"update_info has {len(info)} entries and needs 1: this server is one rank, "
+                "however many engines it has",
+                param="update_info",
+            )
+        (info,) = info
     if info is not None:
         packing = None
         if info.packed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from rollout.coordinator.protocol.token_runs import TokenRun
@@ -44,8 +45,26 @@ def generate_routes() -> list[Route]:
             body=GenerateBody,
             generates=True,
             summary="Continue token ids by token ids",
-        )
+        ),
+        Route(
+            method="POST",
+            path="/inference/v1/abort_requests",
+            handler=_abort,
+            body=AbortBody,
+            summary="Answer requests with the tokens that they have",
+        ),
     ]
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """request_ids: as requests name themselves; unknown ones are ignored."""
+
+    request_ids: list[str]
+
+
+async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+    request.app[STATE].live.abort(body.request_ids)
+    return web.Response()
 
 
 async def _generate(request: web.Request, body: GenerateBody) -> web.StreamResponse:
