@@ -459,6 +459,7 @@ class Engine:
         return self._counters.stats(
             *(self.state, self.weights_version, counts, num_captures),
             max_sequence_length=self._inputs.max_sequence_length,
+            block_size_tokens=self.block_size_tokens,
             ranks=self._muscle.rank_uses() if of_ranks else (),
             routing_bytes=self._scheduler.num_routing_bytes,
         )

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.blocks.routing_record import RoutingRecord
+from rollout.engine.request_totals import RequestTotals
 from rollout.errors import EngineStateError
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -83,10 +84,13 @@ class OutputProcessor:
         *,
         track_paused: bool,
         track_generated_tokens: bool,
+        totals: RequestTotals,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`routing`: has the experts of the requests' tokens, if they are recorded."""
-        self._routing = routing
+        """`totals`: counts what requests get. `routing`: has the experts of the requests' tokens,
+        if they are recorded."""
+        self._totals, self._routing = totals, routing
+        self._last_tokens_at = 0.0  # on the monotonic clock
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._unfinished: dict[int, RequestState] = {}  # queued requests included
@@ -295,6 +299,7 @@ class OutputProcessor:
         A step of 1,000 rows passes here 1,000 times, so that nothing is looked up or called twice.
         """
         unfinished, version = self._unfinished, update.weights_version
+        totals, previous, num_after_previous = self._totals, self._last_tokens_at, 0
         for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
             state = unfinished[request_id]
             state.token_ids.append(token_id)
@@ -303,9 +308,18 @@ class OutputProcessor:
             if before is None:
                 before = state.entry_time
                 state.segment.ttft = now - before
+                if not state.num_before:  # else another engine has drawn the first token
+                    totals.add_first_token(state.num_prompt, now - before)
+            elif before == previous:
+                num_after_previous += 1
+            else:
+                totals.token.add(now - before)
             state.last_token_time = now
             if state.tpot is not None:
                 state.tpot.append(now - before)
+        totals.token.add(now - previous, num_after_previous)
+        totals.num_generated_tokens += len(update.token_ids)
+        self._last_tokens_at = now
 
     def _append_log_probs(self, update: StepUpdate, samples: SampleResult) -> None:
         assert samples.logprobs_S is not None
@@ -382,6 +396,7 @@ class OutputProcessor:
         record.observe_version(version)
         segment.freeze_versions(version, num_sampled_before=state.num_before)
         record.latency = now - state.entry_time
+        self._totals.add_end(segment.finish_reason or "error", record.latency)
         self._ended[request_id] = record
 
     def _take_routing(self, request_id: int) -> torch.Tensor | None:

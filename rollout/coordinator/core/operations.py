@@ -144,12 +144,14 @@ class Question(Operation):
     holds_engines = False
 
     def complete(self, now: float) -> None:
-        """The reports, and who was refused: connections, and peers that do not belong here."""
+        """The reports, how many requests no engine has, and who was refused: connections, and peers
+        that do not belong here."""
         super().complete(now)
         if isinstance(self.outcome, Mapping):
             strangers = self.context.counters.num_strangers
             refused = {**self.context.refused(), "num_strangers": strangers}
-            self.outcome = {**self.outcome, "refused": refused}
+            num_queued = self.registry.dispatcher.num_waiting
+            self.outcome = {**self.outcome, "num_queued": num_queued, "refused": refused}
 
 
 class Shutdown(Operation):
