@@ -267,6 +267,14 @@ class Engine:
         self._pipeline.commit_all()
         return self._muscle.warm_up()
 
+    def measure_step(self) -> None:
+        """Measure a step of one token without any request, for `longest_step_s`. Legal in RUNNING
+        and PAUSED."""
+        self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="measure a step")
+        self._weights.require_values("measure a step")
+        self._pipeline.commit_all()
+        self._pipeline.measure_step(self.weights_version)
+
     def suspend(
         self,
         mode: KVCacheManagementMode | str | None = None,
@@ -449,6 +457,12 @@ class Engine:
         """The number of steps that are launched and not committed: more than 0 between two calls of
         `step` only with async scheduling."""
         return self._pipeline.num_in_flight
+
+    @property
+    def longest_step_s(self) -> float:
+        """The seconds that a step of `max_tokens` takes at most, as far as steps were measured; 0
+        if none was. Any thread may read it."""
+        return self._counters.step_times.longest_s(self._scheduler.max_tokens)
 
     def stats(self, *, of_ranks: bool = True) -> EngineStats:
         """Return requests by phase and blocks as of now, and counters since the start.

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.engine.request_totals import RequestTotals
 from rollout.engine.state import EngineState
+from rollout.engine.step_times import StepTimes
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.step.plan import StepPlan
@@ -196,12 +197,13 @@ class EngineCounters:
     """An engine's totals. Every report, and every `interval`-th step, also goes to `writer`.
 
     An interval of 0 writes no metrics of steps. A writer that raises is logged: what it is to write
-    has been done. `steps` are the totals that StepPipeline writes, `requests` those that
+    has been done. `steps` and `step_times` are what StepPipeline writes, `requests` what
     OutputProcessor writes.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
         self.steps, self.requests = StepTotals(), RequestTotals()
+        self.step_times = StepTimes()
         self.interval = interval
         self._writer, self._guard = writer, ObserverGuard("the metrics_writer")
         self._others = _OtherTotals()

@@ -147,7 +147,9 @@ def test_load_counts_the_requests_in_the_server(served: Served) -> None:
 
 
 def test_version_is_that_of_the_package(served: Served) -> None:
-    assert served.get("/version").json() == {"version": served.get("/server_info").json()["version"]}
+    assert served.get("/version").json() == {
+        "version": served.get("/server_info").json()["version"]
+    }
 
 
 @pytest.mark.parametrize("level", [0, 1])
