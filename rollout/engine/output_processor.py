@@ -19,7 +19,6 @@ from rollout.engine.request_totals import RequestTotals
 from rollout.errors import EngineStateError
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.event import DynamicInferenceEventType
 from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_of_prompt
 from rollout.requests.request import Status
@@ -116,9 +115,7 @@ class OutputProcessor:
         segment, is_scored = record.current, needs_prompt_scores(record)
         num_unscored = len(segment.prompt_tokens) if is_scored else None
         _queue_without_kv(record, num_unscored)
-        events = (event for part in record.requests for event in part.events)
-        arrivals = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
-        segment.event_add_engine = next(arrivals, None) or segment.add_event_add_engine()
+        segment.event_add_engine = record.entry_event() or segment.add_event_add_engine()
         if len(record.requests) == 1:
             segment.arrival_time = segment.event_add_engine.timestamp
         # Events keep wall time, which may be ahead of this engine's if another one wrote it.
