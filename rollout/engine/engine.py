@@ -20,6 +20,7 @@ from rollout.engine.reports import (
     MemoryStatus,
     ResumeReport,
     SuspendReport,
+    WeightChecksums,
 )
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
@@ -33,6 +34,7 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
 
 logger = logging.getLogger(__name__)
+_CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
@@ -345,6 +347,19 @@ class Engine:
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
         return self._muscle.weights_checksum()
+
+    def weight_checksums(self, start: int = 0) -> WeightChecksums:
+        """Return the checksum of each weight, of at most 2,048 from the one at `start` on. Equal
+        values of one dtype have equal checksums, on every device and however they are sharded.
+
+        Raises EngineStateError while the weights are not there.
+        """
+        names = self._weights.names
+        return WeightChecksums(
+            checksums=self._muscle.weight_checksums(names[start : start + _CHECKSUMS_PER_PAGE]),
+            num_weights=len(names),
+            version=self.weights_version,
+        )
 
     def set_generation_epoch(self, version: int) -> None:
         """Serve the same weights as `version`: a commit without tensors.

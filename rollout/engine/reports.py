@@ -94,6 +94,18 @@ class MemoryStatus:
     routing_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChecksums:
+    """Checksums of some of the weights, 16 hex digits each, by their sorted Hugging Face names.
+
+    version: that of the weights. num_weights: how many there are in all.
+    """
+
+    checksums: Mapping[str, str]
+    num_weights: int
+    version: int
+
+
 @dataclass(slots=True)
 class StepTotals:
     """What all steps since the start have done. Only StepPipeline writes it."""

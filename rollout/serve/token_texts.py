@@ -62,8 +62,11 @@ class TokenTexts:
         tokenizer, tokens = self.tokenizer, list[str]()
         for start in range(0, len(token_ids), _TOKENS_PER_TURN):
             ids = token_ids[start : start + _TOKENS_PER_TURN]
-            has_vocabulary = isinstance(tokenizer, HFTokenizer)
-            tokens += tokenizer.tokens_of(ids) if has_vocabulary else map(self.of, ids)
+            tokens += (
+                tokenizer.tokens_of(ids)
+                if isinstance(tokenizer, HFTokenizer)
+                else map(self.of, ids)
+            )
             await asyncio.sleep(0)
         return tokens
 

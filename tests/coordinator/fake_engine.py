@@ -279,7 +279,7 @@ class FakeEngine:
             self.version = message.arguments["version"]
         elif message.header is Headers.SHUTDOWN:
             self.state = "STOPPED"
-        elif message.header is Headers.STATS:
+        elif message.header in (Headers.STATS, Headers.CHECKSUMS):
             return
         else:
             command = COMMANDS[message.header.name.lower()]

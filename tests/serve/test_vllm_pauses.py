@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from rollout import AsyncLLM, ServeConfig
+from rollout import AsyncLLM, DynamicInferenceEngine, ServeConfig
 from tests.apis.fleets import directory
 from tests.serve.served import CONFIG, Answer, Served
 from tests.serve.test_vllm_updates import tensors_of
@@ -234,12 +234,20 @@ def test_usage_counts_cached_tokens_once_for_each_prompt(served: Served) -> None
     assert completion(served, 1, cache_salt="").status == 400
 
 
-def test_the_checksum_is_known_before_any_update(served: Served) -> None:
-    answer = served.post("/weight_checker", {"action": "checksum"})
-    checksum = served.do(served.llm.weights_checksum())
-    assert checksum
-    assert answer.json() == {"checksums": {"all": checksum}}
-    assert served.post("/weight_checker", {"action": "reset"}).status == 400
+def test_weight_checker_answers_for_each_weight_and_compares(served: Served) -> None:
+    checksums = served.post("/weight_checker", {"action": "checksum"}).json()["checksums"]
+    engine = DynamicInferenceEngine.from_model(directory(), CONFIG)
+    assert checksums == engine.weight_checksums().checksums
+    assert {"model.norm.weight", "model.embed_tokens.weight"} <= set(checksums)
+    same = served.post("/weight_checker", {"action": "compare", "baseline": checksums})
+    assert same.json() == {"match": True, "mismatches": []}
+    other = {**checksums, "model.norm.weight": "0" * 16, "added": "1" * 16}
+    del other["model.embed_tokens.weight"]
+    differs = served.post("/weight_checker", {"action": "compare", "baseline": other}).json()
+    names = ["added", "model.embed_tokens.weight", "model.norm.weight"]
+    assert differs == {"match": False, "mismatches": names}
+    for bad in ({"action": "reset"}, {"action": "compare"}):
+        assert served.post("/weight_checker", bad).status == 400
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The counters of a fleet's engines, as a coordinator answers STATS: of each, and of all together."""
+"""The counters of a fleet, as a coordinator answers STATS: of each engine, and of all together."""
 
 from __future__ import annotations
 

@@ -386,5 +386,9 @@ def operation_type(message: Command | UpdateWeights) -> type[Operation]:
         return WeightCommit
     if message.header in EPOCH_COMMANDS:
         return EpochChange
-    own = {Headers.STATS: Question, Headers.SHUTDOWN: Shutdown}
+    own = {
+        Headers.STATS: Question,
+        Headers.SHUTDOWN: Shutdown,
+        Headers.CHECKSUMS: Operation,  # no commit runs meanwhile, so that engines can be compared
+    }
     return own.get(message.header, StateChange)

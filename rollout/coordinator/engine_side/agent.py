@@ -61,6 +61,7 @@ _VERBS: dict[Headers, tuple[str, tuple[str, ...]]] = {
     Headers.RESUME: ("resume", ("only",)),
     Headers.SET_GENERATION_EPOCH: ("set_generation_epoch", ("version",)),
     Headers.STATS: ("stats", ()),
+    Headers.CHECKSUMS: ("weight_checksums", ("start",)),
     Headers.STOP: ("shutdown", ()),
     Headers.SHUTDOWN: ("shutdown", ()),
 }

@@ -41,3 +41,4 @@ class Headers(IntEnum):
     CREDIT = 82
     PROGRESS = 83
     BATCH = 84
+    CHECKSUMS = 85

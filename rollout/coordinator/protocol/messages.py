@@ -411,7 +411,7 @@ COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(
         for header in (
             *(Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP),
             *(Headers.SET_GENERATION_EPOCH, Headers.INCREMENT_STALENESS),
-            *(Headers.SHUTDOWN, Headers.STATS),
+            *(Headers.SHUTDOWN, Headers.STATS, Headers.CHECKSUMS),
         )
     }
 )

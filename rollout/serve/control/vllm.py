@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.serve.control.checksums import weight_checksums
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
 from rollout.serve.control.state import CONTROL, port_of, require_backend
@@ -77,7 +78,10 @@ class VersionBody(msgspec.Struct):
 
 
 class CheckerBody(msgspec.Struct):
+    """action: checksum, or compare with `baseline`, an earlier answer's checksums."""
+
     action: str = "checksum"
+    baseline: dict[str, str] | None = None
 
 
 class ResetBody(msgspec.Struct):
@@ -136,7 +140,7 @@ def _weight_routes() -> list[Route]:
             path="/weight_checker",
             handler=_weight_checker,
             body=CheckerBody,
-            summary="Checksum of the weights",
+            summary="Checksum of each weight",
         ),
         _post(
             path="/init_weight_transfer_engine",
@@ -244,10 +248,21 @@ async def _update_weight_version(request: web.Request, body: VersionBody) -> web
 
 
 async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Response:
-    if body.action != "checksum":
-        raise ApiError(400, f"action={body.action!r} must be 'checksum'", param="action")
-    checksum = await request.app[STATE].llm.weights_checksum()
-    return json_response({"checksums": {"all": checksum}})
+    if body.action not in ("checksum", "compare"):
+        raise ApiError(
+            400,
+            f"action={body.action!r} must be 'checksum' or 'compare'; /sleep?level=2 discards the "
+            "weights",
+            param="action",
+        )
+    if body.action == "compare" and body.baseline is None:
+        raise ApiError(400, "action='compare' needs baseline: checksums", param="baseline")
+    checksums = await weight_checksums(request.app[STATE].llm.client)
+    if body.baseline is None or body.action == "checksum":
+        return json_response({"checksums": checksums})
+    names = checksums.keys() | body.baseline.keys()
+    differing = sorted(n for n in names if checksums.get(n) != body.baseline.get(n))
+    return json_response({"match": not differing, "mismatches": differing})
 
 
 async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
