@@ -85,9 +85,7 @@ class Scheduler:
         self._leaders: dict[int, Sequence] = {}  # by group: the others wait for its prefill
         self._blocked_head: _BlockedHead | None = None
         self._was_prefill_alone = False
-        # Requests that the last step had no room for.
-        self._num_without_room = 0
-        self._is_head_deferred = False  # whether the head of the queue awaits its leader instead
+        self._num_without_room = 0  # requests that the last step had no room for
 
     # ---- requests
 
@@ -185,7 +183,6 @@ class Scheduler:
     def schedule(self, weights_version: int) -> SchedulerOutput:
         """Plan the next step and mark its tokens as planned. Changes blocks, rows and phases."""
         step = PlannedStep(self._next_step_id, weights_version)
-        self._is_head_deferred = False
         runnable = self.running.allocate(step)
         for sequence in step.preempted:
             self.waiting.add(sequence)
@@ -218,7 +215,9 @@ class Scheduler:
 
     def _enter_flight(self, step: PlannedStep) -> SchedulerOutput:
         """Put a step that has rows in flight. Returns what was decided."""
-        self._num_without_room = 0 if self._is_head_deferred else len(self.waiting)
+        has_queue = len(self.waiting) > 0
+        is_deferred = has_queue and self._awaits_leader(self.waiting.head)
+        self._num_without_room = 0 if is_deferred else len(self.waiting)
         if step.num_tokens:
             self._next_step_id += 1
             self.in_flight.append(step)
@@ -363,8 +362,7 @@ class Scheduler:
             if self._num_admissions % ADMISSIONS_PER_AGED == ADMISSIONS_PER_AGED - 1:
                 self.waiting.promote_longest_waiting()
             sequence = self.waiting.head
-            self._is_head_deferred = self._awaits_leader(sequence)
-            if self._is_head_deferred or self._is_still_blocked(sequence, step):
+            if self._awaits_leader(sequence) or self._is_still_blocked(sequence, step):
                 break
             num_free = self._kv.num_free_blocks
             self._match_prefix(sequence, step.weights_version)

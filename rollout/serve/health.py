@@ -25,7 +25,7 @@ _PRIORITY = 2**31 - 1
 def health_routes() -> list[Route]:
     health = [
         Route(method="GET", path=path, handler=_health, access=Access.OPEN, summary="Readiness")
-        for path in ("/health", "/health/", "/ping")
+        for path in ("/health", "/health/", "/ping", "/ready")
     ]
     generate = Route(
         method="GET",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rollout.errors import ConfigError
 from rollout.ranges import MAX_SECONDS, PositiveInt, PositiveSeconds, check_fields
 
-_STEP_SLACK = 4.0
+_STEP_SLACK = 4.0  # see step_deadline_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
