@@ -191,7 +191,7 @@ def test_stop_token_ids_are_the_reason_of_the_end(served: Served) -> None:
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "=3"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 1}}, "=1"),
         ({"input_ids": [1, 2], "sampling_params": {"min_new_tokens": -1}}, "min_new_tokens=-1"),
-        ({"input_ids": [1, 2], "sampling_params": {"regex": "a*"}}, "structured_outputs"),
+        ({"input_ids": [1, 2], "sampling_params": {"regex": "a*"}}, "regex"),
         ({"input_ids": [1, 2], "lora_path": "x"}, "lora_path"),
         ({"input_ids": "a"}, "input_ids"),
         ({"text": "a"}, "tokenizer"),
