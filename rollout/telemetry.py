@@ -53,9 +53,13 @@ class SchedulerCounts:
     """The numbers of requests that wait, run and are paused, and of blocks of the KV pool: those
     that requests use, those that the prefix index can find, and all. An indexed block may be in use
     or not.
+
+    num_without_room: of those that wait, the ones that the last step had no room for; the others
+    have come since, or wait for the prefill of their group's prompt.
     """
 
     num_waiting: int
+    num_without_room: int
     num_running: int
     num_paused: int
     num_blocks_used: int

@@ -99,6 +99,14 @@ class HFTokenizer:
         """
         return max(map(len, self._tokenizer.get_vocab()), default=0)
 
+    def tokens_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens of `ids` as the vocabulary writes them, "" for an unknown id."""
+        if self._is_transformers:
+            tokens = self._tokenizer.convert_ids_to_tokens(list(ids))
+        else:
+            tokens = map(self._tokenizer.id_to_token, ids)
+        return [token or "" for token in tokens]
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`, without adding special tokens unless it is asked for."""
         encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

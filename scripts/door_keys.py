@@ -121,6 +121,11 @@ SOURCES = (
     _vllm("POST /detokenize", _VLLM + "serve/tokenize/protocol.py", "DetokenizeRequest"),
     _vllm("POST /pause ?", _ONLINE, function="pause_generation"),
     _vllm("POST /abort_requests", _ONLINE, function="abort_requests"),
+    _vllm(
+        "POST /inference/v1/abort_requests",
+        _VLLM + "scale_out/token_in_token_out/api_router.py",
+        function="abort_requests",
+    ),
     _vllm("POST /init_weight_transfer_engine", _ONLINE, function="init_weight_transfer_engine"),
     _vllm(
         "POST /init_weight_transfer_engine init_info",

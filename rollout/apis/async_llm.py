@@ -14,7 +14,6 @@ from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
 from rollout.apis.results import (
     Results,
-    engine_stats,
     failed_request,
     finished_request,
     resume_report,
@@ -24,6 +23,7 @@ from rollout.apis.serving import Serving
 from rollout.apis.streaming import LOST, abort_requests, streamed_items, wait_for_requests
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.coordinator.client.fleet_stats import engine_stats
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.client.streams import RequestFuture

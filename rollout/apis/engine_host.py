@@ -46,6 +46,7 @@ class EngineHost:
                 "unpause it and collect() them before it is served"
             )
         self._engine = engine
+        engine.measure_step()
         # Without a host it listens where only this user's processes can dial.
         self._coordinator = DataParallelInferenceCoordinator(None, 1, host=None)
         self._agent = EngineAgent(

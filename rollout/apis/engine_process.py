@@ -51,6 +51,7 @@ def run_engine(
     engine = DynamicInferenceEngine.from_model(
         model, config, tokenizer_of(model, tokenizer), weights_version
     )
+    engine.measure_step()
     agent = EngineAgent(
         engine,
         engine_id=uuid.uuid4().bytes,

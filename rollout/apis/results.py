@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from rollout.coordinator.client.submission import Prompt
-from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.engine.reports import HISTOGRAMS, EngineStats, ResumeReport, SuspendReport
-from rollout.engine.state import EngineState
+from rollout.engine.reports import ResumeReport, SuspendReport
 from rollout.errors import RequestAbortedError
 from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -21,7 +18,6 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.sampling_params import SamplingParams
-from rollout.telemetry import RankUse
 from rollout.text import Tokenizer
 
 # {"state", "weights_version", "weights_checksum", "ranks": {rank: report}, "lost_ranks"}, as a
@@ -109,35 +105,6 @@ def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport
         num_bytes=max((r["num_bytes"] for r in reports), default=0),
         checksum=next((r["checksum"] for r in reports), ""),
     )
-
-
-def engine_stats(results: Results) -> EngineStats:
-    """Sums over the engines; state and version are those of the fleet, and ranks those of all."""
-    reports, each = _of_ranks(results), stats_by_engine(results).values()
-    values: dict[str, Any] = {
-        "state": CoordinatorState[results["state"]].engine_state,
-        "weights_version": results["weights_version"],
-        "max_sequence_length": min((r["max_sequence_length"] for r in reports), default=0),
-        "ranks": tuple(rank for stats in each for rank in stats.ranks),
-    }
-    for name in HISTOGRAMS:
-        values[name] = tuple(map(sum, zip(*(report[name] for report in reports), strict=True)))
-    for name in {f.name for f in fields(EngineStats)} - values.keys():
-        values[name] = sum(report[name] for report in reports)
-    return EngineStats(**values)
-
-
-def stats_by_engine(results: Results) -> dict[int, EngineStats]:
-    """The state and counters of each engine by its rank, in order."""
-    ranks = sorted((int(rank), report) for rank, report in results["ranks"].items() if report)
-    engines = {}
-    for rank, report in ranks:
-        histograms = {name: tuple(report[name]) for name in HISTOGRAMS}
-        state = EngineState[report["state"]]
-        uses = tuple(RankUse(**{**use, "engine": rank}) for use in report["ranks"])
-        changed = {**histograms, "state": state, "ranks": uses}
-        engines[rank] = EngineStats(**{**report, **changed})
-    return engines
 
 
 def _of_ranks(results: Results) -> Sequence[Mapping[str, Any]]:

@@ -124,6 +124,7 @@ class DynamicInferenceEngine(Engine):
         outputs = OutputProcessor(
             track_paused=config.track_paused_request_events,
             track_generated_tokens=config.track_generated_token_events,
+            totals=counters.requests,
             routing=routing,
         )
         guard = CallGuard()

@@ -20,6 +20,7 @@ from rollout.engine.reports import (
     MemoryStatus,
     ResumeReport,
     SuspendReport,
+    WeightChecksums,
 )
 from rollout.engine.state import EngineState, StateMachine
 from rollout.engine.suspension import Suspension
@@ -33,6 +34,7 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
 
 logger = logging.getLogger(__name__)
+_CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names
 _QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
@@ -267,6 +269,14 @@ class Engine:
         self._pipeline.commit_all()
         return self._muscle.warm_up()
 
+    def measure_step(self) -> None:
+        """Measure a step of one token without any request, for `longest_step_s`. Legal in RUNNING
+        and PAUSED."""
+        self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="measure a step")
+        self._weights.require_values("measure a step")
+        self._pipeline.commit_all()
+        self._pipeline.measure_step(self.weights_version)
+
     def suspend(
         self,
         mode: KVCacheManagementMode | str | None = None,
@@ -337,6 +347,19 @@ class Engine:
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
         return self._muscle.weights_checksum()
+
+    def weight_checksums(self, start: int = 0) -> WeightChecksums:
+        """Return the checksum of each weight, of at most 2,048 from the one at `start` on. Equal
+        values of one dtype have equal checksums, on every device and however they are sharded.
+
+        Raises EngineStateError while the weights are not there.
+        """
+        names = self._weights.names
+        return WeightChecksums(
+            checksums=self._muscle.weight_checksums(names[start : start + _CHECKSUMS_PER_PAGE]),
+            num_weights=len(names),
+            version=self.weights_version,
+        )
 
     def set_generation_epoch(self, version: int) -> None:
         """Serve the same weights as `version`: a commit without tensors.
@@ -450,6 +473,12 @@ class Engine:
         `step` only with async scheduling."""
         return self._pipeline.num_in_flight
 
+    @property
+    def longest_step_s(self) -> float:
+        """The seconds that a step of `max_tokens` takes at most, as far as steps were measured; 0
+        if none was. Any thread may read it."""
+        return self._counters.step_times.longest_s(self._scheduler.max_tokens)
+
     def stats(self, *, of_ranks: bool = True) -> EngineStats:
         """Return requests by phase and blocks as of now, and counters since the start.
 
@@ -459,6 +488,7 @@ class Engine:
         return self._counters.stats(
             *(self.state, self.weights_version, counts, num_captures),
             max_sequence_length=self._inputs.max_sequence_length,
+            block_size_tokens=self.block_size_tokens,
             ranks=self._muscle.rank_uses() if of_ranks else (),
             routing_bytes=self._scheduler.num_routing_bytes,
         )

@@ -50,7 +50,7 @@ def verbs_of(
         "undo_commit": lambda key: _undo(muscle, staged[key]),
         "release_weights": lambda discard: muscle.release_weights(discard=discard),
         "num_resident_bytes": lambda of_weights: muscle.num_resident_bytes(of_weights=of_weights),
-        "fingerprint_share": lambda: muscle.weights.fingerprint_share(),
+        "fingerprint_share": lambda names=None: muscle.weights.fingerprint_share(names),
         **{name: getattr(muscle, name) for name in _PLAIN_VERBS},
     }
 

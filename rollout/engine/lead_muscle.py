@@ -24,7 +24,7 @@ from rollout.parallel.collectives import CollectiveAbortedError, Collectives
 from rollout.parallel.shared_tensors import SharedTensors, write_shared
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.staged_weights import StagedWeights
-from rollout.runner.weight_shares import checksum_of_shares
+from rollout.runner.weight_shares import checksum_of_shares, checksums_of_shares
 from rollout.runner.weight_update import NamedTensors, blaming, next_version, streamed
 from rollout.runner.weights import ServedWeights
 from rollout.step.output import StepOutput
@@ -232,6 +232,12 @@ class LeadMuscle(Muscle):
         self.weights.require_values("compute a checksum")
         shares = self._together("fingerprint_share", self.weights.fingerprint_share)
         return checksum_of_shares(shares)
+
+    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
+        self.weights.require_resident("compute checksums")
+        self.weights.require_values("compute checksums")
+        own = lambda: self.weights.fingerprint_share(names)  # noqa: E731
+        return checksums_of_shares(self._together("fingerprint_share", own, names))
 
     def release_weights(self, *, discard: bool) -> int:
         own = lambda: self.weights.release(discard=discard)  # noqa: E731

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -14,6 +14,7 @@ from rollout.kv.cache import BlockIds, KVCache
 from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.runner.model_runner import ModelRunner
 from rollout.runner.staged_weights import StagedWeights
+from rollout.runner.weight_shares import checksums_of_shares
 from rollout.runner.weight_update import NamedTensors
 from rollout.runner.weights import ServedWeights
 from rollout.step.output import StepOutput
@@ -154,6 +155,11 @@ class Muscle:
     def weights_checksum(self) -> str:
         """A checksum of all weights."""
         return self.weights.checksum()
+
+    @_on_the_device
+    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """The checksums of these weights, each by its name."""
+        return checksums_of_shares([self.weights.fingerprint_share(names)])
 
     @_on_the_device
     def release_weights(self, *, discard: bool) -> int:

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.blocks.routing_record import RoutingRecord
+from rollout.engine.request_totals import RequestTotals
 from rollout.errors import EngineStateError
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.event import DynamicInferenceEventType
 from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_of_prompt
 from rollout.requests.request import Status
@@ -83,10 +83,13 @@ class OutputProcessor:
         *,
         track_paused: bool,
         track_generated_tokens: bool,
+        totals: RequestTotals,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`routing`: has the experts of the requests' tokens, if they are recorded."""
-        self._routing = routing
+        """`totals`: counts what requests get. `routing`: has the experts of the requests' tokens,
+        if they are recorded."""
+        self._totals, self._routing = totals, routing
+        self._last_tokens_at = 0.0  # on the monotonic clock
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._unfinished: dict[int, RequestState] = {}  # queued requests included
@@ -112,9 +115,7 @@ class OutputProcessor:
         segment, is_scored = record.current, needs_prompt_scores(record)
         num_unscored = len(segment.prompt_tokens) if is_scored else None
         _queue_without_kv(record, num_unscored)
-        events = (event for part in record.requests for event in part.events)
-        arrivals = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
-        segment.event_add_engine = next(arrivals, None) or segment.add_event_add_engine()
+        segment.event_add_engine = record.entry_event() or segment.add_event_add_engine()
         if len(record.requests) == 1:
             segment.arrival_time = segment.event_add_engine.timestamp
         # Events keep wall time, which may be ahead of this engine's if another one wrote it.
@@ -295,6 +296,7 @@ class OutputProcessor:
         A step of 1,000 rows passes here 1,000 times, so that nothing is looked up or called twice.
         """
         unfinished, version = self._unfinished, update.weights_version
+        totals, previous, num_after_previous = self._totals, self._last_tokens_at, 0
         for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
             state = unfinished[request_id]
             state.token_ids.append(token_id)
@@ -303,9 +305,18 @@ class OutputProcessor:
             if before is None:
                 before = state.entry_time
                 state.segment.ttft = now - before
+                if not state.num_before:  # else another engine has drawn the first token
+                    totals.add_first_token(state.num_prompt, now - before)
+            elif before == previous:
+                num_after_previous += 1
+            else:
+                totals.token.add(now - before)
             state.last_token_time = now
             if state.tpot is not None:
                 state.tpot.append(now - before)
+        totals.token.add(now - previous, num_after_previous)
+        totals.num_generated_tokens += len(update.token_ids)
+        self._last_tokens_at = now
 
     def _append_log_probs(self, update: StepUpdate, samples: SampleResult) -> None:
         assert samples.logprobs_S is not None
@@ -382,6 +393,7 @@ class OutputProcessor:
         record.observe_version(version)
         segment.freeze_versions(version, num_sampled_before=state.num_before)
         record.latency = now - state.entry_time
+        self._totals.add_end(segment.finish_reason or "error", record.latency)
         self._ended[request_id] = record
 
     def _take_routing(self, request_id: int) -> torch.Tensor | None:

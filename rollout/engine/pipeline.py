@@ -141,6 +141,16 @@ class StepPipeline:
             while self._in_flight:
                 self._commit_oldest(time.perf_counter())
 
+    def measure_step(self, weights_version: int) -> None:
+        """Measure a step of one token without any request, so that no request's step is the first
+        that is measured. No plan may be in flight."""
+        plan, _ = _scratch_plans(weights_version)
+        with self._guard.change("measure_step"):
+            self._muscle.launch(plan)()  # which may reserve memory and compile
+            start = time.perf_counter()
+            self._muscle.launch(plan)()
+        self._counters.step_times.add(1, time.perf_counter() - start)
+
     def suspects(self) -> list[int]:
         """Return requests of failed steps that have not sampled enough since to be cleared."""
         return self._faults.suspects()
@@ -199,6 +209,7 @@ class StepPipeline:
         totals.num_decode_tokens += plan.num_decode_rows
         totals.num_sampled_tokens += len(plan.sample_rows)
         totals.step_seconds += seconds
+        self._counters.step_times.add(len(plan.prefill_token_ids) + plan.num_decode_rows, seconds)
         if interval and totals.num_steps % interval == 0:
             self._counters.write_step(plan, seconds, self._scheduler.counts())
 

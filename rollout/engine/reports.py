@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from rollout.engine.request_totals import RequestTotals
 from rollout.engine.state import EngineState
+from rollout.engine.step_times import StepTimes
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.step.plan import StepPlan
@@ -21,7 +23,11 @@ from rollout.telemetry import (
 )
 from rollout.version_spans import VersionSpans
 
-HISTOGRAMS = ("policy_staleness", "kv_staleness")
+STALENESS = ("policy_staleness", "kv_staleness")
+LATENCIES = ("first_token_latency", "token_latency", "request_latency")
+HISTOGRAMS = (*STALENESS, *LATENCIES, "finish_reasons")  # fields that are tuples of counts
+# Fields that are the least of the engines' in the stats of a fleet; other numbers are sums.
+LEAST_OF_FLEET = ("max_sequence_length", "block_size_tokens")
 NUM_AGES = 9  # of a histogram of staleness: 0 to 7 versions, and older
 
 
@@ -88,6 +94,18 @@ class MemoryStatus:
     routing_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChecksums:
+    """Checksums of some of the weights, 16 hex digits each, by their sorted Hugging Face names.
+
+    version: that of the weights. num_weights: how many there are in all.
+    """
+
+    checksums: Mapping[str, str]
+    num_weights: int
+    version: int
+
+
 @dataclass(slots=True)
 class StepTotals:
     """What all steps since the start have done. Only StepPipeline writes it."""
@@ -131,12 +149,14 @@ class EngineStats(SchedulerCounts):
     num_prompt_tokens: of the requests that have ended. policy_staleness, kv_staleness: how many of
     their generated tokens were 0, 1, ... versions old when the request ended, by the version that
     sampled them, and by the one that wrote their KV; the last number counts all that were older.
-    ranks: what each process of the engine uses.
+    finish_reasons, *_latency, num_generated_tokens, num_begun_prompt_tokens: see RequestTotals;
+    *_seconds beside a *_latency is the sum of all. ranks: what each process of the engine uses.
     """
 
     state: EngineState
     weights_version: int
     max_sequence_length: int  # of a fleet: the least of its engines
+    block_size_tokens: int  # of a fleet: the least of its engines
     num_graph_captures: int  # 0 where steps run eagerly
     lora_base_bytes: int  # on the hosts of all ranks: adapted weights without their adapter
     routing_bytes: int  # on the host: the experts of all KV entries, if they are recorded
@@ -163,6 +183,15 @@ class EngineStats(SchedulerCounts):
     resumed_bytes: int
     policy_staleness: tuple[int, ...]
     kv_staleness: tuple[int, ...]
+    num_generated_tokens: int
+    num_begun_prompt_tokens: int
+    finish_reasons: tuple[int, ...]
+    first_token_latency: tuple[int, ...]
+    first_token_seconds: float
+    token_latency: tuple[int, ...]
+    token_seconds: float
+    request_latency: tuple[int, ...]
+    request_seconds: float
     ranks: tuple[RankUse, ...] = field(compare=False)  # time and memory pass whatever is done
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
@@ -180,11 +209,13 @@ class EngineCounters:
     """An engine's totals. Every report, and every `interval`-th step, also goes to `writer`.
 
     An interval of 0 writes no metrics of steps. A writer that raises is logged: what it is to write
-    has been done. `steps` are the totals that StepPipeline writes.
+    has been done. `steps` and `step_times` are what StepPipeline writes, `requests` what
+    OutputProcessor writes.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
-        self.steps = StepTotals()
+        self.steps, self.requests = StepTotals(), RequestTotals()
+        self.step_times = StepTimes()
         self.interval = interval
         self._writer, self._guard = writer, ObserverGuard("the metrics_writer")
         self._others = _OtherTotals()
@@ -244,23 +275,26 @@ class EngineCounters:
         counts: SchedulerCounts,
         num_graph_captures: int,
         max_sequence_length: int,
+        block_size_tokens: int,
         ranks: tuple[RankUse, ...],
         routing_bytes: int,
     ) -> EngineStats:
         """Return the totals, together with what the engine knows of the present."""
         others: dict[str, Any] = asdict(self._others)
-        for name in HISTOGRAMS:
+        for name in STALENESS:
             others[name] = tuple(others[name])
         return EngineStats(
             state=state,
             weights_version=weights_version,
             num_graph_captures=num_graph_captures,
             max_sequence_length=max_sequence_length,
+            block_size_tokens=block_size_tokens,
             lora_base_bytes=sum(rank.lora_base_bytes for rank in ranks),
             routing_bytes=routing_bytes,
             ranks=ranks,
             **asdict(counts),
             **asdict(self.steps),
+            **self.requests.as_stats(),
             **others,
         )
 

@@ -21,7 +21,7 @@ from rollout.errors import EngineStateError, ProtocolError
 from rollout.requests.codec import decode_value
 from rollout.requests.columns import COLUMNS, Column
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
-from rollout.requests.event import DynamicInferenceEventType
+from rollout.requests.event import DynamicInferenceEvent, DynamicInferenceEventType
 from rollout.requests.request import Status
 from rollout.requests.routing import first_known
 from rollout.sampling_params import SamplingParams
@@ -120,11 +120,13 @@ class DynamicInferenceRequestRecord:
         Policy spans are carried, KV spans start anew, block hashes are recomputed when they are
         read, and num_tokens_to_generate shrinks by what was generated. The prompts of all segments
         are views of one tensor: a segment costs little, however long they are.
-        `tokenizer` is accepted for callers of the former interface and not used. Raises
-        EngineStateError if no token is left to generate.
+        The new segment has the event of the request's entry; a request that was in no engine yet
+        enters now, by the new segment's log. `tokenizer` is accepted for callers of the former
+        interface and not used. Raises EngineStateError if no token is left to generate.
         """
         old = self.current
         params = _remaining_params(old)
+        entry = old.event_add_engine or self.entry_event()
         known_tokens = _followed_by(old.prompt_tokens, [old.column("generated_tokens")])
         self._share_prompts(known_tokens)
         cleared: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
@@ -143,12 +145,22 @@ class DynamicInferenceRequestRecord:
                 generated_top_n_logprobs=_empty_like(old.generated_top_n_logprobs),
                 tpot=_empty_like(old.column("tpot")),
                 events=[],
+                event_add_engine=entry,
                 policy_spans=old.stamped_policy_spans(),
                 kv_spans=VersionSpans(),
                 context_kv_version_min=[],
                 context_kv_version_mean=[],
             )
         )
+        if entry is None:
+            self.current.add_event_add_engine()
+
+    def entry_event(self) -> DynamicInferenceEvent | None:
+        """Return the ADD_ENGINE event of any segment, None if there is none. A record that came
+        over the wire has it among its events alone."""
+        events = (event for segment in self.requests for event in segment.events)
+        entries = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
+        return next(entries, None)
 
     def _share_prompts(self, known_tokens: torch.Tensor) -> None:
         """Make the segments' prompts views of `known_tokens`, so that it is the only copy."""

@@ -90,6 +90,12 @@ def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
     return checksum_of({piece.weight: found for piece, found in sum_of(shares).pieces.items()})
 
 
+def checksums_of_shares(shares: Sequence[WeightShare]) -> dict[str, str]:
+    """Return the checksum of each weight by its name, 16 hex digits: that of its values."""
+    pieces = sum_of(shares).pieces
+    return {piece.weight: f"{found[0] % _MODULUS:016x}" for piece, found in pieces.items()}
+
+
 class PartHasher:
     """Hashes what one rank adds to the fingerprint of each tensor: together, ranks hash it once."""
 

@@ -127,11 +127,18 @@ class ServedWeights:
         """
         return checksum_of_shares([self.fingerprint_share()])
 
-    def fingerprint_share(self) -> WeightShare:
-        """Return what `checksum_of_shares` needs of this rank. Raises as `checksum` does."""
+    @property
+    def names(self) -> list[str]:
+        """The Hugging Face names of all weights, sorted."""
+        return sorted(self._model.weight_slots())
+
+    def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
+        """Return what `checksum_of_shares` needs of this rank, or of these weights alone. Raises as
+        `checksum` does."""
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
-        return WeightShare(pieces=self._hashed_served(self._model.weight_slots()))
+        wanted = self._model.weight_slots() if names is None else names
+        return WeightShare(pieces=self._hashed_served(wanted))
 
     def _hashed_served(
         self, names: Iterable[str], check: Callable[[], None] = lambda: None

@@ -70,7 +70,7 @@ class Scheduler:
         self.requests: dict[int, Sequence] = {}
         self.waiting = RequestQueue()
         self.in_flight: deque[PlannedStep] = deque()
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._enable_chunked_prefill = enable_chunked_prefill
         self._forecast = MemoryForecast(
             kv_cache_manager, conservativeness=schedule_conservativeness
@@ -85,6 +85,7 @@ class Scheduler:
         self._leaders: dict[int, Sequence] = {}  # by group: the others wait for its prefill
         self._blocked_head: _BlockedHead | None = None
         self._was_prefill_alone = False
+        self._num_without_room = 0  # requests that the last step had no room for
 
     # ---- requests
 
@@ -169,6 +170,7 @@ class Scheduler:
         num_paused = len(self.running.paused)
         return SchedulerCounts(
             num_waiting=len(self.waiting),
+            num_without_room=min(self._num_without_room, len(self.waiting)),
             num_running=len(self.running) - num_paused,
             num_paused=num_paused,
             num_blocks_used=self._kv.num_used_blocks,
@@ -208,11 +210,14 @@ class Scheduler:
         if sequence.is_on_device:
             step.add_decodes([sequence])
         else:
-            step.add_prefill(sequence, min(sequence.num_uncomputed, self._max_tokens))
+            step.add_prefill(sequence, min(sequence.num_uncomputed, self.max_tokens))
         return self._enter_flight(step)
 
     def _enter_flight(self, step: PlannedStep) -> SchedulerOutput:
         """Put a step that has rows in flight. Returns what was decided."""
+        has_queue = len(self.waiting) > 0
+        is_deferred = has_queue and self._awaits_leader(self.waiting.head)
+        self._num_without_room = 0 if is_deferred else len(self.waiting)
         if step.num_tokens:
             self._next_step_id += 1
             self.in_flight.append(step)
@@ -314,11 +319,11 @@ class Scheduler:
         Without chunked prefill a prompt runs whole or not at all, unless no step could hold it: it
         then takes what it can get, and also once it has begun.
         """
-        room = max(0, self._max_tokens - step.num_tokens)
+        room = max(0, self.max_tokens - step.num_tokens)
         if sequence.num_uncomputed <= room:
             return sequence.num_uncomputed
         has_begun = sequence.phase is Phase.RUNNING
-        is_too_long = sequence.num_uncomputed > self._max_tokens
+        is_too_long = sequence.num_uncomputed > self.max_tokens
         return room if self._enable_chunked_prefill or has_begun or is_too_long else 0
 
     def _add_prefill(self, step: PlannedStep, sequence: Sequence, count: int) -> None:
@@ -353,7 +358,7 @@ class Scheduler:
 
     def _admit(self, step: PlannedStep) -> None:
         """Take requests from the queue, strictly in order, while rows, blocks and tokens last."""
-        while len(self.waiting) and self._kv.num_free_rows and step.num_tokens < self._max_tokens:
+        while len(self.waiting) and self._kv.num_free_rows and step.num_tokens < self.max_tokens:
             if self._num_admissions % ADMISSIONS_PER_AGED == ADMISSIONS_PER_AGED - 1:
                 self.waiting.promote_longest_waiting()
             sequence = self.waiting.head
@@ -402,7 +407,7 @@ class Scheduler:
         if self._enable_chunked_prefill or self._was_prefill_alone:
             return False
         num_tokens = self.waiting.head.num_tokens
-        return num_tokens <= self._max_tokens < num_tokens + num_running
+        return num_tokens <= self.max_tokens < num_tokens + num_running
 
     def _allocate_first(self, sequence: Sequence) -> int:
         """Give the head of the queue blocks for all tokens it has, if it is expected to fit.

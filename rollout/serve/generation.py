@@ -54,6 +54,10 @@ class Generation:
         ]
         self._samples = [(prompt, own) for prompt, each in self._groups for own in each]
 
+    def prompt_of(self, index: int) -> Sequence[int]:
+        """Return the prompt of a sample."""
+        return self._samples[index][0]
+
     async def results(self) -> list[Request]:
         """Wait for all samples. Raises ApiError or RolloutError if one failed; one that was aborted
         has the tokens so far.

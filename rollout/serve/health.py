@@ -11,8 +11,9 @@ from rollout.engine.reports import EngineStats
 from rollout.engine.state import EngineState
 from rollout.sampling_params import SamplingParams
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError
+from rollout.serve.errors import ApiError, json_response
 from rollout.serve.limits import Access
+from rollout.serve.openapi import installed_version
 from rollout.serve.state import STATE, Route, ServerState
 
 _ANSWER_S = 10.0
@@ -24,7 +25,7 @@ _PRIORITY = 2**31 - 1
 def health_routes() -> list[Route]:
     health = [
         Route(method="GET", path=path, handler=_health, access=Access.OPEN, summary="Readiness")
-        for path in ("/health", "/health/", "/ping")
+        for path in ("/health", "/health/", "/ping", "/ready")
     ]
     generate = Route(
         method="GET",
@@ -33,7 +34,22 @@ def health_routes() -> list[Route]:
         access=Access.OPEN,
         summary="Whether a token is generated now",
     )
-    return [*health, generate]
+    return [
+        *health,
+        generate,
+        Route(method="GET", path="/load", handler=_load, summary="Requests in the server now"),
+        Route(method="GET", path="/version", handler=_version, summary="Version of this server"),
+    ]
+
+
+async def _load(request: web.Request, body: Any) -> web.Response:
+    """vLLM's answer: requests that generate, and those that wait for their turn to."""
+    turnstile = request.app[STATE].turnstile
+    return json_response({"server_load": turnstile.num_running + turnstile.num_waiting})
+
+
+async def _version(request: web.Request, body: Any) -> web.Response:
+    return json_response({"version": installed_version()})
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:

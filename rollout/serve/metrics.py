@@ -13,9 +13,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from rollout.engine.reports import HISTOGRAMS, NUM_AGES, EngineStats
+from rollout.coordinator.client.fleet_stats import engine_stats, stats_by_engine
+from rollout.engine.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
+from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
 from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
 _ANSWER_S = 5.0
@@ -23,6 +26,7 @@ _ANSWER_S = 5.0
 _GAUGES = {
     "weights_version",
     "max_sequence_length",
+    "block_size_tokens",
     "lora_base_bytes",
     "routing_bytes",
     *(field.name for field in fields(SchedulerCounts)),
@@ -36,10 +40,19 @@ def metrics_routes() -> list[Route]:
 async def _metrics(request: web.Request, body: Any) -> web.Response:
     state, registry = request.app[STATE], CollectorRegistry()
     try:
-        stats = await asyncio.wait_for(state.llm.stats(), _ANSWER_S)
+        results = await asyncio.wait_for(state.llm.client.engine_stats(), _ANSWER_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
-    registry.register(_Present(state, stats))
+    control = request.app.get(CONTROL)
+    registry.register(_Present(state, engine_stats(results)))
+    registry.register(
+        VllmFamilies(
+            model_name=state.served_name,
+            engines=stats_by_engine(results),
+            num_queued=results["num_queued"] + state.turnstile.num_waiting,
+            sleeps=control is not None and control.pausing.is_asleep,
+        )
+    )
     text = generate_latest(state.metrics.registry) + generate_latest(registry)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -66,8 +79,10 @@ class _Present(Collector):
                 yield states
             elif field.name == "ranks":
                 yield from _by_rank(value)
-            elif field.name in HISTOGRAMS:
+            elif field.name in STALENESS:
                 yield _by_age(name, value)
+            elif field.name in HISTOGRAMS:
+                continue  # see VllmFamilies
             elif field.name in _GAUGES:
                 yield GaugeMetricFamily(name, "Of all engines, as of now", value=value)
             else:
@@ -91,6 +106,6 @@ def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
     is of all that are older."""
     ages = [*map(str, range(NUM_AGES - 1)), f"{NUM_AGES - 1}+"]
     family = CounterMetricFamily(name, "Tokens by their age in versions", labels=["versions"])
-    for age, number in zip(ages, num_tokens, strict=True):
+    for age, number in zip(ages, num_tokens or [0] * NUM_AGES, strict=True):
         family.add_metric([age], number)
     return family

@@ -102,10 +102,12 @@ class SamplingFields(Fields, kw_only=True):
 
 
 class StreamOptions(Fields, kw_only=True):
+    """include_usage: a last chunk with the usage of all samples. continuous_usage_stats: with
+    include_usage, also the usage of its sample so far in each chunk."""
+
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[
-        Any, refused("usage comes once, at the end; set include_usage")
-    ] = None
+    continuous_usage_stats: bool | None = None
+
     include_obfuscation: Annotated[Any, refused("chunks are not padded; use TLS in front")] = None
 
 
@@ -248,7 +250,7 @@ class ChatBody(ReplyFields, kw_only=True):
 
 
 class TokenSampling(SamplingFields, kw_only=True):
-    """`sampling_params` of GenerateBody. logprobs: how many alternatives; 0: none."""
+    """`sampling_params` of GenerateBody. logprobs: how many alternatives; 0: the token alone."""
 
     logprobs: int | None = None
 

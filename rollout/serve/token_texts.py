@@ -56,13 +56,19 @@ class TokenTexts:
             self._texts[token_id] = text
         return text
 
-    async def of_all(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, as `of` does. Others are served meanwhile."""
-        texts: list[str] = []
+    async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it; by a tokenizer that does not say, its
+        text. Others are served meanwhile."""
+        tokenizer, tokens = self.tokenizer, list[str]()
         for start in range(0, len(token_ids), _TOKENS_PER_TURN):
-            texts += map(self.of, token_ids[start : start + _TOKENS_PER_TURN])
+            ids = token_ids[start : start + _TOKENS_PER_TURN]
+            tokens += (
+                tokenizer.tokens_of(ids)
+                if isinstance(tokenizer, HFTokenizer)
+                else map(self.of, ids)
+            )
             await asyncio.sleep(0)
-        return texts
+        return tokens
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rollout.apis.results import engine_stats, stats_by_engine
+from rollout.coordinator.client.fleet_stats import engine_stats, stats_by_engine
 from tests.tiny_models import tiny_engine, tiny_model
 
 

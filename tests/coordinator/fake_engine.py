@@ -107,6 +107,7 @@ class FakeEngine:
     max_requests: int = 64
     block_size_tokens: int = 2
     settings: dict[str, str] = field(default_factory=dict)
+    longest_step_s: float = 0.0  # as it has measured
     num_waiting: int = 0  # as it says: all it holds make a token in each step
     num_received: int = 0
     num_granted: int = 0
@@ -137,6 +138,7 @@ class FakeEngine:
             num_waiting=self.num_waiting,
             num_running=len(self.held),
             weights_version=self.version,
+            longest_step_s=self.longest_step_s,
         )
         return Heartbeat(sequence=self.num_steps, status=status)
 
@@ -277,7 +279,7 @@ class FakeEngine:
             self.version = message.arguments["version"]
         elif message.header is Headers.SHUTDOWN:
             self.state = "STOPPED"
-        elif message.header is Headers.STATS:
+        elif message.header in (Headers.STATS, Headers.CHECKSUMS):
             return
         else:
             command = COMMANDS[message.header.name.lower()]

@@ -96,7 +96,9 @@ CLIENTS = {
         is_layered=True,
     ),
     "prime_rl": Client(
-        script="prime_rl_requests.py", requirements=("httpx", "safetensors", "numpy"), server=_FILES
+        script="prime_rl_requests.py",
+        requirements=("httpx", "safetensors", "numpy", "prometheus-client"),
+        server=_FILES,
     ),
     "skyrl": Client(
         script="skyrl_client.py",

@@ -1,18 +1,21 @@
 """What prime-rl's inference pool sends: python prime_rl_requests.py URL DIRECTORY ROOT.
 
 prime-rl is on no package index, so this is no client of its own: these are the requests of its
-InferencePool (health, models, pause, update from a directory, resume, scores), with their retries
-left out. Its training client is that of verifiers, which runs unmodified beside this.
+InferencePool (health, models, pause, update from a directory, resume, scores) and of its metrics
+collector, with their retries left out. Its training client is that of verifiers, which runs
+unmodified beside this.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save_file
 
 IDS = [5, 6, 7, 8]
@@ -40,7 +43,43 @@ def prefill_logprobs(admin: httpx.Client) -> list[float]:
     reply = admin.post("/inference/v1/generate", json=body)
     reply.raise_for_status()
     rows = reply.json()["prompt_logprobs"]
+    # It takes the first entry of each row for that of the prompt's token.
+    assert [next(iter(row)) for row in rows[1:]] == [str(token_id) for token_id in IDS[1:]]
     return [next(iter(row.values()))["logprob"] if row else 0.0 for row in rows]
+
+
+def engine_load(admin: httpx.Client) -> dict[str, float]:
+    """What its metrics collector reads of the one engine, for the controller that says how many
+    episodes are in flight: by the name without `vllm:`, summed over labels but that of the engine
+    and the reason. The capacity is a label."""
+    response = admin.get("/metrics", timeout=5.0)
+    response.raise_for_status()
+    load: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(response.text):
+        if not family.name.startswith("vllm:") or family.type not in ("counter", "gauge"):
+            continue
+        for sample in family.samples:
+            assert sample.labels["engine"] == "0"
+            name = sample.name.removeprefix("vllm:")
+            if name == "cache_config_info":
+                load["capacity"] = int(sample.labels["kv_cache_size_tokens"])
+            elif name == "num_requests_waiting_by_reason":
+                load[f"waiting_{sample.labels['reason']}"] += sample.value
+            else:
+                load[name] += sample.value
+    return load
+
+
+def check_load(admin: httpx.Client) -> None:
+    """Of an engine without requests, that has had some."""
+    load = engine_load(admin)
+    assert load["capacity"] > 0, "without it one episode is in flight for ever"
+    gauges = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+    assert [load[name] for name in (*gauges, "waiting_capacity")] == [0.0] * 4
+    counters = ("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+    assert set(counters) <= set(load)
+    assert load["generation_tokens_total"] > 0
+    assert load["prompt_tokens_total"] >= len(IDS)
 
 
 def main(url: str, directory: str, root: str) -> None:
@@ -53,6 +92,7 @@ def main(url: str, directory: str, root: str) -> None:
         before = prefill_logprobs(admin)
         assert before[0] == 0.0
         assert len(before) == len(IDS)
+        check_load(admin)
 
         weights = load_file(Path(directory, "model.safetensors"))
         step = Path(root, "step_1")

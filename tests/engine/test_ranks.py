@@ -19,6 +19,7 @@ from rollout import EngineState, SamplingParams
 from rollout.engine import ranks
 from rollout.engine.lead_muscle import LeadMuscle
 from rollout.engine.rank import LoadedModel, load_model
+from rollout.engine.reports import WeightChecksums
 from rollout.errors import ConfigError, LockstepError, ModelError, RemoteError, WeightUpdateError
 from rollout.models.loading import build_model
 from rollout.parallel.channel import LeadChannel
@@ -85,7 +86,7 @@ def muscle_of(engine: InspectedEngine) -> LeadMuscle:
 
 def live(
     family: int, size: int, config: dict[str, Any], inbox: list[Command]
-) -> tuple[dict[int, DynamicInferenceRequest], list[object], str]:
+) -> tuple[dict[int, DynamicInferenceRequest], list[object], WeightChecksums]:
     """What an engine makes of the whole inbox: its requests, its plans, and its weights at the
     end."""
     with engine_of(model_of(family, 0), size, **config) as engine:
@@ -94,7 +95,7 @@ def live(
         assert engine.state is EngineState.RUNNING
         finished = {record.request_id: record.merge() for record in ended} | drain(engine)
         plans = [values_of(d.schedule.plan) for d in decisions if d.schedule.plan is not None]
-        return finished, plans, engine.weights_checksum()
+        return finished, plans, engine.weight_checksums()
 
 
 @pytest.mark.parametrize("number", range(NUM_SCHEDULES))
@@ -105,11 +106,11 @@ def test_two_ranks_equal_one_over_random_schedules(number: int) -> None:
     inbox = random_inbox(
         rng, lambda index: dict(model_of(family, index).named_parameters()), length=16
     )
-    expected, plans_of_one, checksum_of_one = live(family, 1, config, inbox)
+    expected, plans_of_one, checksums_of_one = live(family, 1, config, inbox)
     if model_of(family, 0).config.num_key_value_heads == 1:
         config["num_blocks"] *= 2  # each rank has a copy of the only head
-    found, plans, checksum = live(family, 2, config, inbox)
-    assert checksum == checksum_of_one
+    found, plans, checksums = live(family, 2, config, inbox)
+    assert checksums == checksums_of_one
     assert plans == plans_of_one
     assert found.keys() == expected.keys()
     for request_id, request in found.items():

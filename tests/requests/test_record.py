@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import msgpack
 import pytest
@@ -100,6 +101,30 @@ def test_checkpoint_keeps_what_identifies_the_request():
     assert current.stop_word_ids == [[1, 2]]
     assert current.event_add_engine is added
     assert current.events == []
+
+
+def test_checkpoint_of_a_request_that_was_in_no_engine_logs_its_entry_once():
+    record = record_of(generated_tokens=[1])
+    before = time.time()
+    record.checkpoint()
+    (entry,) = record.current.events
+    assert entry.type is EventType.ADD_ENGINE
+    assert before <= entry.timestamp <= time.time()
+    assert record.current.event_add_engine is entry
+    record.current.generated_tokens = [2]
+    record.checkpoint()
+    assert record.current.event_add_engine is entry
+    assert len([event for segment in record.requests for event in segment.events]) == 1
+
+
+def test_checkpoint_of_a_record_from_the_wire_keeps_the_time_of_its_entry():
+    record = record_of(generated_tokens=[1])
+    record.current.events.append(event_at(100.0, EventType.ADD_ENGINE))
+    received = DynamicInferenceRequestRecord.deserialize(record.serialize())
+    assert received.current.event_add_engine is None
+    received.checkpoint()
+    assert received.current.event_add_engine.timestamp == 100.0
+    assert len([event for segment in received.requests for event in segment.events]) == 1
 
 
 def test_checkpoint_hashes_the_longer_prompt():

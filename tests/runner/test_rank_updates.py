@@ -23,7 +23,11 @@ from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import named_weights
 from rollout.parallel.collectives import OneRank
 from rollout.runner.staged_weights import StagedWeights
-from rollout.runner.weight_shares import WeightShare, checksum_of_shares
+from rollout.runner.weight_shares import (
+    WeightShare,
+    checksum_of_shares,
+    checksums_of_shares,
+)
 from rollout.runner.weight_update import NamedTensors, checksum_of
 from rollout.runner.weights import ServedWeights
 from tests.family_cases import FAMILY_CASES, family_model
@@ -51,6 +55,14 @@ class Group:
 
     def checksum(self) -> str:
         return checksum_of_shares([sent(rank.fingerprint_share()) for rank in self.ranks])
+
+    def checksums(self) -> dict[str, str]:
+        """Of each weight, in two pages."""
+        names, found = self.ranks[0].names, dict[str, str]()
+        for page in (names[:3], names[3:]):
+            shares = [sent(rank.fingerprint_share(page)) for rank in self.ranks]
+            found |= checksums_of_shares(shares)
+        return found
 
     def stage(self, tensors: NamedTensors, source_checksum: str = "") -> list[StagedWeights]:
         staged = [rank.stage(tensors, source_checksum=source_checksum) for rank in self.ranks]
@@ -116,7 +128,10 @@ def test_checksums_of_a_group_are_those_of_one_process(case: str, size: int) -> 
     announced = own_checksum(tensors)
     assert group.update(tensors, announced) == one.update(tensors, announced)
     assert group.checksum() == one.checksum()
-    assert group.checksum() == group_of(trainer(case, 2), 1).checksum()
+    other = group_of(trainer(case, 2), 1)
+    assert group.checksum() == other.checksum()
+    assert group.checksums() == one.checksums() == other.checksums()
+    assert sorted(one.checksums()) == one.ranks[0].names
     assert {rank.version for rank in group.ranks} == {1}
 
 

@@ -107,7 +107,8 @@ class Served:
                     continue
                 known = choices[chunk["index"]]
                 known["text"] += chunk["text"]
-                known["token_ids"] = (known["token_ids"] or []) + (chunk["token_ids"] or [])
+                for name in {"token_ids"} & set(chunk):
+                    known[name] += chunk[name]
                 for name, column in (chunk["logprobs"] or {}).items():
                     known["logprobs"][name] += column
                 ending = set(chunk) - set(known) | {"finish_reason", "stop_reason"}

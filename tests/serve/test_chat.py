@@ -81,7 +81,7 @@ def test_a_stream_gives_the_same_text_and_tokens(served: Served) -> None:
             "".join(p["delta"].get("content") or "" for p in parts)
             == (choice["message"]["content"])
         )
-        ids = [i for p in parts for i in p["token_ids"] or []]
+        ids = [i for p in parts for i in p.get("token_ids", [])]
         assert ids == choice["token_ids"]
         assert sum(len(p["logprobs"]["content"]) for p in parts if p["logprobs"]) == len(ids)
         assert [p["finish_reason"] for p in parts[:-1]] == [None] * (len(parts) - 1)
@@ -245,7 +245,8 @@ def test_special_tokens_are_shown_on_request(served: Served) -> None:
 def test_the_tokenizer_is_served(served: Served) -> None:
     answer = served.post("/tokenize", {"prompt": f"hé{END}", "return_token_strs": True}).json()
     assert answer["tokens"] == ids_of(f"hé{END}")
-    assert answer["token_strs"][-1] == END
+    # As the vocabulary writes bytes, and not as text, which half a character would not have.
+    assert answer["token_strs"] == ["h", "Ã", "©", END]
     assert answer["max_model_len"] == 512
     assert served.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": f"hé{END}"}
     info = served.get("/tokenizer_info").json()

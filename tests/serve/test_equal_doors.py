@@ -54,7 +54,7 @@ def choices_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str
 def completions(served: Served, **more: Any) -> Sampled:
     body = {"prompt": PROMPT, "logprobs": 0, "return_token_ids": True, **SHARED, **more}
     parts = choices_of(served, "/v1/completions", body)
-    ids = [i for part in parts for i in part["token_ids"] or []]
+    ids = [i for part in parts for i in part.get("token_ids") or []]
     told = [part["logprobs"]["token_logprobs"] for part in parts if part["logprobs"]]
     return ids, [value for values in told for value in values]
 
@@ -62,7 +62,7 @@ def completions(served: Served, **more: Any) -> Sampled:
 def chat(served: Served, **more: Any) -> Sampled:
     body = {"prompt_token_ids": PROMPT, "logprobs": True, "return_token_ids": True}
     parts = choices_of(served, "/v1/chat/completions", body | SHARED | more)
-    ids = [i for part in parts for i in part["token_ids"] or []]
+    ids = [i for part in parts for i in part.get("token_ids") or []]
     return ids, content_log_probs(parts)
 
 

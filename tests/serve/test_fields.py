@@ -121,6 +121,7 @@ VALUES: dict[str, Any] = {
 }
 # What else a body needs so that a field is read.
 BESIDE: dict[str, Any] = {
+    "continuous_usage_stats": {"include_usage": True},
     "logprob_start_len": {"return_logprob": True},
     "max_completion_tokens": {"max_tokens": None},
     "return_text_in_logprobs": {"return_logprob": True},

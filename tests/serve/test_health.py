@@ -17,7 +17,7 @@ from tests.serve.test_vllm_updates import tensors_of
 pytestmark = pytest.mark.distributed
 
 COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 2}
-READINESS = ("/health", "/health/", "/ping")
+READINESS = ("/health", "/health/", "/ping", "/ready")
 
 
 @pytest.fixture(scope="module")

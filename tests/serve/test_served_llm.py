@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from rollout import LLM, EngineState, EngineStateError, SamplingParams, ServeConfig
+from rollout import (
+    LLM,
+    DynamicInferenceEngine,
+    EngineState,
+    EngineStateError,
+    SamplingParams,
+    ServeConfig,
+)
 from rollout.coordinator.dealer import CoordinatorLostError
 from tests.apis.fleets import directory, weights
 from tests.serve.served import CONFIG
@@ -66,14 +73,24 @@ def test_tokens_are_those_of_generation_before_and_after(llm: LLM) -> None:
     assert llm.generate([PROMPT], params)[0].generated_tokens == expected
 
 
+def test_an_engine_has_measured_a_step_before_requests_come() -> None:
+    with LLM(directory(), None, CONFIG) as own:
+        engine = own.engine
+        assert engine.longest_step_s == 0.0
+        own.serve(ServeConfig(port=0), blocking=False)
+        assert engine.longest_step_s > 0.0
+        assert own.stats().num_steps == 0
+
+
 def test_verbs_of_the_llm_and_of_its_doors_meet(served: LLM) -> None:
     served.pause()
     assert served.state is EngineState.PAUSED
     version = served.update_weights(weights(1).state_dict()).version
     served.unpause()
     assert tokens_of(served)
-    checksum = post(served, "/weight_checker", {})["checksums"]["all"]
-    assert checksum == served.weights_checksum()
+    checksums = post(served, "/weight_checker", {})["checksums"]
+    engine = DynamicInferenceEngine.from_model(weights(1), CONFIG)
+    assert checksums == engine.weight_checksums().checksums
     post(served, "/pause?mode=keep", {})
     assert served.stats().state is EngineState.PAUSED
     post(served, "/resume", {})

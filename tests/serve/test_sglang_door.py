@@ -120,6 +120,40 @@ def test_a_batch_is_answered_by_a_list_prompt_by_prompt(served: Served, in_proce
     assert [reply["meta_info"]["id"] for reply in replies] == ["x", "y"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_new_tokens_of_0_scores_the_prompt(served: Served, stream: bool) -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    whole = generated(served, **asked)["meta_info"]
+    sampling = SAMPLING | {"max_new_tokens": 0, "n": 2}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": stream, **asked}
+    if stream:
+        replies = served.events("/generate", body)
+    else:
+        replies = generated(served, **body)
+    assert len(replies) == 2, "one event for each sample"
+    for reply in replies:
+        meta = reply["meta_info"]
+        assert (reply["text"], reply["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+        assert (meta["output_token_logprobs"], meta["output_top_logprobs"]) == ([], [])
+        assert meta["weight_versions"] == []
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            assert meta[name] == whole[name]
+
+
+def test_prompts_of_a_batch_may_be_scored_beside_others_that_are_continued(served: Served) -> None:
+    each = [SAMPLING | {"max_new_tokens": 0}, SAMPLING]
+    replies = generated(served, input_ids=[PROMPT, PROMPT], sampling_params=each)
+    assert [len(reply["output_ids"]) for reply in replies] == [0, 6]
+
+
+def test_a_prompt_that_is_scored_may_stop_at_once(served: Served) -> None:
+    first = generated(served)["output_ids"][0]
+    sampling = SAMPLING | {"max_new_tokens": 0, "stop_token_ids": [first]}
+    meta = generated(served, sampling_params=sampling)["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+
+
 def test_streams_are_cumulative(served: Served) -> None:
     body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
     events = served.events("/generate", body | {"stream": True})
@@ -153,6 +187,10 @@ def test_stop_token_ids_are_the_reason_of_the_end(served: Served) -> None:
         ({"input_ids": [1, 2], "sampling_params": {"n": 17}}, "n=17"),
         ({"input_ids": [[1], [2]], "sampling_params": [{"n": 16}, {"n": 9}]}, "25 samples"),
         ({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 511}}, "maximum context"),
+        ({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens=-1"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "=3"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 1}}, "=1"),
+        ({"input_ids": [1, 2], "sampling_params": {"min_new_tokens": -1}}, "min_new_tokens=-1"),
         ({"input_ids": [1, 2], "sampling_params": {"regex": "a*"}}, "regex"),
         ({"input_ids": [1, 2], "lora_path": "x"}, "lora_path"),
         ({"input_ids": "a"}, "input_ids"),
@@ -364,6 +402,10 @@ def test_an_update_from_disk(served: Served, roots: Path) -> None:
     assert served.get("/model_info").json()["weight_version"] == "disk"
     answer = served.post("/update_weights_from_disk", {"model_path": "/etc"})
     assert (answer.status, answer.json()["success"]) == (400, False)
+    for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+        info = served.get(path).json()
+        assert info["model_path"] == str(roots), "the checkpoint that was loaded last"
+        assert info["tokenizer_path"] == directory()
     assert served.post("/update_weight_version", {"new_version": "same"}).json()["success"]
     assert generated(served)["meta_info"]["weight_versions"] == [
         {"version": "same", "start": 0, "end": 6}

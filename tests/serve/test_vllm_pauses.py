@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from rollout import AsyncLLM, ServeConfig
+from rollout import AsyncLLM, DynamicInferenceEngine, ServeConfig
 from tests.apis.fleets import directory
 from tests.serve.served import CONFIG, Answer, Served
 from tests.serve.test_vllm_updates import tensors_of
@@ -122,6 +122,36 @@ def test_requests_are_aborted_by_their_names_or_all(served: Served) -> None:
     assert other.choice()["finish_reason"] == "abort"
 
 
+def test_abort_requests_of_tokens_in_and_out_ends_those_that_are_named(served: Served) -> None:
+    path = "/inference/v1/abort_requests"
+    one, other = Asked(served, request_id="one"), Asked(served, request_id="other")
+    for body in ({}, {"request_ids": None}, {"request_ids": "one"}):
+        assert served.post(path, body).status == 400
+    answer = served.post(path, {"request_ids": ["one", "unknown"]})
+    assert (answer.status, answer.body) == (200, b"")
+    assert one.choice()["finish_reason"] == "abort"
+    assert served.post(path, {"request_ids": []}).status == 200
+    assert not other.is_answered, "no names are no requests"
+    assert served.post(path, {"request_ids": ["other"]}).status == 200
+    assert other.choice()["finish_reason"] == "abort"
+
+
+def test_load_counts_the_requests_in_the_server(served: Served) -> None:
+    assert served.get("/load").json() == {"server_load": 0}
+    asked = [Asked(served), Asked(served)]
+    assert served.get("/load").json() == {"server_load": 2}
+    served.post("/abort_requests")
+    for each in asked:
+        each.choice()
+    assert served.get("/load").json() == {"server_load": 0}
+
+
+def test_version_is_that_of_the_package(served: Served) -> None:
+    assert served.get("/version").json() == {
+        "version": served.get("/server_info").json()["version"]
+    }
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_sleep_keeps_requests_if_told_to_and_wakes_up_whole(served: Served, level: int) -> None:
     undisturbed = Asked(served).choice()["token_ids"]
@@ -209,12 +239,20 @@ def test_usage_counts_cached_tokens_once_for_each_prompt(served: Served) -> None
     assert completion(served, 1, cache_salt="").status == 400
 
 
-def test_the_checksum_is_known_before_any_update(served: Served) -> None:
-    answer = served.post("/weight_checker", {"action": "checksum"})
-    checksum = served.do(served.llm.weights_checksum())
-    assert checksum
-    assert answer.json() == {"checksums": {"all": checksum}}
-    assert served.post("/weight_checker", {"action": "reset"}).status == 400
+def test_weight_checker_answers_for_each_weight_and_compares(served: Served) -> None:
+    checksums = served.post("/weight_checker", {"action": "checksum"}).json()["checksums"]
+    engine = DynamicInferenceEngine.from_model(directory(), CONFIG)
+    assert checksums == engine.weight_checksums().checksums
+    assert {"model.norm.weight", "model.embed_tokens.weight"} <= set(checksums)
+    same = served.post("/weight_checker", {"action": "compare", "baseline": checksums})
+    assert same.json() == {"match": True, "mismatches": []}
+    other = {**checksums, "model.norm.weight": "0" * 16, "added": "1" * 16}
+    del other["model.embed_tokens.weight"]
+    differs = served.post("/weight_checker", {"action": "compare", "baseline": other}).json()
+    names = ["added", "model.embed_tokens.weight", "model.norm.weight"]
+    assert differs == {"match": False, "mismatches": names}
+    for bad in ({"action": "reset"}, {"action": "compare"}):
+        assert served.post("/weight_checker", bad).status == 400
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollout import AsyncLLM
-from rollout.apis.results import stats_by_engine
+from rollout.coordinator.client.fleet_stats import stats_by_engine
 from rollout.engine.reports import EngineStats
 from trainer_hooks.jobs.dashboard import Dashboard
 from trainer_hooks.metrics import TimeAccount

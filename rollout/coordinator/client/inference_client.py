@@ -336,6 +336,12 @@ class InferenceClient:
         """Ask each engine for its counters, in any state; nothing changes."""
         return self._command(Headers.STATS, deadline_s)
 
+    def weight_checksums(
+        self, start: int = 0, *, deadline_s: float = UPDATE_DEADLINE_S
+    ) -> CommandFuture:
+        """Ask each engine for the checksums of its weights, from the one at `start` on."""
+        return self._command(Headers.CHECKSUMS, deadline_s, start=start)
+
     def update_weights(
         self,
         source: WeightsSource,

@@ -217,6 +217,12 @@ class Dispatcher:
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that no engine has."""
+        groups = {r.group.group_id: r.group for r in self._last_chances.values()}
+        return sum(len(group.waiting) for group in (self._queue.groups | groups).values())
+
     def await_push(self, is_awaited: bool, now: float) -> None:
         """Take whether only a push brings an engine that gets work. Waiting requests fail sooner
         then: who pushes may be waiting for them."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rollout.errors import ConfigError
 from rollout.ranges import MAX_SECONDS, PositiveInt, PositiveSeconds, check_fields
 
+_STEP_SLACK = 4.0  # see step_deadline_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorLimits:
@@ -15,7 +17,8 @@ class CoordinatorLimits:
     client_lease_s, engine_lease_s: a peer that was not heard for so long has gone.
     heartbeat_s: how often peers send a heartbeat.
     probe_interval_s: how often each engine is sent a heartbeat, which fails if it was killed.
-    progress_deadline_s: an engine that has work and makes no step for so long is given up.
+    progress_deadline_s: an engine that has work and makes no step for so long is given up, unless a
+    step of its model may take longer: see `step_deadline_s`.
     orphan_deadline_s: how long requests wait while there is no engine at all.
     push_wait_s: how long requests wait while no engine has the fleet's weights, which were sent by
     a transport that keeps none, so that the trainer has to push again.
@@ -23,7 +26,7 @@ class CoordinatorLimits:
     max_lost_attempts: a request fails when so many engines were lost while they ran it.
     abort_grace_s: how long an aborted request waits for the record of its engine.
     commit_grace_s: the least time that an engine has for a commit once it is decided. An engine
-    with work has longer, as long as no step takes longer than progress_deadline_s.
+    with work has longer, as long as no step takes longer than `step_deadline_s`.
     report_interval_tokens: most tokens of a request between two reports of its engine.
     max_clients, max_engines: further ones are refused.
     max_client_requests: unfinished requests of one client; a client holds the others back.
@@ -71,6 +74,12 @@ class CoordinatorLimits:
                     f"{name}={getattr(self, name)} must be at least twice "
                     f"heartbeat_s={self.heartbeat_s}"
                 )
+
+    def step_deadline_s(self, longest_step_s: float) -> float:
+        """Return how long an engine may take for a step. `longest_step_s`: as it has measured; its
+        next step may have longer contexts, or fewer processors, so that it has several times as
+        long."""
+        return min(max(self.progress_deadline_s, _STEP_SLACK * longest_step_s), MAX_SECONDS)
 
     @property
     def answer_grace_s(self) -> float:

@@ -144,12 +144,14 @@ class Question(Operation):
     holds_engines = False
 
     def complete(self, now: float) -> None:
-        """The reports, and who was refused: connections, and peers that do not belong here."""
+        """The reports, how many requests no engine has, and who was refused: connections, and peers
+        that do not belong here."""
         super().complete(now)
         if isinstance(self.outcome, Mapping):
             strangers = self.context.counters.num_strangers
             refused = {**self.context.refused(), "num_strangers": strangers}
-            self.outcome = {**self.outcome, "refused": refused}
+            num_queued = self.registry.dispatcher.num_waiting
+            self.outcome = {**self.outcome, "num_queued": num_queued, "refused": refused}
 
 
 class Shutdown(Operation):
@@ -250,7 +252,7 @@ class WeightCommit(Operation):
 
     message: UpdateWeights
     _is_decided = False
-    _latest_end = 0.0  # of a decided commit, whatever engines report
+    _decided_at = _grace_end = 0.0  # of a decided commit
 
     def begin(self, now: float) -> None:
         version = self.message.version
@@ -315,11 +317,12 @@ class WeightCommit(Operation):
             self._refuse(f"no vote in time from rank {ranks}", now)
             return
         # An engine with work takes the commit between two steps, and confirms it after the second.
-        longest_step_s = self.context.limits.progress_deadline_s
-        ends = {
-            i: min(e.progress_at + longest_step_s, self._latest_end) if e.is_stepping else now
-            for i, e in self.waiting.items()
-        }
+        ends = {}
+        for engine_id, engine in self.waiting.items():
+            step_s = self.context.limits.step_deadline_s(engine.longest_step_s)
+            latest = max(self._grace_end, self._decided_at + 2 * step_s)  # whatever it reports
+            end = min(engine.progress_at + step_s, latest)
+            ends[engine_id] = end if engine.is_stepping else now
         for engine in list(self.waiting.values()):
             if now >= ends[engine.engine_id]:
                 # The core then calls `lost` for it, which ends waiting for it.
@@ -355,7 +358,7 @@ class WeightCommit(Operation):
         logger.info("version %d is committed on %d engines", self._version, len(self.members))
         limits = self.context.limits
         self.deadline_at = max(self.deadline_at, now + limits.commit_grace_s)
-        self._latest_end = max(self.deadline_at, now + 2 * limits.progress_deadline_s)
+        self._decided_at, self._grace_end = now, self.deadline_at
         commit = Commit(command_id=self.command_id, version=self._version)
         self.ask(list(self.members.values()), commit, now)
 
@@ -383,5 +386,9 @@ def operation_type(message: Command | UpdateWeights) -> type[Operation]:
         return WeightCommit
     if message.header in EPOCH_COMMANDS:
         return EpochChange
-    own = {Headers.STATS: Question, Headers.SHUTDOWN: Shutdown}
+    own = {
+        Headers.STATS: Question,
+        Headers.SHUTDOWN: Shutdown,
+        Headers.CHECKSUMS: Operation,  # no commit runs meanwhile, so that engines can be compared
+    }
     return own.get(message.header, StateChange)

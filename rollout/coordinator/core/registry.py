@@ -334,9 +334,10 @@ class Registry:
         check."""
         engine, limits = self.engines[engine_id], self.context.limits
         lease_end = engine.last_seen + limits.engine_lease_s
-        progress_end = engine.progress_at + limits.progress_deadline_s
+        step_deadline_s = limits.step_deadline_s(engine.longest_step_s)
+        progress_end = engine.progress_at + step_deadline_s
         if engine.num_awaited or not engine.is_ready:
-            progress_end = now + limits.progress_deadline_s
+            progress_end = now + step_deadline_s
         if now >= lease_end:
             self.remove(engine, f"not heard for {now - engine.last_seen:.1f} s", now)
         elif now >= progress_end:

@@ -121,6 +121,11 @@ class EngineSession:
             return False
         return status.num_waiting + status.num_running > 0
 
+    @property
+    def longest_step_s(self) -> float:
+        """What its longest step takes, by its last heartbeat."""
+        return 0.0 if self.status is None else self.status.longest_step_s
+
     def __str__(self) -> str:
         return f"rank {self.rank} (engine {self.engine_id.hex()[:8]})"
 

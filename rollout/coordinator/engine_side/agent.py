@@ -41,6 +41,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.engine.engine import Engine
 from rollout.engine.state import EngineState
 from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
+from rollout.ranges import MAX_SECONDS
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
@@ -60,6 +61,7 @@ _VERBS: dict[Headers, tuple[str, tuple[str, ...]]] = {
     Headers.RESUME: ("resume", ("only",)),
     Headers.SET_GENERATION_EPOCH: ("set_generation_epoch", ("version",)),
     Headers.STATS: ("stats", ()),
+    Headers.CHECKSUMS: ("weight_checksums", ("start",)),
     Headers.STOP: ("shutdown", ()),
     Headers.SHUTDOWN: ("shutdown", ()),
 }
@@ -155,6 +157,7 @@ class EngineAgent:
             num_waiting=stats.num_waiting,
             num_running=stats.num_running + stats.num_paused,
             weights_version=stats.weights_version,
+            longest_step_s=min(self._engine.longest_step_s, MAX_SECONDS),
         )
 
     def step(self) -> Sequence[Message]:

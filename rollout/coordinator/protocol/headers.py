@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 # Raised by any change of a header or field. Peers of different versions refuse each other.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Headers(IntEnum):
@@ -41,3 +41,4 @@ class Headers(IntEnum):
     CREDIT = 82
     PROGRESS = 83
     BATCH = 84
+    CHECKSUMS = 85

@@ -72,13 +72,18 @@ Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=2**16)]
 
 
 class EngineStatus(WireData, frozen=True, kw_only=True):
-    """The state of an engine at a heartbeat. Its progress is judged by `num_steps`."""
+    """The state of an engine at a heartbeat. Its progress is judged by `num_steps`.
+
+    longest_step_s: what a step of the most tokens takes by the steps that it has measured; 0 if
+    there was none.
+    """
 
     state: Name
     num_steps: Count
     num_waiting: Count
     num_running: Count
     weights_version: Version
+    longest_step_s: Seconds = 0.0
 
 
 class WireError(WireData, frozen=True, kw_only=True):
@@ -406,7 +411,7 @@ COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(
         for header in (
             *(Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP),
             *(Headers.SET_GENERATION_EPOCH, Headers.INCREMENT_STALENESS),
-            *(Headers.SHUTDOWN, Headers.STATS),
+            *(Headers.SHUTDOWN, Headers.STATS, Headers.CHECKSUMS),
         )
     }
 )

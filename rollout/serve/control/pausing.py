@@ -44,7 +44,7 @@ class Pausing:
         self._llm, self._live, self._turnstile = llm, live, turnstile
         self._turn = asyncio.Lock()  # held by each verb
         self.mode: PauseMode | None = None  # of the pause in force
-        self._is_asleep = False  # whether the pause in force is that of a sleep
+        self.is_asleep = False  # whether the pause in force is that of a sleep
         # The engines' count of weight updates when their weights were discarded; None: they have
         # weights.
         self._discarded_at: int | None = None
@@ -59,7 +59,7 @@ class Pausing:
         """Whether memory is released, or a sleep that releases none is in force."""
         state = await self._state()
         return state is EngineState.SUSPENDED or (
-            self._is_asleep and state is not EngineState.RUNNING
+            self.is_asleep and state is not EngineState.RUNNING
         )
 
     async def require_weights(self) -> None:
@@ -140,7 +140,7 @@ class Pausing:
             await self._stop_for(mode)
             if level:
                 await self._release(OWNERS, discards_weights=level == 2)
-            self._is_asleep = True
+            self.is_asleep = True
 
     async def wake_up(self, owners: Sequence[str] = OWNERS) -> None:
         """Restore the memory of owners. Once nothing is released the pause ends."""
@@ -183,7 +183,7 @@ class Pausing:
         return self.mode is mode
 
     def _end_pause(self) -> None:
-        self.mode, self._is_asleep = None, False
+        self.mode, self.is_asleep = None, False
         self._turnstile.open(_WHO)
 
     # ---- with the turn

@@ -45,7 +45,6 @@ async def server_info(request: web.Request, body: Any) -> web.Response:
         "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1},
     }
     sglang_config = {
-        "served_model_name": state.served_name,
         "context_length": state.max_model_len,
         "tp_size": 1,
         "dp_size": 1,
@@ -66,11 +65,12 @@ async def model_info(request: web.Request, body: Any) -> web.Response:
 
 def _model(request: web.Request) -> dict[str, Any]:
     state, transfer = request.app[STATE], request.app[CONTROL].transfer
-    path = state.llm.model_directory or state.served_name
+    name = state.served_name
     dtype = None if transfer.model is None else str(transfer.model.dtype).removeprefix("torch.")
     return {
-        "model_path": path,
-        "tokenizer_path": path,
+        "model_path": transfer.loaded_directory or name,
+        "served_model_name": name,
+        "tokenizer_path": state.llm.model_directory or name,
         "is_generation": True,
         "dtype": dtype,
         "weight_version": transfer.label,

@@ -34,6 +34,8 @@ from rollout.serve.state import STATE, Route, ServerState
 Request = DynamicInferenceRequest
 Spell = Callable[[int], str | None]
 
+_NOTHING = TokenData(token_ids=[], log_probs=[], top=[])
+
 
 def generate_routes() -> list[Route]:
     return [
@@ -51,8 +53,9 @@ def generate_routes() -> list[Route]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A request, checked. prompts: of each sample. rids and params: of each sample, too. start_len:
-    log-probs of the prompt are returned from there on, -1 for none. spell: the texts in their rows.
+    """A request, checked. prompts: of each sample. rids and params: of each sample, too.
+    only_scores: whether the one token after the prompt is dropped. start_len: log-probs of the
+    prompt are returned from there on, -1 for none. spell: the texts in their rows.
     """
 
     state: ServerState
@@ -61,6 +64,7 @@ class _Job:
     prompts: list[list[int]]
     rids: list[str]
     params: list[SamplingParams]
+    only_scores: list[bool]
     shows_special_tokens: list[bool]
     start_len: int
     num_top: int
@@ -103,6 +107,7 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
     if (num_samples := sum(map(_n_of, each))) > state.config.max_samples:
         raise ApiError(400, f"{num_samples} samples are more than {state.config.max_samples}")
     for prompt, own in zip(prompts, each, strict=True):
+        _check_counts(own)
         check_length(state, len(prompt), own.max_new_tokens)
     params = [_params_of(state, body, own) for own in each]
     is_uniform = not isinstance(sampling, list) and not isinstance(body.rid, list)
@@ -127,6 +132,7 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
         prompts=_per_sample(prompts, each),
         rids=_per_sample(rids, each),
         params=_per_sample(params, each),
+        only_scores=_per_sample([own.max_new_tokens == 0 for own in each], each),
         shows_special_tokens=_per_sample([p.skip_special_tokens is False for p in each], each),
         start_len=_start_len(body),
         num_top=body.top_logprobs_num or 0,
@@ -146,6 +152,19 @@ def _n_of(sampling: SglangSampling) -> int:
 def _per_sample(values: Sequence[Any], each: Sequence[SglangSampling]) -> list[Any]:
     pairs = zip(values, each, strict=True)
     return [value for value, sampling in pairs for _ in range(_n_of(sampling))]
+
+
+def _check_counts(sampling: SglangSampling) -> None:
+    """Raise ApiError for numbers of tokens that contradict each other."""
+    most, least = sampling.max_new_tokens, sampling.min_new_tokens or 0
+    if most is not None and most < 0:
+        raise ApiError(400, f"max_new_tokens={most} must be at least 0", param="max_new_tokens")
+    if least < 0 or (most is not None and least > most):
+        raise ApiError(
+            400,
+            f"min_new_tokens={least} must be in [0, max_new_tokens={most}]",
+            param="min_new_tokens",
+        )
 
 
 def _start_len(body: GenerateBody) -> int:
@@ -198,7 +217,7 @@ def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) ->
     params = sampling_params_of(
         fields,
         state,
-        max_tokens=given.max_new_tokens,
+        max_tokens=1 if given.max_new_tokens == 0 else given.max_new_tokens,
         num_logprobs=num_top if body.return_logprob else None,
         num_prompt_logprobs=None if _start_len(body) < 0 else num_top,
         cache_salt=salt_of(body.cache_salt, body.extra_key),
@@ -212,8 +231,11 @@ def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) ->
 
 def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
     """Return a finished sample."""
-    data = of_generated(request)
-    text = text_of(job.state, request, with_special_tokens=job.shows_special_tokens[index])
+    only_scores = job.only_scores[index]
+    data = _NOTHING if only_scores else of_generated(request)
+    text = ""
+    if not only_scores:
+        text = text_of(job.state, request, with_special_tokens=job.shows_special_tokens[index])
     return {
         "text": text,
         "output_ids": list(data.token_ids),
@@ -221,9 +243,9 @@ def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
             **_meta_info(job, index, data),
             **_input_logprobs(job, index, request),
             "cached_tokens": request.num_cached_tokens or 0,
-            "finish_reason": _finish_reason(request),
+            "finish_reason": _finish_reason(request, len(data.token_ids)),
             "weight_version": _version_at_end(job.state, request),
-            "weight_versions": weight_versions(job.state, request),
+            "weight_versions": weight_versions(job.state, request, len(data.token_ids)),
             "e2e_latency": time.perf_counter() - job.started_at,
         },
     }
@@ -270,17 +292,18 @@ def _top_rows(data: TokenData, num_top: int, spell: Spell) -> list[Any]:
     ]
 
 
-def _finish_reason(request: Request) -> dict[str, Any]:
-    if request.finish_reason == "stop":
+def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
+    """`num_tokens`: how many are returned; the one of a request that only scores is not."""
+    if request.finish_reason == "stop" and num_tokens:
         matched = request.stop_reason
         return {
             "type": "stop",
             "matched": request.generated_tokens[-1] if matched is None else matched,
         }
-    if request.finish_reason == "length":
-        return {"type": "length", "length": len(request.generated_tokens)}
+    if request.finish_reason in ("stop", "length"):
+        return {"type": "length", "length": num_tokens}
     # Clients know by the first words whether there are tokens.
-    where = "in decoding" if len(request.generated_tokens) else "before prefill"
+    where = "in decoding" if num_tokens else "before prefill"
     return {"type": "abort", "message": f"Abort {where}", "status_code": None, "err_type": None}
 
 
@@ -307,6 +330,8 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
         try:
             async for index, item in items:
                 if isinstance(item, TokenRun):
+                    if job.only_scores[index]:
+                        continue
                     new = of_run(item)
                     so_far[index] += new
                     if (text := texts[index]) is not None:

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.serve.control.checksums import weight_checksums
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
 from rollout.serve.control.state import CONTROL, port_of, require_backend
@@ -71,9 +72,10 @@ class UpdateInfo(Fields, kw_only=True):
 
 
 class UpdateBody(Fields, kw_only=True):
-    """Of vLLM's update: `update_info`. Of prime-rl's: `weight_dir`."""
+    """Of vLLM's update: `update_info`, or a list with one for each rank, of which there is one
+    here. Of prime-rl's: `weight_dir`."""
 
-    update_info: UpdateInfo | None = None
+    update_info: UpdateInfo | list[UpdateInfo] | None = None
     weight_dir: str | None = None
 
 
@@ -89,9 +91,10 @@ class VersionBody(Fields, kw_only=True):
 
 
 class CheckerBody(Fields, kw_only=True):
-    action: str = "checksum"
+    """action: checksum, or compare with `baseline`, an earlier answer's checksums."""
 
-    baseline: Annotated[Any, refused("compare the checksums of two answers yourself")] = None
+    action: str = "checksum"
+    baseline: dict[str, str] | None = None
 
 
 class ResetBody(Fields, kw_only=True):
@@ -195,7 +198,7 @@ def _weight_routes() -> list[Route]:
             path="/weight_checker",
             handler=_weight_checker,
             body=CheckerBody,
-            summary="Checksum of the weights",
+            summary="Checksum of each weight",
         ),
         _post(
             path="/init_weight_transfer_engine",
@@ -305,10 +308,21 @@ async def _update_weight_version(request: web.Request, body: VersionBody) -> web
 
 
 async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Response:
-    if body.action != "checksum":
-        raise ApiError(400, f"action={body.action!r} must be 'checksum'", param="action")
-    checksum = await request.app[STATE].llm.weights_checksum()
-    return json_response({"checksums": {"all": checksum}})
+    if body.action not in ("checksum", "compare"):
+        raise ApiError(
+            400,
+            f"action={body.action!r} must be 'checksum' or 'compare'; /sleep?level=2 discards the "
+            "weights",
+            param="action",
+        )
+    if body.action == "compare" and body.baseline is None:
+        raise ApiError(400, "action='compare' needs baseline: checksums", param="baseline")
+    checksums = await weight_checksums(request.app[STATE].llm.client)
+    if body.baseline is None or body.action == "checksum":
+        return json_response({"checksums": checksums})
+    names = checksums.keys() | body.baseline.keys()
+    differing = sorted(n for n in names if checksums.get(n) != body.baseline.get(n))
+    return json_response({"match": not differing, "mismatches": differing})
 
 
 async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
@@ -339,6 +353,15 @@ async def _start(request: web.Request, body: StartBody) -> web.Response:
 
 async def _update(request: web.Request, body: UpdateBody) -> web.Response:
     transfer, info = request.app[CONTROL].transfer, body.update_info
+    if isinstance(info, list):
+        if len(info) != 1:
+            raise ApiError(
+                400,
+                f"update_info has {len(info)} entries and needs 1: this server is one rank, "
+                "however many engines it has",
+                param="update_info",
+            )
+        (info,) = info
     if info is not None:
         packing = None
         if info.packed is not None:

@@ -48,6 +48,8 @@ class WeightTransfer:
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
         self._commit_turn = asyncio.Lock()
+        # The checkpoint that was loaded last; at first the directory of the model.
+        self.loaded_directory = directory
 
     # ---- groups
 
@@ -207,7 +209,14 @@ class WeightTransfer:
     async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
         """Commit the weights of a checkpoint. Raises WeightUpdateError."""
         checkpoint = await asyncio.to_thread(self._roots.open, directory)
-        return await self.commit(checkpoint.items(), label)
+        return await self._operations.run(self._load(directory, checkpoint.items(), label))
+
+    async def _load(
+        self, directory: str, named_tensors: NamedTensors, label: str | None
+    ) -> WeightUpdateReport:
+        report = await self._commit(named_tensors, label)
+        self.loaded_directory = directory
+        return report
 
     async def commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
         """Let all engines or none take these weights as the next version, which clients know by

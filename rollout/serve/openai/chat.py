@@ -272,7 +272,8 @@ def _chunks(
         text = "" if progress.text is None else progress.text.push(data.token_ids)
         choice = _delta(index, _text_delta(progress, text, is_last=False))
         choice["logprobs"] = _logprobs(job, data)
-        choice["token_ids"] = data.token_ids if job.body.return_token_ids else None
+        if job.body.return_token_ids:
+            choice["token_ids"] = data.token_ids
         return [*chunks, {"choices": [choice]}]
     whole = text_of(job.state, item, with_special_tokens=shows_special_tokens(job.body))
     rest = "" if progress.text is None else progress.text.finish(whole)
@@ -306,5 +307,4 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
         "logprobs": None,
         "finish_reason": None,
         "stop_reason": None,
-        "token_ids": None,
     }

@@ -209,9 +209,9 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
         text = job.echoed[job.prompt_index(index)] + text
         shown = of_prompt(request) + data
     choice = _piece(job, index, text, shown) | _ending(job, request)
-    if body.return_token_ids:
-        choice["token_ids"] = data.token_ids
-        choice["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
+    prompt = job.prompts[job.prompt_index(index)]
+    choice["token_ids"] = data.token_ids if body.return_token_ids else None
+    choice["prompt_token_ids"] = prompt if body.return_token_ids else None
     choice["prompt_logprobs"] = None
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(
@@ -234,8 +234,6 @@ def _piece(
         "logprobs": logprobs,
         "finish_reason": None,
         "stop_reason": None,
-        "token_ids": data.token_ids if body.return_token_ids else None,
-        "prompt_token_ids": None,
     }
 
 
@@ -296,7 +294,9 @@ def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress)
     chunk = _piece(job, index, text, data, progress.num_characters) | ending
     if not data.token_ids:
         chunk["logprobs"] = None
-    if is_first and job.body.return_token_ids:
-        chunk["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
+    if job.body.return_token_ids:
+        chunk["token_ids"] = data.token_ids
+        if is_first:
+            chunk["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
     progress.num_characters += len(text)
     return chunk

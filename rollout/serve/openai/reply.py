@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -51,10 +52,16 @@ def total_usage(
     n = len(cached) // len(prompts)
     num_cached = sum(min(cached[start : start + n]) for start in range(0, len(cached), n))
     return {
+        **_usage(num_prompt, num_generated),
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def _usage(num_prompt: int, num_generated: int) -> dict[str, Any]:
+    return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -148,25 +155,43 @@ async def stream_reply(
     counts_generated: bool = True,
 ) -> web.StreamResponse:
     """Answer by events: `head` with each chunk that `chunks_of` makes of (index of the sample, its
-    new tokens or its whole request), then the usage, if `options` ask for it.
+    new tokens or its whole request), then the usage, if `options` ask for it. With
+    `continuous_usage_stats` each chunk has the usage of its sample so far.
 
     prompts, counts_generated: as for `total_usage`.
     """
     ended: dict[int, Request] = {}
+    num_generated: defaultdict[int, int] = defaultdict(int)
+    options = options or StreamOptions()
     stall_s = request.app[STATE].config.stalled_stream_timeout_s
     async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
         try:
             async for index, item in items:
+                num_before = num_generated[index]
                 if not isinstance(item, TokenRun):
                     ended[index] = item
-                await events.send(*({**head, **chunk} for chunk in chunks_of(index, item)))
-            if options is not None and options.include_usage:
+                elif counts_generated:
+                    num_generated[index] += len(item)
+                chunks = [{**head, **chunk} for chunk in chunks_of(index, item)]
+                if options.include_usage and options.continuous_usage_stats:
+                    num_prompt = len(generation.prompt_of(index))
+                    _add_usage(chunks, num_prompt, num_before, num_generated[index])
+                await events.send(*chunks)
+            if options.include_usage:
                 samples = [ended[index] for index in sorted(ended)]
                 usage = total_usage(prompts, samples, counts_generated=counts_generated)
                 await events.send({**head, "choices": [], "usage": usage})
         except Exception as fault:
             await send_error(events, fault, openai_form)
         return await events.end()
+
+
+def _add_usage(
+    chunks: Sequence[dict[str, Any]], num_prompt: int, num_before: int, num_generated: int
+) -> None:
+    """Add the usage of their sample so far to chunks, the last of which has the new tokens."""
+    for chunk in chunks:
+        chunk["usage"] = _usage(num_prompt, num_generated if chunk is chunks[-1] else num_before)
 
 
 async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from rollout.coordinator.protocol.token_runs import TokenRun
@@ -37,7 +38,10 @@ class TokenData:
         )
 
     def each(self, num_top: int) -> list[tuple[int, float | None, int | None, dict[int, float]]]:
-        """Return (id, log-prob, rank, {id: log-prob} of the `num_top` most likely and itself)."""
+        """Return (id, log-prob, rank, {id: log-prob} of itself and then the `num_top` most likely).
+
+        A token that is among the most likely stands once, in the first place.
+        """
         count = len(self.token_ids)
         log_probs = self.log_probs or [None] * count
         ranks, top = self.ranks or [None] * count, self.top or [None] * count
@@ -54,9 +58,20 @@ def _top(
 ) -> dict[int, float]:
     if log_prob is None:
         return {}
-    chosen = dict(list((top or {}).items())[:num_top])
-    chosen.setdefault(token_id, log_prob)
+    chosen = {token_id: log_prob}
+    for key, value in islice((top or {}).items(), num_top):
+        chosen.setdefault(key, value)
     return {key: finite(value) for key, value in chosen.items()}
+
+
+def _ranks(token_id: int, rank: int | None, top: dict[int, float]) -> dict[int, int]:
+    """Return the rank of each entry of a row of `each`. `rank`: that of the token itself; without
+    it, its place among the entries by their log-probs."""
+    others = [key for key in top if key != token_id]
+    own = rank or 1 + sum(top[key] > top[token_id] for key in others)
+    # The others are in the order of their ranks, which leave out the token's own.
+    ranks = {key: place + (place >= own) for place, key in enumerate(others, 1)}
+    return {token_id: own, **ranks}
 
 
 def finite(log_prob: float) -> float:
@@ -146,40 +161,42 @@ def _chat_entry(token: str, log_prob: float | None) -> dict[str, Any]:
 
 
 def token_logprobs(data: TokenData, num_top: int) -> dict[str, Any]:
-    """Return `logprobs` of tokens out: each by its id, under the names of old and new clients."""
-    return {
-        "content": [
+    """Return `logprobs` of tokens out: each by its id, under the names of old and new clients.
+
+    `top_logprobs` of a token begin with itself, so that they are one, `num_top` or one more.
+    """
+    content = []
+    for token_id, log_prob, rank, top in data.each(num_top):
+        ranks = _ranks(token_id, rank, top) if top else {}
+        content.append(
             {
-                **_token_entry(token_id, lp),
-                "rank": rank or None,
-                "top_logprobs": [_token_entry(i, v) for i, v in list(top.items())[:num_top]],
+                **_token_entry(token_id, log_prob, rank),
+                "top_logprobs": [_token_entry(i, v, ranks[i]) for i, v in top.items()],
             }
-            for token_id, lp, rank, top in data.each(num_top)
-        ]
-    }
+        )
+    return {"content": content}
 
 
-def _token_entry(token_id: int, log_prob: float | None) -> dict[str, Any]:
+def _token_entry(token_id: int, log_prob: float | None, rank: int | None) -> dict[str, Any]:
     return {
         "token": f"token_id:{token_id}",
         "token_id": token_id,
         "logprob": None if log_prob is None else finite(log_prob),
+        "rank": rank or None,
     }
 
 
 def prompt_logprobs(data: TokenData, num_top: int, texts: Texts) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs`: by id, with ranks."""
+    """Return `prompt_logprobs`: by id, with ranks, the prompt's own token first."""
     rows: list[dict[str, Any] | None] = []
     for token_id, log_prob, rank, top in data.each(num_top):
         if log_prob is None:
             rows.append(None)
             continue
-        ordered = sorted(top, key=lambda i: -top[i])
-        places = {other: place for place, other in enumerate(ordered, 1)}
-        places[token_id] = rank or places[token_id]
+        ranks = _ranks(token_id, rank, top)
         rows.append(
             {
-                str(i): {"logprob": v, "rank": places[i], "decoded_token": texts(i)}
+                str(i): {"logprob": v, "rank": ranks[i], "decoded_token": texts(i)}
                 for i, v in top.items()
             }
         )

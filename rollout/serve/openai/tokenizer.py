@@ -53,7 +53,7 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
             "count": len(ids),
             "max_model_len": state.max_model_len,
             "tokens": ids,
-            "token_strs": await state.texts.of_all(ids) if body.return_token_strs else None,
+            "token_strs": await state.texts.tokens_of(ids) if body.return_token_strs else None,
         }
     )
 

@@ -9,6 +9,7 @@ from aiohttp import web
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.serve.errors import ApiError, json_response
+from rollout.serve.fields import Fields
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
@@ -45,8 +46,26 @@ def generate_routes() -> list[Route]:
             body=GenerateBody,
             generates=True,
             summary="Continue token ids by token ids",
-        )
+        ),
+        Route(
+            method="POST",
+            path="/inference/v1/abort_requests",
+            handler=_abort,
+            body=AbortBody,
+            summary="Answer requests with the tokens that they have",
+        ),
     ]
+
+
+class AbortBody(Fields, kw_only=True):
+    """request_ids: as requests name themselves; unknown ones are ignored."""
+
+    request_ids: list[str]
+
+
+async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+    request.app[STATE].live.abort(body.request_ids)
+    return web.Response()
 
 
 async def _generate(request: web.Request, body: GenerateBody) -> web.StreamResponse:

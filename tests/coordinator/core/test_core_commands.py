@@ -390,3 +390,29 @@ def test_stats_are_answered_while_an_update_waits_for_votes() -> None:
     assert isinstance(answer, Ack)
     assert set(answer.result["ranks"]) == {"0", "1"}
     assert client.answer(update) is None
+
+
+def test_stats_say_how_many_requests_no_engine_has() -> None:
+    fleet, client, _ = fleet_in("RUNNING", num_engines=0)
+
+    def num_queued() -> object:
+        answer = fleet.give(client, client.command(H.STATS))
+        assert isinstance(answer, Ack)
+        return answer.result["num_queued"]
+
+    assert num_queued() == 0
+    fleet.send(client, client.submission([4, 4, 4]), client.submission([4]))
+    assert num_queued() == 4
+    fleet.engine()
+    fleet.run()
+    assert num_queued() == 0, "an engine has them"
+
+
+def test_checksums_are_asked_while_no_update_runs() -> None:
+    fleet, client, engines = fleet_in("PAUSED")
+    engines[0].ignores = {"Prepare"}
+    update, checksums = client.update(source_of(1)), client.command(H.CHECKSUMS)
+    fleet.send(client, update, checksums)
+    fleet.run()
+    assert client.answer(checksums) is None
+    assert not any(type(message).__name__ == "Checksums" for message in engines[1].seen)

@@ -143,10 +143,13 @@ def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_comes_again() 
         assert versions(engines) == [1, 1]
 
 
-def committing_amid_a_step() -> tuple[FakeFleet, FakeClient, list[FakeEngine], UpdateWeights]:
+def committing_amid_a_step(
+    longest_step_s: float = 0.0,
+) -> tuple[FakeFleet, FakeClient, list[FakeEngine], UpdateWeights]:
     """A decided update of two engines. The first one is in a step with a request, and hears the
-    Commit only when that ends."""
+    Commit only when that ends. `longest_step_s`: what it has measured."""
     fleet, client, engines = fleet_in("RUNNING", 2)
+    engines[0].longest_step_s = longest_step_s
     fleet.send(client, client.submission([99]))
     fleet.run()
     update = client.update(source_of(1), in_flight=True, deadline_s=1.0)
@@ -187,6 +190,20 @@ def test_an_engine_whose_steps_last_longer_than_the_grace_keeps_its_place() -> N
 def test_an_engine_that_makes_no_step_for_the_progress_deadline_is_removed_amid_a_commit() -> None:
     fleet, client, _, update = committing_amid_a_step()
     fleet.pass_time(LIMITS.progress_deadline_s + 2)
+    assert_rank_0_is_removed(fleet, client, update)
+
+
+def test_an_engine_whose_measured_steps_are_longer_than_the_deadline_commits_in_its_time() -> None:
+    fleet, client, engines, update = committing_amid_a_step(longest_step_s=30.0)
+    fleet.pass_time(4 * LIMITS.progress_deadline_s)  # which is less than four such steps
+    assert list(fleet.core.ranks()) == [0, 1]
+    fleet.send(engines[0], *engines[0].end_step())
+    fleet.run()
+    answer = client.answer(update)
+    assert isinstance(answer, Ack)
+    assert answer.result["lost_ranks"] == []
+    fleet, client, _, update = committing_amid_a_step(longest_step_s=30.0)
+    fleet.pass_time(4 * 30.0 + 2)
     assert_rank_0_is_removed(fleet, client, update)
 
 
@@ -512,6 +529,25 @@ def test_in_deterministic_mode_ranks_follow_the_ids_and_not_the_arrival() -> Non
         1: engines[2].engine_id,
         2: engines[0].engine_id,
     }
+
+
+def test_an_engine_that_measures_long_steps_may_take_four_times_as_long_for_one() -> None:
+    step_s = LIMITS.progress_deadline_s * 10
+
+    def ranks_after(seconds: float) -> list[int]:
+        """`first` has measured short steps, `second` long ones; both are amid a step."""
+        fleet, client, (first, second) = fleet_in("RUNNING")
+        first.longest_step_s, second.longest_step_s = 0.5, step_s
+        fleet.send(client, client.submission([99]), client.submission([99]))
+        fleet.run()
+        fleet.pass_time(1)
+        fleet.pass_time(seconds)
+        return list(fleet.core.ranks())
+
+    assert ranks_after(LIMITS.progress_deadline_s - 3) == [0, 1]
+    assert ranks_after(LIMITS.progress_deadline_s + 2) == [1]
+    assert ranks_after(4 * step_s - 3) == [1]
+    assert ranks_after(4 * step_s + 2) == []
 
 
 def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still() -> None:

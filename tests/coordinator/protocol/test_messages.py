@@ -226,7 +226,7 @@ def test_the_frames_that_the_page_has_a_client_send_are_messages():
     assert submitted.prompt_tokens.tolist() == [0, 1, 2]
     assert submitted.samples[0] == Sample(request_id=7, sampling_params=params, seed=5)
     assert unpack_params(params) == SamplingParams(num_tokens_to_generate=4)
-    assert decode(msgpack.packb([0, 8, bytes(16), ""])) == wire.Connect(client_id=bytes(16))
+    assert decode(msgpack.packb([0, 9, bytes(16), ""])) == wire.Connect(client_id=bytes(16))
     assert decode(msgpack.packb([72, 9, None])) == Heartbeat(sequence=9)
     assert decode(msgpack.packb([76, [[7, 0]]])).attempts == (wire.Attempt(request_id=7),)
     assert decode(msgpack.packb([60, "done"])) == wire.Disconnect(reason="done")

@@ -20,6 +20,7 @@ from rollout import (
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
 from rollout.record_text import add_text
+from rollout.requests import DynamicInferenceEvent, DynamicInferenceEventType
 from rollout.requests.columns import COLUMNS
 from rollout.version_spans import VersionSpans
 
@@ -60,6 +61,9 @@ def segments(draw, request_id=5):
     return request
 
 
+ENTRY = DynamicInferenceEvent(type=DynamicInferenceEventType.ADD_ENGINE, timestamp=3.0)
+
+
 @st.composite
 def records(draw):
     record = DynamicInferenceRequestRecord.from_request(draw(segments()))
@@ -96,6 +100,7 @@ def test_what_is_read_late_equals_what_is_read_at_once(record):
     for held in (late, once):
         held.observe_version(6)
         if held.current.generated_tokens is not None:
+            held.current.event_add_engine = ENTRY  # else the checkpoint makes one of its time
             held.checkpoint()
     assert form(late) == form(once)
 

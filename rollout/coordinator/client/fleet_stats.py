@@ -1,0 +1,44 @@
+"""The counters of a fleet, as a coordinator answers STATS: of each engine, and of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rollout.coordinator.core.fleet import CoordinatorState
+from rollout.engine.reports import HISTOGRAMS, LEAST_OF_FLEET, EngineStats
+from rollout.engine.state import EngineState
+from rollout.telemetry import RankUse
+
+Results = Mapping[str, Any]
+
+
+def engine_stats(results: Results) -> EngineStats:
+    """Sums over the engines; state and version are those of the fleet, and ranks those of all."""
+    reports = [report for report in results["ranks"].values() if report]
+    each = stats_by_engine(results).values()
+    values: dict[str, Any] = {
+        "state": CoordinatorState[results["state"]].engine_state,
+        "weights_version": results["weights_version"],
+        **{name: min((r[name] for r in reports), default=0) for name in LEAST_OF_FLEET},
+        "ranks": tuple(rank for stats in each for rank in stats.ranks),
+    }
+    for name in HISTOGRAMS:
+        values[name] = tuple(map(sum, zip(*(report[name] for report in reports), strict=True)))
+    for name in {f.name for f in fields(EngineStats)} - values.keys():
+        values[name] = sum(report[name] for report in reports)
+    return EngineStats(**values)
+
+
+def stats_by_engine(results: Results) -> dict[int, EngineStats]:
+    """The state and counters of each engine by its rank, in order."""
+    ranks = sorted((int(rank), report) for rank, report in results["ranks"].items() if report)
+    engines = {}
+    for rank, report in ranks:
+        histograms = {name: tuple(report[name]) for name in HISTOGRAMS}
+        state = EngineState[report["state"]]
+        uses = tuple(RankUse(**{**use, "engine": rank}) for use in report["ranks"])
+        changed = {**histograms, "state": state, "ranks": uses}
+        engines[rank] = EngineStats(**{**report, **changed})
+    return engines

@@ -1,0 +1,69 @@
+"""The checksums of all weights, from the pages that engines answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rollout.serve.control.checksums import weight_checksums
+from rollout.serve.errors import ApiError
+
+ALL = {f"w{i}": f"{i:016x}" for i in range(5)}
+
+
+class Client:
+    """Engines with pages of two weights. `versions`: of each page in turn."""
+
+    def __init__(
+        self, engines: Sequence[Mapping[str, str]], versions: Sequence[int] = (1,) * 3
+    ) -> None:
+        self._engines, self._versions = engines, iter(versions)
+
+    def weight_checksums(self, start: int) -> asyncio.Future[dict[str, Any]]:
+        version = next(self._versions)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        ranks = {
+            str(rank): {
+                "checksums": dict(list(weights.items())[start : start + 2]),
+                "num_weights": len(weights),
+                "version": version,
+            }
+            for rank, weights in enumerate(self._engines)
+        }
+        answer.set_result({"ranks": {**ranks, "9": None}})
+        return answer
+
+
+def asked(*engines: Mapping[str, str], versions: Sequence[int] = (1,) * 3) -> dict[str, str]:
+    client: Any = Client(engines, versions)
+
+    async def ask() -> dict[str, str]:
+        return await weight_checksums(client)
+
+    return asyncio.run(ask())
+
+
+def test_weight_checksums_are_those_of_all_pages() -> None:
+    assert asked(ALL) == asked(ALL, ALL) == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weight_checksums_of_engines_that_differ_are_a_fault(name: str) -> None:
+    with pytest.raises(ApiError, match="engines 0 and 1 serve different weights") as fault:
+        asked(ALL, {**ALL, name: "f" * 16})
+    assert fault.value.status == 500
+
+
+def test_weight_checksums_of_two_versions_are_not_mixed() -> None:
+    with pytest.raises(ApiError, match=r"versions \[1, 2\]") as fault:
+        asked(ALL, versions=(1, 1, 2))
+    assert fault.value.status == 409
+
+
+def test_weight_checksums_need_an_engine() -> None:
+    with pytest.raises(ApiError, match="no engine") as fault:
+        asked()
+    assert fault.value.status == 503
