@@ -145,7 +145,7 @@ def _known_part(
 
 
 def _nearest(key: str, kind: type[Fields], above: str, places: Mapping[str, str]) -> str | None:
-    """Return the path of the field that `key` resembles, rather one beside it; None if none does."""
+    """Return the path of the field that `key` resembles, first beside it; None if none does."""
     paths = {**places, **{name: above + name for name in kind.__struct_fields__}}
     nearest = difflib.get_close_matches(key, paths, 1, _TYPO_CUTOFF)
     return paths[nearest[0]] if nearest else None
