@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
+import re
 from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rollout.errors import ConfigError
 from rollout.json_files import object_if_there
 
+INSTALL_TEXT = "pip install 'rollout-engine[hf]'"
+
+_logger = logging.getLogger(__name__)
+# A directory with one of these has a tokenizer that transformers can load.
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
 _MAX_PENDING_BYTES = 3
 _MANY_IDS = 2000  # decoding them takes a millisecond or so
 # Ids of a window that a text of broken characters, which ends nowhere, may hold.
 _MAX_WINDOW = 64
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTEXT_IDS = 4  # of a prompt; most often they have text
+
+
+class RenderedText(str):
+    """A prompt that a chat template wrote, with its special tokens: encoding it adds none."""
+
+    __slots__ = ()
 
 
 @runtime_checkable
@@ -47,101 +75,188 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """Tokenizer over a `tokenizers.Tokenizer` or a transformers tokenizer.
+    """Tokenizer over a transformers tokenizer, or one of `tokenizers`, which transformers wraps.
 
-    `eos_id` and `bos_id` given here win over those that a transformers tokenizer names itself.
+    Ids and texts are those that transformers makes. `eos_id` and `bos_id` given here win over those
+    that the tokenizer names itself. A copy in another process imports transformers when it is first
+    used.
     """
 
     def __init__(
         self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
     ) -> None:
-        self._tokenizer = tokenizer
-        self._is_transformers = hasattr(tokenizer, "eos_token_id")
-        self.eos_id = eos_id if eos_id is not None else getattr(tokenizer, "eos_token_id", None)
-        self.bos_id = bos_id if bos_id is not None else getattr(tokenizer, "bos_token_id", None)
+        """Raises ConfigError for one of `tokenizers` where transformers is not installed."""
+        if not hasattr(tokenizer, "eos_token_id"):
+            tokenizer = _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        self._loaded, self._pickled = tokenizer, b""
+        self.eos_id: int | None = tokenizer.eos_token_id if eos_id is None else eos_id
+        self.bos_id: int | None = tokenizer.bos_token_id if bos_id is None else bos_id
+        self._vocab_size = len(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> HFTokenizer:
-        """Load `tokenizer.json` of a model directory, and its end and begin tokens.
+        """Load the tokenizer of a model directory as transformers' AutoTokenizer does.
 
-        Their ids come from `tokenizer_config.json`, else `generation_config.json` or `config.json`.
-        Raises ConfigError without `tokenizer.json` and for a file that cannot be read, ImportError
-        without the package `tokenizers`.
+        Raises ConfigError for a directory without one, for a file that cannot be read, and where
+        transformers is not installed.
         """
-        import tokenizers
-
         root = Path(directory)
-        if not (root / "tokenizer.json").is_file():
-            raise ConfigError(f"{root} holds no tokenizer.json; save a fast tokenizer there")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
-        except Exception as error:  # the package raises no narrower class
+        if not has_tokenizer(root):
             raise ConfigError(
-                f"{root / 'tokenizer.json'} cannot be read ({error}); download or save it again"
+                f"{root} holds no tokenizer.json, tokenizer.model or other vocabulary; save a "
+                "tokenizer there"
+            )
+        auto = _transformers().AutoTokenizer
+        try:
+            return cls(auto.from_pretrained(root, local_files_only=True))
+        except Exception as error:  # the package raises no narrower class
+            for name in ("tokenizer.json", *_SETTINGS_FILES):
+                object_if_there(root / name)
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ConfigError(
+                f"{root}: AutoTokenizer cannot load the tokenizer: {reason}"
             ) from error
-        return cls(
-            tokenizer,
-            eos_id=_special_id(root, tokenizer, "eos_token"),
-            bos_id=_special_id(root, tokenizer, "bos_token"),
-        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_loaded": None}
+        state["_pickled"] = self._pickled or pickle.dumps(self._loaded)
+        state.pop("_decoding_backend", None)
+        return state
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        if self._loaded is None:
+            self._loaded = pickle.loads(self._pickled)
+        return self._loaded
 
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
-        if self._is_transformers:
-            return len(self._tokenizer)
-        return int(self._tokenizer.get_vocab_size())
+        return self._vocab_size
 
     @property
     def max_token_length(self) -> int:
         """Number of characters of the longest token, as the vocabulary writes it; of tokenizers on
         bytes it is a bound, since no character has less than a byte.
         """
-        return max(map(len, self._tokenizer.get_vocab()), default=0)
+        return max(map(len, self.hf_tokenizer.get_vocab()), default=0)
+
+    @property
+    def verbatim(self) -> Tokenizer:
+        """This tokenizer, but its texts have special tokens."""
+        return _Verbatim(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`, without adding special tokens unless it is asked for."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return list(encoded) if self._is_transformers else list(encoded.ids)
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Return the ids of each text, as `encode` does. Other threads run meanwhile: both packages
-        hold the GIL while they encode one text, and not while they encode several.
-        """
-        if self._is_transformers:
-            encoded = self._tokenizer(
-                list(texts), add_special_tokens=add_special_tokens, verbose=False
-            )
-            return [list(ids) for ids in encoded["input_ids"]]
-        # The fast one keeps no spans and texts of tokens, whose end takes the GIL.
-        tokenizer = self._tokenizer
-        encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-        encodings = encode(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        """Return the ids of each text, as `encode` does. Other threads run meanwhile."""
+        encoded = self.hf_tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, special tokens left out unless they are asked for."""
-        if not self._is_transformers:
-            if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
-                options = {"skip_special_tokens": skip_special_tokens}
-                return str(self._tokenizer.decode_batch([list(ids)], **options)[0])
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        # Cleaning up spaces would change text that has been streamed already.
-        return str(
-            self._tokenizer.decode(
-                list(ids),
-                clean_up_tokenization_spaces=False,
-                skip_special_tokens=skip_special_tokens,
+        """Return the text of `ids`, special tokens left out unless they are asked for.
+
+        Spaces are never cleaned up: that would change text which has been streamed already.
+        """
+        backend = self._decoding_backend
+        if backend is None:
+            return str(
+                self.hf_tokenizer.decode(
+                    list(ids),
+                    skip_special_tokens=skip_special_tokens,
+                    clean_up_tokenization_spaces=False,
+                )
             )
+        if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
+            return str(
+                backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+            )
+        return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def tokens_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens of `ids` as the vocabulary writes them; "" for an unknown id."""
+        return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token of bytes stands for, as GPT-2's alphabet or `<0xE2>` writes
+        them; of another token its UTF-8 bytes in the vocabulary.
+        """
+        (token,) = self.tokens_of([token_id])
+        if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(found[1])
+        alphabet = _byte_alphabet()
+        if all(character in alphabet for character in token):
+            return bytes(alphabet[character] for character in token)
+        return token.encode("utf-8", "replace")
+
+    @cached_property
+    def _decoding_backend(self) -> Any:
+        """The `tokenizers.Tokenizer` that decodes as the transformers tokenizer does, in a third of
+        the time; None where a class of transformers decodes in its own way.
+        """
+        fast, own = _transformers().PreTrainedTokenizerFast, type(self.hf_tokenizer)
+        is_plain = issubclass(own, fast) and all(
+            getattr(own, name) is getattr(fast, name) for name in ("decode", "_decode")
         )
+        return self.hf_tokenizer.backend_tokenizer if is_plain else None
+
+
+class _Verbatim:
+    """A tokenizer whose texts have special tokens."""
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
+        self.vocab_size = tokenizer.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's alphabet (Radford et al. 2019, byte-level BPE).
+
+    Visible characters of Latin-1 stand for themselves, other bytes for those from U+0100 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"text needs transformers: {INSTALL_TEXT}, or use token ids") from error
+    return transformers
+
+
+def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
+    """Return whether a model directory holds the vocabulary of a tokenizer."""
+    return any((Path(directory) / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def as_tokenizer(source: Any) -> Tokenizer:
     """Return `source` as a Tokenizer: one already, a model directory, or a Hugging Face tokenizer.
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, ConfigError where transformers is needed and not installed.
     """
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
@@ -153,25 +268,75 @@ def as_tokenizer(source: Any) -> Tokenizer:
 
 
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
-    """`tokenizer` as a Tokenizer; for None that of `model`, where this is a directory with one."""
-    if tokenizer is None and isinstance(model, (str, os.PathLike)):
-        tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
-    return None if tokenizer is None else as_tokenizer(tokenizer)
+    """Return `tokenizer` as a Tokenizer; for None that of `model`, where this is a directory with
+    one. Without transformers such a directory serves token ids alone, which is logged.
+    """
+    if tokenizer is not None:
+        return as_tokenizer(tokenizer)
+    if not isinstance(model, (str, os.PathLike)) or not has_tokenizer(model):
+        return None
+    if find_spec("transformers") is None:
+        _logger.warning("prompts must be token ids: text needs transformers: %s", INSTALL_TEXT)
+        return None
+    return as_tokenizer(model)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+    """Return the ids of a prompt that is text: those of `tokenizer(text)` in transformers, with the
+    special tokens that the tokenizer adds. To a RenderedText it adds none. A tokenizer of another
+    kind adds those of its `encode`.
+
+    add_bos: begin with the BOS token also where the tokenizer does not add it.
+    """
+    if isinstance(tokenizer, HFTokenizer):
+        add_special_tokens = not isinstance(text, RenderedText)
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        ids = list(tokenizer.encode(text))
+    if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        return [tokenizer.bos_id, *ids]
+    return ids
+
+
+def context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the last ids of `prompt`, enough for the text of the ids that follow it.
+
+    A decoder may strip the first space of a text, so the text of a completion depends on whether
+    text is before it.
+    """
+    size = _CONTEXT_IDS
+    while True:
+        context = list(map(int, prompt[-size:]))
+        if complete_length(tokenizer.decode(context)) or size >= len(prompt):
+            return context
+        size *= 2
+
+
+def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that `ids` add to the text of `context`. A character that `context` begins
+    and `ids` end is theirs.
+    """
+    if not context:
+        return tokenizer.decode(ids)
+    start = complete_length(tokenizer.decode(context))
+    return tokenizer.decode([*context, *ids])[start:]
 
 
 class IncrementalDetokenizer:
     """Turns a growing list of ids into text, piece by piece.
 
-    No piece holds half a UTF-8 character and no text is given twice; all pieces together are
-    `tokenizer.decode` of all ids. The work per call does not grow with the text: only the ids since
-    the last-but-one complete character are decoded again, of broken text some dozens.
+    No piece holds half a UTF-8 character and no text is given twice; all pieces together are the
+    text that all ids add to that of `context`, the ids before them. The work per call does not grow
+    with the text: only the ids since the last-but-one complete character are decoded again, of
+    broken text some dozens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._num_context_ids = 0  # leading ids of the window that only give context
-        self._num_emitted = 0  # characters of the window's text that were given out
+        self._window = list(context)
+        self._num_context_ids = len(context)  # leading ids of the window that only give context
+        # Characters of the window's text that were given out.
+        self._num_emitted = complete_length(tokenizer.decode(self._window)) if context else 0
 
     def push(self, ids: Iterable[int]) -> str:
         """Add `ids` and return the text that is complete now, possibly none."""
@@ -223,19 +388,3 @@ def complete_length(text: str) -> int:
     """Return how many leading characters of `text` no further token can change."""
     tail = text[-_MAX_PENDING_BYTES:]
     return len(text) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))
-
-
-def _special_id(root: Path, tokenizer: Any, name: str) -> int | None:
-    """Return the id of special token `name` ("eos_token", "bos_token") of a model directory."""
-    token = object_if_there(root / "tokenizer_config.json").get(name)
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
-        return int(token_id)
-    for file_name in ("generation_config.json", "config.json"):
-        token_id = object_if_there(root / file_name).get(f"{name}_id")
-        if isinstance(token_id, list):
-            token_id = token_id[0] if token_id else None
-        if token_id is not None:
-            return int(token_id)
-    return None

@@ -152,9 +152,9 @@ def test_other_object_is_refused():
     ("file_name", "content"),
     [
         ("tokenizer_config.json", {"eos_token": "</s>"}),
-        ("tokenizer_config.json", {"eos_token": {"content": "</s>"}}),
-        ("generation_config.json", {"eos_token_id": [1, 4]}),
-        ("config.json", {"eos_token_id": 1}),
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>", "__type": "AddedToken"}}),
+        ("special_tokens_map.json", {"eos_token": "</s>"}),
+        ("special_tokens_map.json", {"eos_token": {"content": "</s>"}}),
     ],
 )
 def test_directory_names_its_end_token(tmp_path, file_name, content):

@@ -94,7 +94,7 @@ class Server:
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
             texts=TokenTexts(llm.tokenizer, config.max_text_characters),
-            template=load_template(directory, config.chat_template),
+            template=load_template(llm.tokenizer, config.chat_template),
             metrics=ServerMetrics(),
             feed=FleetFeed(llm),
             recent=recent,

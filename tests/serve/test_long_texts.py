@@ -61,7 +61,7 @@ def test_the_event_loop_has_its_turns_while_a_long_text_is_encoded_and_decoded()
             text = await texts.decode(ids)
             assert tokenizer.num_during > NUM_TURNS
             before = tokenizer.num_turns
-            assert len(await texts.of_all(ids)) == len(ids)
+            assert len(await texts.tokens_of(ids)) == len(ids)
             assert tokenizer.num_turns - before > NUM_TURNS
         finally:
             counting.cancel()

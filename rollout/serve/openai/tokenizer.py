@@ -11,6 +11,7 @@ from rollout.serve.openai.chat_template import ChatTemplate
 from rollout.serve.openai.models import check_model
 from rollout.serve.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from rollout.serve.state import STATE, Route, ServerState
+from rollout.text import HFTokenizer
 
 
 def tokenizer_routes() -> list[Route]:
@@ -53,7 +54,7 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
             "count": len(ids),
             "max_model_len": state.max_model_len,
             "tokens": ids,
-            "token_strs": await state.texts.of_all(ids) if body.return_token_strs else None,
+            "token_strs": await state.texts.tokens_of(ids) if body.return_token_strs else None,
         }
     )
 
@@ -76,7 +77,7 @@ async def chat_ids(
             "chat_template of a request needs a server with trust_request_chat_template=True",
             param="chat_template",
         )
-    template = state.template or ChatTemplate("", {})
+    template = state.template or ChatTemplate(state.llm.tokenizer)
     text = template.render(
         body.messages,
         tools=body.tools,
@@ -101,7 +102,9 @@ async def _detokenize(request: web.Request, body: DetokenizeBody) -> web.Respons
 async def _tokenizer_info(request: web.Request, body: Any) -> web.Response:
     state = request.app[STATE]
     tokenizer, template = state.texts.tokenizer, state.template
-    special = {} if template is None else dict(template.special_tokens)
+    special = {}
+    if isinstance(tokenizer, HFTokenizer):
+        special = ChatTemplate(tokenizer).special_tokens
     for name, token_id in (("eos_token", tokenizer.eos_id), ("bos_token", tokenizer.bos_id)):
         if token_id is not None:
             special.setdefault(name, state.texts.of(token_id))
