@@ -6,9 +6,10 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -120,7 +121,8 @@ class HFTokenizer:
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "_loaded": None}
         state["_pickled"] = self._pickled or pickle.dumps(self._loaded)
-        state.pop("_decoding_backend", None)
+        for cached in ("_decoding_backend", "replaces_byte_runs"):
+            state.pop(cached, None)
         return state
 
     @property
@@ -169,20 +171,14 @@ class HFTokenizer:
 
         Spaces are never cleaned up: that would change text which has been streamed already.
         """
+        options = {"skip_special_tokens": skip_special_tokens}
         backend = self._decoding_backend
         if backend is None:
-            return str(
-                self.hf_tokenizer.decode(
-                    list(ids),
-                    skip_special_tokens=skip_special_tokens,
-                    clean_up_tokenization_spaces=False,
-                )
-            )
+            options["clean_up_tokenization_spaces"] = False
+            return str(self.hf_tokenizer.decode(list(ids), **options))
         if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
-            return str(
-                backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
-            )
-        return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            return str(backend.decode_batch([list(ids)], **options)[0])
+        return str(backend.decode(list(ids), **options))
 
     def tokens_of(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens of `ids` as the vocabulary writes them; "" for an unknown id."""
@@ -199,6 +195,13 @@ class HFTokenizer:
         if all(character in alphabet for character in token):
             return bytes(alphabet[character] for character in token)
         return token.encode("utf-8", "replace")
+
+    @cached_property
+    def replaces_byte_runs(self) -> bool:
+        """Whether one broken byte makes U+FFFD of all bytes beside it, as in byte fallback."""
+        backend = self._decoding_backend
+        decoder = None if backend is None else backend.decoder
+        return backend is None or (decoder is not None and b"ByteFallback" in decoder.__getstate__())
 
     @cached_property
     def _decoding_backend(self) -> Any:
@@ -219,6 +222,10 @@ class _Verbatim:
         self._tokenizer = tokenizer
         self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size
+
+    @property
+    def replaces_byte_runs(self) -> bool:
+        return self._tokenizer.replaces_byte_runs
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
@@ -302,24 +309,22 @@ def context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     """Return the last ids of `prompt`, enough for the text of the ids that follow it.
 
     A decoder may strip the first space of a text, so the text of a completion depends on whether
-    text is before it.
+    text is before it. The context parts no character, unless `prompt` ends within one.
     """
-    size = _CONTEXT_IDS
-    while True:
+    sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
+    for size in sizes:
         context = list(map(int, prompt[-size:]))
-        if complete_length(tokenizer.decode(context)) or size >= len(prompt):
+        text = tokenizer.decode(context)
+        is_broken = _REPLACEMENT in text
+        if size >= len(prompt) or (text and not is_broken) or (is_broken and size > _MAX_WINDOW):
             return context
+    raise AssertionError("sizes have no end")
+
+
+def _doubled(size: int) -> Iterator[int]:
+    while True:
+        yield size
         size *= 2
-
-
-def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text that `ids` add to the text of `context`. A character that `context` begins
-    and `ids` end is theirs.
-    """
-    if not context:
-        return tokenizer.decode(ids)
-    start = complete_length(tokenizer.decode(context))
-    return tokenizer.decode([*context, *ids])[start:]
 
 
 class IncrementalDetokenizer:
@@ -329,47 +334,75 @@ class IncrementalDetokenizer:
     text that all ids add to that of `context`, the ids before them. The work per call does not grow
     with the text: only the ids since the last-but-one complete character are decoded again, of
     broken text some dozens.
+
+    Some decoders replace a run of bytes as a whole if its end is broken. What was complete before
+    stays here, as in all streams.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
         self._num_context_ids = len(context)  # leading ids of the window that only give context
-        # Characters of the window's text that were given out.
-        self._num_emitted = complete_length(tokenizer.decode(self._window)) if context else 0
+        # The part of the window's text that was given out.
+        self._emitted = tokenizer.decode(self._window) if context else ""
+        self._emitted = self._emitted[: complete_length(self._emitted)]
 
     def push(self, ids: Iterable[int]) -> str:
         """Add `ids` and return the text that is complete now, possibly none."""
-        num_known_ids = len(self._window)
-        self._window.extend(ids)
-        if len(self._window) == num_known_ids:
+        new = list(ids)
+        if not new:
             return ""
-        text = self._tokenizer.decode(self._window)
+        text = self._tokenizer.decode([*self._window, *new])
+        if len(new) > 1 and _REPLACEMENT in text:
+            return "".join(self.push([token_id]) for token_id in new)
+        self._window += new
+        if self._is_broken(text):
+            return self._push_alone()
         num_complete = complete_length(text)
-        piece = text[self._num_emitted : num_complete]
-        self._num_emitted = max(self._num_emitted, num_complete)
+        piece = text[len(self._emitted) : num_complete]
+        self._emitted = text[: max(len(self._emitted), num_complete)]
         if num_complete == len(text):
             if piece:
                 self._slide()
-            elif not self._tokenizer.decode(self._window[num_known_ids:] * 2):
+            elif not self._tokenizer.decode(new * 2):
                 # Special tokens have no text, also after each other: the window need not keep them.
-                del self._window[num_known_ids:]
+                del self._window[-len(new) :]
         elif len(self._window) > _MAX_WINDOW:
             self._cut(text)
         return piece
 
     def finish(self) -> str:
         """Return what is still held back; bytes that never became a character are U+FFFD."""
-        piece = self._tokenizer.decode(self._window)[self._num_emitted :]
-        self._window, self._num_context_ids, self._num_emitted = [], 0, 0
+        text = self._tokenizer.decode(self._window)
+        if self._is_broken(text):
+            piece = self._tokenizer.decode(self._window[self._num_context_ids :])
+        else:
+            piece = text[len(self._emitted) :]
+        self._window, self._num_context_ids, self._emitted = [], 0, ""
         return piece
+
+    def _is_broken(self, text: str) -> bool:
+        """Return whether bytes that are no character replaced text that was given out."""
+        return _REPLACEMENT in text and not text.startswith(self._emitted)
+
+    def _push_alone(self) -> str:
+        """Return the text that is complete without the context, and forget the context then."""
+        text = self._tokenizer.decode(self._window[self._num_context_ids :])
+        num_complete = complete_length(text)
+        if not num_complete:
+            return ""
+        del self._window[: self._num_context_ids]
+        self._num_context_ids, self._emitted = 0, text[:num_complete]
+        if num_complete == len(text):
+            self._slide()
+        return text[:num_complete]
 
     def _slide(self) -> None:
         """Forget the old context; the ids after it become the context of the next piece."""
         # A decoder may treat the first token specially (a stripped space), so one piece stays.
         del self._window[: self._num_context_ids]
         self._num_context_ids = len(self._window)
-        self._num_emitted = len(self._tokenizer.decode(self._window))
+        self._emitted = self._tokenizer.decode(self._window)
 
     def _cut(self, text: str) -> None:
         """Forget ids up to a point that parts no character, if there is one in the middle."""
@@ -377,11 +410,20 @@ class IncrementalDetokenizer:
         for end in range(middle, middle + _MAX_PENDING_BYTES + 1):
             head = self._tokenizer.decode(self._window[:end])
             is_whole = head + self._tokenizer.decode(self._window[end:]) == text
-            if is_whole and len(head) <= self._num_emitted:
+            if is_whole and len(head) <= len(self._emitted):
                 del self._window[:end]
                 self._num_context_ids = 0
-                self._num_emitted -= len(head)
+                self._emitted = self._emitted[len(head) :]
                 return
+
+
+def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that `ids` add to that of `context`, as an IncrementalDetokenizer does."""
+    before, whole = tokenizer.decode(context), tokenizer.decode([*context, *ids])
+    if _REPLACEMENT not in whole or not getattr(tokenizer, "replaces_byte_runs", True):
+        return whole[complete_length(before) :]
+    stream = IncrementalDetokenizer(tokenizer, context)
+    return stream.push(ids) + stream.finish()
 
 
 def complete_length(text: str) -> int:
