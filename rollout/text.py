@@ -200,8 +200,9 @@ class HFTokenizer:
     def replaces_byte_runs(self) -> bool:
         """Whether one broken byte makes U+FFFD of all bytes beside it, as in byte fallback."""
         backend = self._decoding_backend
-        decoder = None if backend is None else backend.decoder
-        return backend is None or (decoder is not None and b"ByteFallback" in decoder.__getstate__())
+        if backend is None:
+            return True
+        return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
 
     @cached_property
     def _decoding_backend(self) -> Any:

@@ -482,4 +482,9 @@ def texts() -> Iterator[str]:
     """What is encoded: sentences, spaces, special tokens, and nothing."""
     yield from SENTENCES
     yield from ("", " ", "  two  spaces ", "\n\n", "é", "e\u0301", "\ufb01ne", "Hello", " brown")
-    yield from (f"{BOS}hi{EOS}", f"{TURN}user\nhi {EOS} {TURN}", "<think> a <|call|>b", "x <left> y")
+    yield from (
+        f"{BOS}hi{EOS}",
+        f"{TURN}user\nhi {EOS} {TURN}",
+        "<think> a <|call|>b",
+        "x <left> y",
+    )

@@ -17,8 +17,6 @@ from rollout.text import INSTALL_TEXT, HFTokenizer, RenderedText, Tokenizer
 _NUM_CACHED = 16  # templates, those of clients among them
 _PROBE = "rollout-probe"
 _NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
-# What a request may say of the conversation itself, and not by variables of the template.
-_OWN_OPTIONS = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 _MAX_REASON = 500  # characters: some errors of transformers hold the whole conversation
 
 Message = Mapping[str, Any]
@@ -52,7 +50,6 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
@@ -76,7 +73,6 @@ class ChatTemplate:
                 self._tokenizer.apply_chat_template(
                     [_plain(message, reads_parts=reads_parts(source)) for message in messages],
                     tools=tools,
-                    documents=[dict(each) for each in documents] if documents else None,
                     chat_template=source,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -156,15 +152,16 @@ def _without_vocabulary() -> Any:
 
 
 def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables of a template. Raises ApiError for names that transformers keeps."""
+    """Return variables of a template. Raises ApiError for the names of transformers' options."""
     from transformers import PreTrainedTokenizerBase
 
-    kept = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     for name in variables:
-        if name in (*kept, "messages"):
-            own = f"; {name} is a field of the request" if name in _OWN_OPTIONS else ""
+        if name in (*options, "messages") and name != "documents":
             raise ApiError(
-                400, f"chat_template_kwargs has no {name!r}{own}", param="chat_template_kwargs"
+                400,
+                f"chat_template_kwargs cannot set {name!r}: it is no variable of templates",
+                param="chat_template_kwargs",
             )
     return dict(variables)
 
