@@ -314,7 +314,7 @@ def context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     """
     sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
     for size in sizes:
-        context = list(map(int, prompt[-size:]))
+        context = list(prompt[-size:])
         text = tokenizer.decode(context)
         is_broken = _REPLACEMENT in text
         if size >= len(prompt) or (text and not is_broken) or (is_broken and size > _MAX_WINDOW):

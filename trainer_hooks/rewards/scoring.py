@@ -88,5 +88,5 @@ def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[i
     return ids if tokenizer is None else generated_text(tokenizer, ids, _prompt_of(rollout))
 
 
-def _prompt_of(rollout: Rollout) -> Any:
-    return rollout.requests[0].prompt_tokens if rollout.requests else ()
+def _prompt_of(rollout: Rollout) -> list[int]:
+    return rollout.requests[0].prompt_tokens.tolist() if rollout.requests else []

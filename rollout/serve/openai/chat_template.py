@@ -27,8 +27,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
         """Raises ConfigError where transformers is not installed."""
-        is_hf = isinstance(tokenizer, HFTokenizer)
-        self._tokenizer = tokenizer.hf_tokenizer if is_hf else _without_vocabulary()
+        if isinstance(tokenizer, HFTokenizer):
+            self._tokenizer = tokenizer.hf_tokenizer
+        else:
+            self._tokenizer = _without_vocabulary()
         self._given = source
 
     @property
@@ -100,12 +102,10 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
         if not Path(given).is_file():
             raise ConfigError(f"chat_template={given!r} is neither a file nor a template")
         source = Path(given).read_text(encoding="utf-8")
-    sources = [source] if source is not None else [*named.values()] if named else [own]
-    if not any(sources):
-        return None
-    for each in sources:
+    sources = [source] if source is not None else list(named.values()) if named else [own]
+    for each in filter(None, sources):
         _check_syntax(each)
-    return ChatTemplate(tokenizer, source)
+    return ChatTemplate(tokenizer, source) if any(sources) else None
 
 
 def _check_syntax(source: str) -> None:

@@ -106,7 +106,7 @@ def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) 
     return shown_text(
         state.texts.verbatim,
         request.generated_tokens,
-        request.prompt_tokens,
+        request.prompt_tokens.tolist(),
         finish_reason=request.finish_reason,
         stop_word_ids=request.stop_word_ids,
         sampling_params=params.serialize(),
