@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from rollout.errors import ConfigError
 from rollout.json_files import object_if_there
 
-INSTALL_TEXT = "pip install 'rollout-engine[hf]'"
+INSTALL_TEXT = "pip install transformers jinja2"
 
 _logger = logging.getLogger(__name__)
 # A directory with one of these has a tokenizer that transformers can load.
