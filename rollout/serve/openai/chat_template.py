@@ -47,6 +47,13 @@ class ChatTemplate:
         """The tokenizer's special tokens by their role."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
+    def source_for(self, tools: Sequence[Any] | None, template: str | None = None) -> str:
+        """Return the text of the template for a conversation with `tools`. Raises ApiError."""
+        try:
+            return str(self._tokenizer.get_chat_template(template or self._given, tools or None))
+        except ValueError as fault:  # there are several, and none by default
+            raise ApiError(400, f"{fault}"[:_MAX_REASON], param="chat_template") from None
+
     def render(
         self,
         messages: Sequence[Message],
@@ -68,9 +75,8 @@ class ChatTemplate:
                 400, "continue_final_message needs add_generation_prompt=false", param="messages"
             )
         tools = [dict(tool) for tool in tools] if tools else None
-        given = template or self._given
+        source = self.source_for(tools, template)
         try:
-            source = self._tokenizer.get_chat_template(given, tools)
             return RenderedText(
                 self._tokenizer.apply_chat_template(
                     [_plain(message, reads_parts=reads_parts(source)) for message in messages],
