@@ -250,3 +250,14 @@ def test_complete_characters_of_a_run_of_bytes_stay_when_its_end_is_broken():
         "\ufffd cat",
         "",
     ]
+
+
+def test_a_tokenizer_that_a_trainer_has_truncated_and_padded_with_encodes_whole_texts():
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=space_stripping_tokenizer(), pad_token="</s>"
+    )
+    tokenizer = as_tokenizer(fast)
+    whole = tokenizer.encode("é" * 20)
+    fast(["é" * 9, "é"], truncation=True, max_length=4, padding=True)
+    assert tokenizer.encode("é" * 20) == whole == byte_ids("é" * 20)
