@@ -73,7 +73,9 @@ def ids_of_trl(prompt: Any) -> list[int]:
         model=tiny_model("qwen3", seed=5, vocab_size=len(hf_tokenizer())),
         processing_class=hf_tokenizer(),
         state=SimpleNamespace(global_step=0),
-        args=SimpleNamespace(),
+        eos_token_ids=[],
+        args=SimpleNamespace(generation_kwargs=None),
+        **{"chat_template": None, "chat_template_kwargs": {}, "tools": None},
         **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None},
         **{"repetition_penalty": 1.0, "max_completion_length": 1},
     )
