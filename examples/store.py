@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rollout.text import RenderedText
 from trainer_hooks import PromptItem
 from trainer_hooks.environments import ToolCallError, ToolEnvironment, tool
 
@@ -103,7 +104,7 @@ def demonstrations(tokenizer: Any, seed: int, count: int) -> Iterator[PromptItem
             text = tokenizer.apply_chat_template(
                 messages, tools=list(Store().tools), tokenize=False, add_generation_prompt=True
             )
-            yield PromptItem(text, {"answer": said})
+            yield PromptItem(RenderedText(text), {"answer": said})
             messages += [
                 {"role": "assistant", "content": said},
                 {"role": "tool", "content": told},

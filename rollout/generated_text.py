@@ -7,7 +7,13 @@ from typing import Any
 
 from rollout.errors import DetokenizeError
 from rollout.sampling_params import SamplingParams
-from rollout.text import IncrementalDetokenizer, Tokenizer, complete_length
+from rollout.text import (
+    IncrementalDetokenizer,
+    Tokenizer,
+    complete_length,
+    context_of,
+    text_after,
+)
 
 
 class StopStrings:
@@ -17,7 +23,8 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, words: Sequence[str]) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
         self._words = tuple(words)
         self._num_kept = max(map(len, words)) - 1
         self._tail = ""  # the last characters, in which a stop string may have begun
@@ -29,9 +36,12 @@ class StopStrings:
         Of several it is the one that begins first, as the text is cut there; None without any.
         Each call brings tokens that follow those of the call before. Raises DetokenizeError.
         """
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            detokenizer = self._detokenizer = _detokenizer_after(self._tokenizer, tokens[:start])
         found = None
         for token in tokens[start + self._num_read :]:
-            text = self._tail + _pushed(self._detokenizer, token)
+            text = self._tail + _pushed(detokenizer, token)
             found = _find_stop(text, self._words, len(self._tail))
             self._tail = text[max(0, len(text) - self._num_kept) :]
             self._num_read += 1
@@ -42,17 +52,19 @@ class StreamedText:
     """The text of one request's tokens as they come, without what may belong to a stop word.
 
     A stop word is found in the text, and by its own ids, whose text may be another. A tokenizer
-    that raises ends the text; `finish` then has nothing to add.
+    that raises ends the text; `finish` then has nothing to add. prompt: the ids before the tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()
+    ) -> None:
         keeps_all = params.detokenize_stop_sequence
         self._words = () if keeps_all else tuple(params.stop_words or ())
         self._stop_token_ids = () if keeps_all else params.stop_token_ids or ()
         encoded = (tuple(tokenizer.encode(word)) for word in self._words)
         self._word_matches = _WordMatches([word for word in encoded if word])
         self._min_tokens = params.min_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = _detokenizer_after(tokenizer, prompt)
         self._num_tokens = self._num_decided = self._num_shown = 0
         self._held = ""  # may be the beginning of a stop word
         self._has_ended = False
@@ -105,6 +117,29 @@ class StreamedText:
         return next((n for n in sizes if any(w.startswith(text[-n:]) for w in self._words)), 0)
 
 
+class TextOffsets:
+    """Where the text of each token begins in the text that tokens add to that of a prompt.
+
+    A token that ends a character begins where the character does. start: of the first token.
+    Without a tokenizer tokens have no text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), start: int = 0
+    ) -> None:
+        self._detokenizer = None if tokenizer is None else _detokenizer_after(tokenizer, prompt)
+        self._end = start
+
+    def push(self, ids: Iterable[int]) -> list[int]:
+        """Add tokens and return their offsets. Raises DetokenizeError."""
+        offsets = []
+        for token_id in ids:
+            offsets.append(self._end)
+            if self._detokenizer is not None:
+                self._end += len(_pushed(self._detokenizer, token_id))
+        return offsets
+
+
 class _WordMatches:
     """Which stop words the newest ids spell, or begin to; each with the place it starts at."""
 
@@ -127,48 +162,53 @@ class _WordMatches:
 def generated_text(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
+    prompt: Sequence[int] = (),
     *,
     stop_words: Sequence[str] = (),
     stop_word_ids: Sequence[Sequence[int]] = (),
     stop_token_ids: Sequence[int] = (),
 ) -> str:
-    """The text of all generated tokens, without the stop that they end with and what follows it.
+    """Return the text that generated tokens add to that of the prompt, without the stop that they
+    end with and what follows it.
 
     Give the stops only of a request that stopped and is to be shown without. Raises
     DetokenizeError.
     """
-    text = _decoded(tokenizer, tokens)
+    decoded = _Decoded(tokenizer, prompt)
+    text = decoded.text(tokens)
     if stop_words:
         # Earlier tokens may hold one, too: they were kept by min_tokens.
-        num_before = complete_length(_decoded(tokenizer, tokens[:-1]))
+        num_before = complete_length(decoded.text(tokens[:-1]))
         found = _find_stop(text, stop_words, num_before)
         if found is not None:
             return text[: found[0]]
     for word in stop_word_ids:
         if list(tokens[-len(word) :]) == list(word):
-            return _decoded(tokenizer, tokens[: -len(word)])
+            return decoded.text(tokens[: -len(word)])
     if stop_token_ids and tokens and tokens[-1] in stop_token_ids:
-        return _decoded(tokenizer, tokens[:-1])
+        return decoded.text(tokens[:-1])
     return text
 
 
 def shown_text(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
+    prompt: Sequence[int] = (),
     *,
     finish_reason: str | None,
     stop_word_ids: Sequence[Sequence[int]] | None,
     sampling_params: Mapping[str, Any],
 ) -> str:
-    """The text that a user gets of a request: without its stop, unless that is asked for.
+    """Return the text that a user gets of a request: without its stop, unless that is asked for.
 
     `sampling_params` are as SamplingParams.serialize gives them. Raises DetokenizeError.
     """
     if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
-        return generated_text(tokenizer, tokens)
+        return generated_text(tokenizer, tokens, prompt)
     return generated_text(
         tokenizer,
         tokens,
+        prompt,
         stop_words=sampling_params.get("stop_words") or (),
         stop_word_ids=stop_word_ids or (),
         stop_token_ids=sampling_params.get("stop_token_ids") or (),
@@ -187,13 +227,31 @@ def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, s
     return start, words[index]
 
 
-def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+class _Decoded:
+    """Texts of tokens that follow a prompt. Its errors are DetokenizeErrors."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._context = tokenizer, _context_of(tokenizer, prompt)
+
+    def text(self, ids: Sequence[int]) -> str:
+        try:
+            return text_after(self._tokenizer, self._context, ids)
+        except Exception as fault:  # the tokenizer is the user's: it may raise anything
+            raise DetokenizeError(
+                f"the tokenizer cannot decode {len(ids)} tokens: {fault!r}"
+            ) from fault
+
+
+def _detokenizer_after(tokenizer: Tokenizer, prompt: Sequence[int]) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(tokenizer, _context_of(tokenizer, prompt))
+
+
+def _context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the context that `prompt` gives; none where the tokenizer cannot decode it."""
     try:
-        return tokenizer.decode(ids)
-    except Exception as fault:  # the tokenizer is the user's: it may raise anything
-        raise DetokenizeError(
-            f"the tokenizer cannot decode {len(ids)} tokens: {fault!r}"
-        ) from fault
+        return context_of(tokenizer, prompt)
+    except Exception:  # the tokenizer is the user's: it may raise anything
+        return []
 
 
 def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:

@@ -148,7 +148,7 @@ class SamplingParams:
     top_n_logprobs: so many of the most likely tokens are reported with each token.
     logprobs_mode: `raw` = log_softmax(logits); `temperature` = log_softmax(logits / temperature);
         `processed` = after biases, penalties, temperature and truncation.
-    add_BOS: a text prompt begins with the tokenizer's first token.
+    add_BOS: a text prompt begins with the BOS token, also where the tokenizer adds none.
     detokenize_stop_sequence: the text keeps the stop word that ended it.
     return_prompt_tokens: False leaves the prompt out of the finished request.
     streaming: tokens are reported while the request runs.

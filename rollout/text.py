@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Sequence
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, cached_property
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rollout.errors import ConfigError
 from rollout.json_files import object_if_there
 
+INSTALL_TEXT = "pip install transformers jinja2"
+
+_logger = logging.getLogger(__name__)
+# A directory with one of these has a tokenizer that transformers can load.
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
 _MAX_PENDING_BYTES = 3
 _MANY_IDS = 2000  # decoding them takes a millisecond or so
 # Ids of a window that a text of broken characters, which ends nowhere, may hold.
 _MAX_WINDOW = 64
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTEXT_IDS = 4  # of a prompt; most often they have text
+
+
+class RenderedText(str):
+    """A prompt that a chat template wrote, with its special tokens: encoding it adds none."""
+
+    __slots__ = ()
 
 
 @runtime_checkable
@@ -47,109 +76,231 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """Tokenizer over a `tokenizers.Tokenizer` or a transformers tokenizer.
+    """Tokenizer over a transformers tokenizer, or one of `tokenizers`, which transformers wraps.
 
-    `eos_id` and `bos_id` given here win over those that a transformers tokenizer names itself.
+    Ids and texts are those that transformers makes. `eos_id` and `bos_id` given here win over those
+    that the tokenizer names itself. A copy in another process imports transformers when it is first
+    used.
     """
 
     def __init__(
         self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
     ) -> None:
-        self._tokenizer = tokenizer
-        self._is_transformers = hasattr(tokenizer, "eos_token_id")
-        self.eos_id = eos_id if eos_id is not None else getattr(tokenizer, "eos_token_id", None)
-        self.bos_id = bos_id if bos_id is not None else getattr(tokenizer, "bos_token_id", None)
+        """Raises ConfigError for one of `tokenizers` where transformers is not installed."""
+        if not hasattr(tokenizer, "eos_token_id"):
+            tokenizer = _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        self._loaded, self._pickled = tokenizer, b""
+        self.eos_id: int | None = tokenizer.eos_token_id if eos_id is None else eos_id
+        self.bos_id: int | None = tokenizer.bos_token_id if bos_id is None else bos_id
+        self._vocab_size = len(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> HFTokenizer:
-        """Load `tokenizer.json` of a model directory, and its end and begin tokens.
+        """Load the tokenizer of a model directory as transformers' AutoTokenizer does.
 
-        Their ids come from `tokenizer_config.json`, else `generation_config.json` or `config.json`.
-        Raises ConfigError without `tokenizer.json` and for a file that cannot be read, ImportError
-        without the package `tokenizers`.
+        Raises ConfigError for a directory without one, for a file that cannot be read, and where
+        transformers is not installed.
         """
-        import tokenizers
-
         root = Path(directory)
-        if not (root / "tokenizer.json").is_file():
-            raise ConfigError(f"{root} holds no tokenizer.json; save a fast tokenizer there")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
-        except Exception as error:  # the package raises no narrower class
+        if not has_tokenizer(root):
             raise ConfigError(
-                f"{root / 'tokenizer.json'} cannot be read ({error}); download or save it again"
+                f"{root} holds no tokenizer.json, tokenizer.model or other vocabulary; save a "
+                "tokenizer there"
+            )
+        auto = _transformers().AutoTokenizer
+        try:
+            return cls(auto.from_pretrained(root, local_files_only=True))
+        except Exception as error:  # the package raises no narrower class
+            for name in ("tokenizer.json", *_SETTINGS_FILES):
+                object_if_there(root / name)
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ConfigError(
+                f"{root}: AutoTokenizer cannot load the tokenizer: {reason}"
             ) from error
-        return cls(
-            tokenizer,
-            eos_id=_special_id(root, tokenizer, "eos_token"),
-            bos_id=_special_id(root, tokenizer, "bos_token"),
-        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_loaded": None}
+        state["_pickled"] = self._pickled or pickle.dumps(self._loaded)
+        for cached in ("_decoding_backend", "_encodes_plainly", "replaces_byte_runs"):
+            state.pop(cached, None)
+        return state
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        if self._loaded is None:
+            self._loaded = pickle.loads(self._pickled)
+        return self._loaded
 
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
-        if self._is_transformers:
-            return len(self._tokenizer)
-        return int(self._tokenizer.get_vocab_size())
+        return self._vocab_size
 
     @property
     def max_token_length(self) -> int:
         """Number of characters of the longest token, as the vocabulary writes it; of tokenizers on
         bytes it is a bound, since no character has less than a byte.
         """
-        return max(map(len, self._tokenizer.get_vocab()), default=0)
+        return max(map(len, self.hf_tokenizer.get_vocab()), default=0)
 
-    def tokens_of(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens of `ids` as the vocabulary writes them, "" for an unknown id."""
-        if self._is_transformers:
-            tokens = self._tokenizer.convert_ids_to_tokens(list(ids))
-        else:
-            tokens = map(self._tokenizer.id_to_token, ids)
-        return [token or "" for token in tokens]
+    @property
+    def verbatim(self) -> Tokenizer:
+        """This tokenizer, but its texts have special tokens."""
+        return _Verbatim(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`, without adding special tokens unless it is asked for."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return list(encoded) if self._is_transformers else list(encoded.ids)
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Return the ids of each text, as `encode` does. Other threads run meanwhile: both packages
-        hold the GIL while they encode one text, and not while they encode several.
-        """
-        if self._is_transformers:
-            encoded = self._tokenizer(
-                list(texts), add_special_tokens=add_special_tokens, verbose=False
+        """Return the ids of each text, as `encode` does. Other threads run meanwhile."""
+        if (backend := self._encoding_backend()) is not None:
+            # It keeps no spans and texts of tokens, whose end takes the GIL.
+            encodings = backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
             )
-            return [list(ids) for ids in encoded["input_ids"]]
-        # The fast one keeps no spans and texts of tokens, whose end takes the GIL.
-        tokenizer = self._tokenizer
-        encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-        encodings = encode(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+            return [encoding.ids for encoding in encodings]
+        encoded = self.hf_tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, special tokens left out unless they are asked for."""
-        if not self._is_transformers:
-            if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
-                options = {"skip_special_tokens": skip_special_tokens}
-                return str(self._tokenizer.decode_batch([list(ids)], **options)[0])
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        # Cleaning up spaces would change text that has been streamed already.
-        return str(
-            self._tokenizer.decode(
-                list(ids),
-                clean_up_tokenization_spaces=False,
-                skip_special_tokens=skip_special_tokens,
+        """Return the text of `ids`, special tokens left out unless they are asked for.
+
+        Spaces are never cleaned up: that would change text which has been streamed already.
+        """
+        backend = self._decoding_backend
+        if backend is None:
+            return str(
+                self.hf_tokenizer.decode(
+                    list(ids),
+                    skip_special_tokens=skip_special_tokens,
+                    clean_up_tokenization_spaces=False,
+                )
             )
+        text: str
+        if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
+            (text,) = backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        else:
+            text = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def tokens_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens of `ids` as the vocabulary writes them; "" for an unknown id."""
+        return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token of bytes stands for, as GPT-2's alphabet or `<0xE2>` writes
+        them; of another token its UTF-8 bytes in the vocabulary.
+        """
+        (token,) = self.tokens_of([token_id])
+        if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(found[1])
+        alphabet = _byte_alphabet()
+        if all(character in alphabet for character in token):
+            return bytes(alphabet[character] for character in token)
+        return token.encode("utf-8", "replace")
+
+    @cached_property
+    def replaces_byte_runs(self) -> bool:
+        """Whether one broken byte makes U+FFFD of all bytes beside it, as in byte fallback."""
+        backend = self._decoding_backend
+        if backend is None:
+            return True
+        return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
+
+    def _encoding_backend(self) -> Any:
+        """The `tokenizers.Tokenizer` that encodes as the transformers tokenizer does, in two thirds
+        of the time; None where it does not, or was left with settings of an earlier call.
+        """
+        if not self._encodes_plainly:
+            return None
+        tokenizer = self.hf_tokenizer
+        backend = tokenizer.backend_tokenizer
+        is_clean = (
+            backend.truncation is None
+            and backend.padding is None
+            and backend.encode_special_tokens == tokenizer.split_special_tokens
         )
+        return backend if is_clean and hasattr(backend, "encode_batch_fast") else None
+
+    @cached_property
+    def _encodes_plainly(self) -> bool:
+        return self._is_plain("__call__", "encode", "_encode_plus", "_batch_encode_plus")
+
+    @cached_property
+    def _decoding_backend(self) -> Any:
+        """The `tokenizers.Tokenizer` that decodes as the transformers tokenizer does, in a third of
+        the time; None where a class of transformers decodes in its own way.
+        """
+        is_plain = self._is_plain("decode", "_decode")
+        return self.hf_tokenizer.backend_tokenizer if is_plain else None
+
+    def _is_plain(self, *methods: str) -> bool:
+        """Whether these methods are those of transformers' fast tokenizers, unchanged."""
+        fast, own = _transformers().PreTrainedTokenizerFast, type(self.hf_tokenizer)
+        return issubclass(own, fast) and all(
+            getattr(own, name, None) is getattr(fast, name, None) for name in methods
+        )
+
+
+class _Verbatim:
+    """A tokenizer whose texts have special tokens."""
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
+        self.vocab_size = tokenizer.vocab_size
+
+    @property
+    def replaces_byte_runs(self) -> bool:
+        return self._tokenizer.replaces_byte_runs
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's alphabet (Radford et al. 2019, byte-level BPE).
+
+    Visible characters of Latin-1 stand for themselves, other bytes for those from U+0100 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"text needs transformers: {INSTALL_TEXT}, or use token ids") from error
+    return transformers
+
+
+def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
+    """Return whether a model directory holds the vocabulary of a tokenizer."""
+    return any((Path(directory) / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def as_tokenizer(source: Any) -> Tokenizer:
     """Return `source` as a Tokenizer: one already, a model directory, or a Hugging Face tokenizer.
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, ConfigError where transformers is needed and not installed.
     """
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
@@ -161,58 +312,135 @@ def as_tokenizer(source: Any) -> Tokenizer:
 
 
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
-    """`tokenizer` as a Tokenizer; for None that of `model`, where this is a directory with one."""
-    if tokenizer is None and isinstance(model, (str, os.PathLike)):
-        tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
-    return None if tokenizer is None else as_tokenizer(tokenizer)
+    """Return `tokenizer` as a Tokenizer; for None that of `model`, where this is a directory with
+    one. Without transformers such a directory serves token ids alone, which is logged.
+    """
+    if tokenizer is not None:
+        return as_tokenizer(tokenizer)
+    if not isinstance(model, (str, os.PathLike)) or not has_tokenizer(model):
+        return None
+    if find_spec("transformers") is None:
+        _logger.warning("prompts must be token ids: text needs transformers: %s", INSTALL_TEXT)
+        return None
+    return as_tokenizer(model)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+    """Return the ids of a prompt that is text: those of `tokenizer(text)` in transformers, with the
+    special tokens that the tokenizer adds. To a RenderedText it adds none. A tokenizer of another
+    kind adds those of its `encode`.
+
+    add_bos: begin with the BOS token also where the tokenizer does not add it.
+    """
+    if isinstance(tokenizer, HFTokenizer):
+        add_special_tokens = not isinstance(text, RenderedText)
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        ids = list(tokenizer.encode(text))
+    if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        return [tokenizer.bos_id, *ids]
+    return ids
+
+
+def context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the last ids of `prompt`, enough for the text of the ids that follow it.
+
+    A decoder may strip the first space of a text, so the text of a completion depends on whether
+    text is before it. The context parts no character, unless `prompt` ends within one.
+    """
+    sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
+    for size in sizes:
+        context = list(prompt[-size:])
+        text = tokenizer.decode(context)
+        is_broken = _REPLACEMENT in text
+        if size >= len(prompt) or (text and not is_broken) or (is_broken and size > _MAX_WINDOW):
+            return context
+    raise AssertionError("sizes have no end")
+
+
+def _doubled(size: int) -> Iterator[int]:
+    while True:
+        yield size
+        size *= 2
 
 
 class IncrementalDetokenizer:
     """Turns a growing list of ids into text, piece by piece.
 
-    No piece holds half a UTF-8 character and no text is given twice; all pieces together are
-    `tokenizer.decode` of all ids. The work per call does not grow with the text: only the ids since
-    the last-but-one complete character are decoded again, of broken text some dozens.
+    No piece holds half a UTF-8 character and no text is given twice; all pieces together are the
+    text that all ids add to that of `context`, the ids before them. The work per call does not grow
+    with the text: only the ids since the last-but-one complete character are decoded again, of
+    broken text some dozens.
+
+    Some decoders replace a run of bytes as a whole if its end is broken. What was complete before
+    stays here, as in all streams.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._num_context_ids = 0  # leading ids of the window that only give context
-        self._num_emitted = 0  # characters of the window's text that were given out
+        self._window = list(context)
+        self._num_context_ids = len(context)  # leading ids of the window that only give context
+        # The part of the window's text that was given out.
+        self._emitted = tokenizer.decode(self._window) if context else ""
+        self._emitted = self._emitted[: complete_length(self._emitted)]
 
     def push(self, ids: Iterable[int]) -> str:
         """Add `ids` and return the text that is complete now, possibly none."""
-        num_known_ids = len(self._window)
-        self._window.extend(ids)
-        if len(self._window) == num_known_ids:
+        new = list(ids)
+        if not new:
             return ""
+        self._window += new
         text = self._tokenizer.decode(self._window)
-        num_complete = complete_length(text)
-        piece = text[self._num_emitted : num_complete]
-        self._num_emitted = max(self._num_emitted, num_complete)
+        num_complete = len(text)
+        if _REPLACEMENT in text:
+            if len(new) > 1:
+                del self._window[-len(new) :]
+                return "".join(self.push([token_id]) for token_id in new)
+            if not text.startswith(self._emitted):
+                return self._push_alone()
+            num_complete = complete_length(text)
+        piece = text[len(self._emitted) : num_complete]
+        self._emitted = text[: max(len(self._emitted), num_complete)]
         if num_complete == len(text):
             if piece:
                 self._slide()
-            elif not self._tokenizer.decode(self._window[num_known_ids:] * 2):
+            elif not self._tokenizer.decode(new * 2):
                 # Special tokens have no text, also after each other: the window need not keep them.
-                del self._window[num_known_ids:]
+                del self._window[-len(new) :]
         elif len(self._window) > _MAX_WINDOW:
             self._cut(text)
         return piece
 
     def finish(self) -> str:
         """Return what is still held back; bytes that never became a character are U+FFFD."""
-        piece = self._tokenizer.decode(self._window)[self._num_emitted :]
-        self._window, self._num_context_ids, self._num_emitted = [], 0, 0
+        text = self._tokenizer.decode(self._window)
+        if _REPLACEMENT in text and not text.startswith(self._emitted):
+            piece = self._tokenizer.decode(self._window[self._num_context_ids :])
+        else:
+            piece = text[len(self._emitted) :]
+        self._window, self._num_context_ids, self._emitted = [], 0, ""
         return piece
+
+    def _push_alone(self) -> str:
+        """Return the text that is complete without the context, and forget the context then: bytes
+        that are no character replaced text that was given out.
+        """
+        text = self._tokenizer.decode(self._window[self._num_context_ids :])
+        num_complete = complete_length(text)
+        if not num_complete:
+            return ""
+        del self._window[: self._num_context_ids]
+        self._num_context_ids, self._emitted = 0, text[:num_complete]
+        if num_complete == len(text):
+            self._slide()
+        return text[:num_complete]
 
     def _slide(self) -> None:
         """Forget the old context; the ids after it become the context of the next piece."""
         # A decoder may treat the first token specially (a stripped space), so one piece stays.
         del self._window[: self._num_context_ids]
         self._num_context_ids = len(self._window)
-        self._num_emitted = len(self._tokenizer.decode(self._window))
+        self._emitted = self._tokenizer.decode(self._window)
 
     def _cut(self, text: str) -> None:
         """Forget ids up to a point that parts no character, if there is one in the middle."""
@@ -220,30 +448,23 @@ class IncrementalDetokenizer:
         for end in range(middle, middle + _MAX_PENDING_BYTES + 1):
             head = self._tokenizer.decode(self._window[:end])
             is_whole = head + self._tokenizer.decode(self._window[end:]) == text
-            if is_whole and len(head) <= self._num_emitted:
+            if is_whole and len(head) <= len(self._emitted):
                 del self._window[:end]
                 self._num_context_ids = 0
-                self._num_emitted -= len(head)
+                self._emitted = self._emitted[len(head) :]
                 return
+
+
+def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that `ids` add to that of `context`, as an IncrementalDetokenizer does."""
+    before, whole = tokenizer.decode(context), tokenizer.decode([*context, *ids])
+    if _REPLACEMENT not in whole or not getattr(tokenizer, "replaces_byte_runs", True):
+        return whole[complete_length(before) :]
+    stream = IncrementalDetokenizer(tokenizer, context)
+    return stream.push(ids) + stream.finish()
 
 
 def complete_length(text: str) -> int:
     """Return how many leading characters of `text` no further token can change."""
     tail = text[-_MAX_PENDING_BYTES:]
     return len(text) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))
-
-
-def _special_id(root: Path, tokenizer: Any, name: str) -> int | None:
-    """Return the id of special token `name` ("eos_token", "bos_token") of a model directory."""
-    token = object_if_there(root / "tokenizer_config.json").get(name)
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
-        return int(token_id)
-    for file_name in ("generation_config.json", "config.json"):
-        token_id = object_if_there(root / file_name).get(f"{name}_id")
-        if isinstance(token_id, list):
-            token_id = token_id[0] if token_id else None
-        if token_id is not None:
-            return int(token_id)
-    return None

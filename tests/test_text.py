@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError
-from rollout.text import HFTokenizer, IncrementalDetokenizer, Tokenizer, as_tokenizer
+from rollout.text import (
+    HFTokenizer,
+    IncrementalDetokenizer,
+    Tokenizer,
+    as_tokenizer,
+    encode_prompt,
+    text_after,
+    tokenizer_of,
+)
+from tests.apis.fleets import directory
+from tests.tokenizer_layouts import LAYOUTS
 
 
 class ByteTokenizer:
@@ -152,9 +165,9 @@ def test_other_object_is_refused():
     ("file_name", "content"),
     [
         ("tokenizer_config.json", {"eos_token": "</s>"}),
-        ("tokenizer_config.json", {"eos_token": {"content": "</s>"}}),
-        ("generation_config.json", {"eos_token_id": [1, 4]}),
-        ("config.json", {"eos_token_id": 1}),
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>", "__type": "AddedToken"}}),
+        ("special_tokens_map.json", {"eos_token": "</s>"}),
+        ("special_tokens_map.json", {"eos_token": {"content": "</s>"}}),
     ],
 )
 def test_directory_names_its_end_token(tmp_path, file_name, content):
@@ -177,3 +190,74 @@ def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/{name}"):
         HFTokenizer.from_directory(tmp_path)
+
+
+def test_without_transformers_a_directory_serves_ids_and_says_how_to_get_text(
+    tmp_path, monkeypatch, caplog
+):
+    space_stripping_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_of(tmp_path, None) is not None
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert tokenizer_of(tmp_path, None) is None
+    assert "text needs transformers: pip install transformers jinja2" in caplog.text
+    for source in (tmp_path, space_stripping_tokenizer()):
+        with pytest.raises(ConfigError, match=r"text needs transformers: pip install"):
+            tokenizer_of(tmp_path, source)
+
+
+TOKENS_ALONE = """
+import pickle, sys
+from rollout import LLM, SamplingParams
+tokenizer = pickle.load(open(sys.argv[2], "rb"))
+assert (tokenizer.eos_id, tokenizer.vocab_size) == (1, 261)
+with LLM(sys.argv[1], block_size_tokens=8, max_sequence_length=64, buffer_size_gb=0.02) as llm:
+    assert len(llm.generate([3, 4], SamplingParams(num_tokens_to_generate=2)).generated_tokens) == 2
+assert "transformers" not in sys.modules
+assert tokenizer.decode([2, 3]) == "the cat"
+assert "transformers" in sys.modules
+"""
+
+
+def test_tokens_alone_import_no_transformers_also_beside_a_copied_tokenizer(tmp_path):
+    path = tmp_path / "tokenizer.pickle"
+    tokenizer = HFTokenizer(space_stripping_tokenizer(), eos_id=1)
+    assert tokenizer.decode([2]) == "the"
+    path.write_bytes(pickle.dumps(tokenizer))
+    command = [sys.executable, "-c", TOKENS_ALONE, directory(), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_add_bos_does_not_double_the_bos_that_the_tokenizer_adds(tmp_path):
+    LAYOUTS["llama bpe with bos"](tmp_path)
+    tokenizer = HFTokenizer.from_directory(tmp_path)
+    once = tokenizer.encode("The", add_special_tokens=True)
+    assert encode_prompt(tokenizer, "The", add_bos=True) == encode_prompt(tokenizer, "The") == once
+    bare = HFTokenizer(space_stripping_tokenizer(), bos_id=2)
+    assert encode_prompt(bare, "é", add_bos=True) == [2, *byte_ids("é")]
+
+
+def test_complete_characters_of_a_run_of_bytes_stay_when_its_end_is_broken():
+    tokenizer = HFTokenizer(space_stripping_tokenizer())
+    ids = byte_ids("é東京")
+    for cut, text in ((-1, "é東\ufffd\ufffd"), (-3, "é東"), (-5, "é\ufffd")):
+        chunks = [[2], *([i] for i in ids[:cut])]
+        pieces = pieces_of(tokenizer, chunks)
+        assert "".join(pieces) == f"the{text}"
+        assert text_after(tokenizer, [2], ids[:cut]) == text
+        assert "".join(pieces[:-1]).rstrip("\ufffd") == f"the{text}".rstrip("\ufffd")
+    assert pieces_of(tokenizer, [[2], *([i] for i in [*ids[:2], ids[0]]), [3]])[-2:] == [
+        "\ufffd cat",
+        "",
+    ]
+
+
+def test_a_tokenizer_that_a_trainer_has_truncated_and_padded_with_encodes_whole_texts():
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=space_stripping_tokenizer(), pad_token="</s>"
+    )
+    tokenizer = as_tokenizer(fast)
+    whole = tokenizer.encode("é" * 20)
+    fast(["é" * 9, "é"], truncation=True, max_length=4, padding=True)
+    assert tokenizer.encode("é" * 20) == whole == byte_ids("é" * 20)

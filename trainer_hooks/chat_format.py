@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.text import RenderedText
 
 Messages = Sequence[Mapping[str, Any]]
 # From chat messages to the text, or the token ids, that the model goes on from.
@@ -44,25 +45,32 @@ class ChatFormat:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         return messages
 
-    def __call__(self, messages: Messages) -> str:
+    def __call__(self, messages: Messages) -> RenderedText:
         """The text up to where the answer begins."""
-        text: str = self._tokenizer.apply_chat_template(
-            self.messages(messages), tokenize=False, add_generation_prompt=True, **self._options
+        return RenderedText(
+            self._tokenizer.apply_chat_template(
+                self.messages(messages), tokenize=False, add_generation_prompt=True, **self._options
+            )
         )
-        return text
 
 
 def as_chat_template(source: Any | None) -> ChatTemplate | None:
     """A callable as it is; a transformers tokenizer as its template, up to the answer's start.
 
-    It makes text: the engine's tokenizer adds no special tokens to those the template wrote.
+    It makes text to which no special tokens are added: the template wrote them.
     """
-    if source is None or not hasattr(source, "apply_chat_template"):
-        if source is not None and not callable(source):
-            raise ConfigError(
-                f"chat_template={source!r} is neither a callable nor a transformers tokenizer"
-            )
+    if source is None or isinstance(source, ChatFormat):
         return source
-    return lambda messages: source.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True
-    )
+    if hasattr(source, "apply_chat_template"):
+        return lambda messages: RenderedText(
+            source.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        )
+    if not callable(source):
+        raise ConfigError(
+            f"chat_template={source!r} is neither a callable nor a transformers tokenizer"
+        )
+    return lambda messages: _as_rendered(source(messages))
+
+
+def _as_rendered(prompt: str | Sequence[int]) -> str | Sequence[int]:
+    return RenderedText(prompt) if isinstance(prompt, str) else prompt

@@ -18,7 +18,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
 from rollout.runner.weight_update import WeightUpdateReport
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer
+from rollout.text import Tokenizer, encode_prompt
 
 # {"state", "weights_version", "weights_checksum", "ranks": {rank: report}, "lost_ranks"}, as a
 # coordinator answers.
@@ -52,7 +52,7 @@ def failed_request(
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_tokens=torch.tensor(_ids_of(prompt, tokenizer), dtype=torch.int64),
+        prompt_tokens=torch.tensor(ids_of(prompt, tokenizer), dtype=torch.int64),
         sampling_params=params,
         status=Status.FAILED,
     )
@@ -62,13 +62,13 @@ def failed_request(
     return request
 
 
-def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's ids; [] for a text that the tokenizer cannot encode."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]  # of arrays of any kind
     with suppress(Exception):  # the tokenizer is the user's: it may raise anything
         if tokenizer is not None:
-            return tokenizer.encode(prompt)
+            return encode_prompt(tokenizer, prompt)
     return []
 
 

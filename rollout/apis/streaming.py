@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
-from rollout.apis.results import failed_request, finished_request
+from rollout.apis.results import failed_request, finished_request, ids_of
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt
@@ -35,7 +35,9 @@ async def streamed_items(
 
     `cut_short` says why pending verbs get no answer, None if they may.
     """
-    text = StreamedText(tokenizer, params) if as_text and tokenizer is not None else None
+    text = None
+    if as_text and tokenizer is not None:
+        text = StreamedText(tokenizer, params, ids_of(prompt, tokenizer))
     async with aclosing(stream):
         try:
             async for item in stream:

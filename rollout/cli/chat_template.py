@@ -9,6 +9,7 @@ from typing import Any
 from rollout.cli.settings import UsageError
 from rollout.serve.errors import ApiError
 from rollout.serve.openai.chat_template import ChatTemplate, load_template
+from rollout.text import as_tokenizer, has_tokenizer
 
 
 def chat_template_of(directory: str) -> Callable[[list[Any]], str]:
@@ -20,7 +21,8 @@ def chat_template_of(directory: str) -> Callable[[list[Any]], str]:
 
     @cache
     def template() -> ChatTemplate:
-        found = load_template(directory, None)
+        tokenizer = as_tokenizer(directory) if has_tokenizer(directory) else None
+        found = load_template(tokenizer, None)
         if found is None:
             raise UsageError(f"{directory} has no chat template; give prompts instead of messages")
         return found

@@ -16,6 +16,7 @@ from rollout.config import CONFIG_HINTS
 from rollout.serve.config import ServeConfig
 from rollout.serve.openai.chat_template import load_template
 from rollout.serve.server import require_free_address
+from rollout.text import tokenizer_of
 
 SERVE_KINDS: Kinds = fields_of(ServeConfig)
 _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
@@ -34,9 +35,9 @@ def run(words: Sequence[str]) -> int:
     # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
     config = ServeConfig(**of_server)
-    directory = model_of(of_llm)
     # Here, since engines may take minutes to start.
-    load_template(directory, config.chat_template)
+    of_llm["tokenizer"] = tokenizer_of(model_of(of_llm), of_llm.get("tokenizer"))
+    load_template(of_llm["tokenizer"], config.chat_template)
     require_free_address(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     run_in_loop(_serve(of_llm, config, is_json=given.json))

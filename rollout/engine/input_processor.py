@@ -19,7 +19,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer
+from rollout.text import Tokenizer, encode_prompt
 
 Prompt = str | Sequence[int]
 Group = tuple[Prompt, Sequence[SamplingParams]]
@@ -285,12 +285,9 @@ class InputProcessor:
                 f"the prompt is text ({prompt[:40]!r}) but the engine has no tokenizer; "
                 "pass one, or token ids"
             )
-        tokens = list(self._tokenizer.encode(prompt))
-        if add_bos == {False}:
-            return tokens
-        if self._tokenizer.bos_id is None:
+        if add_bos == {True} and self._tokenizer.bos_id is None:
             raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
-        return [self._tokenizer.bos_id, *tokens]
+        return encode_prompt(self._tokenizer, prompt, add_bos=add_bos == {True})
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         """Refuse token ids that the model lacks, and a choice of tokens that leaves none."""

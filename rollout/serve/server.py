@@ -96,7 +96,7 @@ class Server:
             ),
             texts=TokenTexts(llm.tokenizer, config.max_text_characters),
             sampling_defaults=sampling_defaults(directory, config.generation_config),
-            template=load_template(directory, config.chat_template),
+            template=load_template(llm.tokenizer, config.chat_template),
             metrics=ServerMetrics(),
             feed=FleetFeed(llm),
             recent=recent,

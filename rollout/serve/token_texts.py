@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from rollout.serve.errors import ApiError
-from rollout.text import HFTokenizer, Tokenizer
+from rollout.text import HFTokenizer, Tokenizer, text_after
 
 # Work on more characters or tokens is done in a thread, which does not hold the GIL meanwhile: the
 # event loop serves others. A tokenizer encodes some 200,000 characters per second.
@@ -25,6 +26,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None, max_characters: int) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
         self._texts: dict[int, str] = {}
+        self._anchor: list[int] | None = None
         self._longest: int | None = None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
@@ -43,32 +45,50 @@ class TokenTexts:
     def verbatim(self) -> Tokenizer:
         """The tokenizer, but decoding special tokens, too."""
         tokenizer = self.tokenizer
-        return _Verbatim(tokenizer) if isinstance(tokenizer, HFTokenizer) else tokenizer
+        return tokenizer.verbatim if isinstance(tokenizer, HFTokenizer) else tokenizer
 
     def of(self, token_id: int) -> str:
-        """Return the text of one token, special ones included; its id without a tokenizer."""
+        """Return the text of one token after other text, special ones included; its id without a
+        tokenizer. Bytes that are no whole character are U+FFFD.
+        """
         text = self._texts.get(token_id)
         if text is None:
             if self._tokenizer is None:
                 text = f"token_id:{token_id}"
             else:
-                text = self.verbatim.decode([token_id])
+                text = text_after(self.verbatim, self._before, [token_id])
             self._texts[token_id] = text
         return text
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token's text, of a part of a character its own bytes."""
+        text = self.of(token_id)
+        if "\ufffd" in text and isinstance(self._tokenizer, HFTokenizer):
+            return self._tokenizer.token_bytes(token_id)
+        return text.encode("utf-8", "replace")
+
     async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token as the vocabulary writes it; by a tokenizer that does not say, its
-        text. Others are served meanwhile."""
-        tokenizer, tokens = self.tokenizer, list[str]()
+        """Return the tokens as the vocabulary writes them; a tokenizer that is none of Hugging
+        Face's has their texts alone. Others are served meanwhile.
+        """
+        tokenizer, tokens = self.tokenizer, []
         for start in range(0, len(token_ids), _TOKENS_PER_TURN):
             ids = token_ids[start : start + _TOKENS_PER_TURN]
-            tokens += (
-                tokenizer.tokens_of(ids)
-                if isinstance(tokenizer, HFTokenizer)
-                else map(self.of, ids)
-            )
+            if isinstance(tokenizer, HFTokenizer):
+                tokens += tokenizer.tokens_of(ids)
+            else:
+                tokens += map(self.of, ids)
             await asyncio.sleep(0)
         return tokens
+
+    @property
+    def _before(self) -> list[int]:
+        """Ids with a text: a decoder may strip the space of the first token."""
+        if self._anchor is None:
+            self._anchor = []
+            with suppress(Exception):  # the tokenizer is the user's: it may raise anything
+                self._anchor = self.tokenizer.encode("a")
+        return self._anchor
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None = None
@@ -129,18 +149,3 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], add_special: bool) -> l
 def _longest_token(tokenizer: Tokenizer) -> int:
     """Return the number of characters of the longest token, 0 if it is not known."""
     return tokenizer.max_token_length if isinstance(tokenizer, HFTokenizer) else 0
-
-
-class _Verbatim:
-    """A tokenizer whose texts have special tokens."""
-
-    def __init__(self, tokenizer: HFTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
-        self.vocab_size = tokenizer.vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -16,6 +16,7 @@ from rollout.cli.settings import help_of
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.serve.config import ServeConfig
 from tests.apis.fleets import directory
+from tests.serve import chat_model
 
 
 class StartedError(Exception):
@@ -100,6 +101,7 @@ def test_a_bad_template_is_found_before_an_engine_starts(
 def test_a_bad_template_of_the_model_is_found_before_an_engine_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    chat_model.tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{")
     assert "the chat template cannot be read" in fault_of(capsys, str(tmp_path), "port=0")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.text import RenderedText
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.environments.chat_session import ChatSession, ContextTooLongError
 from trainer_hooks.environments.faults import EnvironmentFault
@@ -150,7 +151,8 @@ class VerifiersPrompts(Sequence[PromptItem]):
             raise ConfigError(
                 f"row {index} of the environment has a text as its prompt; chat messages are wanted"
             )
-        return PromptItem(self._as_text(messages), columns | {"messages": messages})
+        prompt = RenderedText(self._as_text(messages))
+        return PromptItem(prompt, columns | {"messages": messages})
 
 
 def _json_part(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
+from rollout.text import as_tokenizer, encode_prompt
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.jobs.settings import WarmupSettings
@@ -105,9 +106,13 @@ def answer_loss(
             f"the warm-up learns the column {answer_column!r}, but a prompt has "
             f"{', '.join(missing[0].columns) or 'no columns'}; set warmup.answer_column"
         )
-    questions = [_tokens_of(item.prompt, tokenizer) for item in items]
+    encodes = as_tokenizer(tokenizer)
+    questions = [
+        encode_prompt(encodes, item.prompt) if isinstance(item.prompt, str) else list(item.prompt)
+        for item in items
+    ]
     answers = [
-        [*_tokens_of(str(item.columns[answer_column]), tokenizer), tokenizer.eos_token_id]
+        [*encodes.encode(str(item.columns[answer_column])), tokenizer.eos_token_id]
         for item in items
     ]
     num_positions = max(map(len, questions)) + max(map(len, answers))
@@ -122,9 +127,3 @@ def answer_loss(
     return cross_entropy(
         logits_BTV.flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=IGNORED
     )
-
-
-def _tokens_of(text: str | Sequence[int], tokenizer: Any) -> list[int]:
-    if isinstance(text, str):
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    return list(text)

@@ -14,7 +14,7 @@ from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer, as_tokenizer
+from rollout.text import Tokenizer, as_tokenizer, encode_prompt
 from trainer_hooks.advantages import has_reward_spread
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
@@ -81,7 +81,7 @@ def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -
     """`prompt` as `llm` takes it: text stays text only where the llm has a tokenizer of its own."""
     takes_text = getattr(llm, "tokenizer", None) is not None
     if isinstance(prompt, str) and not takes_text and tokenizer is not None:
-        return tokenizer.encode(prompt)
+        return encode_prompt(tokenizer, prompt)
     return prompt
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.generated_text import generated_text
 from rollout.text import Tokenizer
 from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.rewards.adapters import WeightedReward
@@ -84,4 +85,8 @@ def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[i
     if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
         return rollout.requests[0].generated_text
     ids = rollout.completion_ids
-    return ids if tokenizer is None else tokenizer.decode(ids)
+    return ids if tokenizer is None else generated_text(tokenizer, ids, _prompt_of(rollout))
+
+
+def _prompt_of(rollout: Rollout) -> list[int]:
+    return rollout.requests[0].prompt_tokens.tolist() if rollout.requests else []

@@ -14,7 +14,7 @@ from rollout.coordinator.protocol.packed import pack_params
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer
+from rollout.text import Tokenizer, encode_prompt
 
 # Text, or token ids: a list, an array or a tensor.
 Prompt = str | Sequence[int]
@@ -126,15 +126,14 @@ def _encoded(
     add_bos = {params.add_BOS for params in sampling_params}
     if len(add_bos) > 1:
         raise InvalidRequestError("add_BOS must be the same for all samples of one prompt")
-    first = [tokenizer.bos_id] if True in add_bos else []
-    if None in first:
+    if True in add_bos and tokenizer.bos_id is None:
         raise InvalidRequestError("add_BOS=True, but the tokenizer has no BOS token")
     try:
-        tokens = tokenizer.encode(text)
+        tokens = encode_prompt(tokenizer, text, add_bos=True in add_bos)
     except Exception as fault:  # the tokenizer is the user's: it may raise anything
         reason = f"the tokenizer cannot encode the prompt {text[:40]!r}: {fault!r}"
         return np.empty(0, np.int32), InvalidRequestError(reason)
-    return _checked_ids([*first, *tokens]), None
+    return _checked_ids(tokens), None
 
 
 def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:

@@ -320,10 +320,9 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
     (generation,) = job.generations
     stall_s = job.state.config.stalled_stream_timeout_s
     so_far = [TokenData(token_ids=[], log_probs=[], top=[]) for _ in job.prompts]
-    with_special_tokens = job.shows_special_tokens
     texts = [
-        streamed_text(job.state, job.params[i], with_special_tokens=with_special_tokens[i])
-        for i in range(len(so_far))
+        streamed_text(job.state, job.params[i], job.prompts[i], with_special_tokens=special)
+        for i, special in enumerate(job.shows_special_tokens)
     ]
     shown = [""] * len(so_far)
     async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:

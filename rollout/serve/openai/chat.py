@@ -212,7 +212,7 @@ def _logprobs(job: _Job, data: TokenData) -> dict[str, Any] | None:
     if job.num_top is None:
         return None
     spell = spelling(job.state.texts.of, bool(job.body.return_tokens_as_token_ids))
-    return chat_logprobs(data, job.num_top, spell)
+    return chat_logprobs(data, job.num_top, spell, job.state.texts.bytes_of)
 
 
 def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
@@ -249,9 +249,9 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
 
 
 def _new_progress(job: _Job) -> _Progress:
-    with_special_tokens = shows_special_tokens(job.body)
+    special = shows_special_tokens(job.body)
     return _Progress(
-        text=streamed_text(job.state, job.params, with_special_tokens=with_special_tokens),
+        text=streamed_text(job.state, job.params, job.prompt, with_special_tokens=special),
         reader=ToolCallReader(job.tools) if job.tools else None,
     )
 

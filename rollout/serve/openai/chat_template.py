@@ -1,35 +1,58 @@
-"""ChatTemplate: a conversation as text, by the Jinja template that comes with a tokenizer."""
+"""ChatTemplate: a conversation as text, as transformers renders it."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from rollout.errors import ConfigError
-from rollout.json_files import object_if_there
 from rollout.serve.errors import ApiError
+from rollout.text import INSTALL_TEXT, HFTokenizer, RenderedText, Tokenizer
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_NUM_CACHED = 16  # templates that clients send
+_NUM_CACHED = 16  # templates, those of clients among them
+_PROBE = "rollout-probe"
+_NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+_MAX_REASON = 500  # characters: some errors of transformers hold the whole conversation
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """source: the template's text; special_tokens: those it may name, by their role."""
+    """The templates of a tokenizer; `source`, if it is given, takes their place."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source, self.special_tokens = source, special_tokens
+    def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
+        """Raises ConfigError where transformers is not installed."""
+        if isinstance(tokenizer, HFTokenizer):
+            self._tokenizer = tokenizer.hf_tokenizer
+        else:
+            self._tokenizer = _without_vocabulary()
+        self._given = source
+
+    @property
+    def source(self) -> str | None:
+        """The template's text, without tools; None if there is none."""
+        if self._given is not None:
+            return self._given
+        templates = self._tokenizer.chat_template
+        found = templates.get("default") if isinstance(templates, dict) else templates
+        return found or None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The tokenizer's special tokens by their role."""
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+
+    def source_for(self, tools: Sequence[Any] | None, template: str | None = None) -> str:
+        """Return the text of the template for a conversation with `tools`. Raises ApiError."""
+        try:
+            return str(self._tokenizer.get_chat_template(template or self._given, tools or None))
+        except ValueError as fault:  # there are several, and none by default
+            raise ApiError(400, f"{fault}"[:_MAX_REASON], param="chat_template") from None
 
     def render(
         self,
@@ -40,85 +63,127 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the conversation's text. `template` is used in place of this one. Raises ApiError
-        for a conversation that the template refuses.
+    ) -> RenderedText:
+        """Return the conversation's text, that of the tokenizer's `apply_chat_template`.
+
+        `template`, a text or a name, is used in place of this one. Nulls of a message are absent
+        keys, arguments of calls may be JSON, and parts of text are joined for a template that reads
+        no parts. Raises ApiError for a conversation that the template refuses.
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
                 400, "continue_final_message needs add_generation_prompt=false", param="messages"
             )
-        conversation = [_plain(message) for message in messages]
+        tools = [dict(tool) for tool in tools] if tools else None
+        source = self.source_for(tools, template)
         try:
-            text = _compiled(template or self.source).render(
-                {
-                    **self.special_tokens,
-                    "messages": conversation,
-                    "tools": list(tools) if tools else None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **(variables or {}),
-                }
+            return RenderedText(
+                self._tokenizer.apply_chat_template(
+                    [_plain(message, reads_parts=reads_parts(source)) for message in messages],
+                    tools=tools,
+                    chat_template=source,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **_checked(variables or {}),
+                )
             )
+        except ApiError:
+            raise
         except Exception as fault:  # a template may raise anything
-            raise ApiError(400, f"the chat template failed: {fault}", param="messages") from None
-        return _ended(text, conversation[-1]) if continue_final_message else text
+            reason = str(fault)[:_MAX_REASON]
+            raise ApiError(400, f"the chat template failed: {reason}", param="messages") from None
 
 
-def load_template(directory: str | None, given: str | None) -> ChatTemplate | None:
-    """Return the template that is `given`, a file or a text, else that of a model directory; None
-    if there is none. Raises ConfigError for one that is no template.
+def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplate | None:
+    """Return the template that is `given`, a file, a text or the name of one of the tokenizer's,
+    else the tokenizer's own; None if there is none. Raises ConfigError for one that is no template.
     """
-    config: dict[str, Any] = {}
+    own = tokenizer.hf_tokenizer.chat_template if isinstance(tokenizer, HFTokenizer) else None
+    named = own if isinstance(own, dict) else {}
     source = given
-    if directory is not None:
-        root = Path(directory)
-        config = object_if_there(root / "tokenizer_config.json")
-        if source is None and (root / "chat_template.jinja").is_file():
-            source = (root / "chat_template.jinja").read_text(encoding="utf-8")
-        elif source is None:
-            source = _template_in(config.get("chat_template"))
-    if given is not None and "{" not in given:
+    if given in named:
+        source = named[given]
+    elif given is not None and "{" not in given:
         if not Path(given).is_file():
             raise ConfigError(f"chat_template={given!r} is neither a file nor a template")
         source = Path(given).read_text(encoding="utf-8")
-    if source is None:
-        return None
+    sources = [source] if source is not None else list(named.values()) if named else [own]
+    for each in filter(None, sources):
+        _check_syntax(each)
+    return ChatTemplate(tokenizer, source) if any(sources) else None
+
+
+def _check_syntax(source: str) -> None:
+    import jinja2
+
     try:
-        _compiled(source)
-    except jinja2.TemplateError as fault:
+        _render_probe(source, _PROBE)
+    except jinja2.TemplateSyntaxError as fault:
         raise ConfigError(f"the chat template cannot be read: {fault}") from fault
-    tokens = {name: _text_of(config.get(name)) for name in _SPECIAL_TOKENS}
-    return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
+    except ImportError as fault:
+        raise ConfigError(f"chat templates need more packages ({fault}): {INSTALL_TEXT}") from fault
+    except Exception:  # it refuses a conversation of this kind: others may pass
+        return
 
 
-def _template_in(entry: Any) -> str | None:
-    """Return the template of a tokenizer's config, which may have several by name."""
-    if isinstance(entry, list):
-        by_name = {each["name"]: each["template"] for each in entry}
-        entry = by_name.get("default")
-    return entry if isinstance(entry, str) else None
+@lru_cache(_NUM_CACHED)
+def reads_parts(source: str) -> bool:
+    """Return whether a template reads content that is a list of parts; others would write out the
+    list itself.
+    """
+    try:
+        text = _render_probe(source, [{"type": "text", "text": _PROBE}])
+    except Exception:  # a template may raise anything
+        return False
+    return _PROBE in text and re.search(r"""['"]type['"]:""", text) is None
 
 
-def _text_of(token: Any) -> str | None:
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+def _render_probe(source: str, content: Any) -> str:
+    message = {"role": "user", "content": content}
+    return str(
+        _without_vocabulary().apply_chat_template(
+            [message], chat_template=source, tokenize=False, **_NO_SPECIAL_TOKENS
+        )
+    )
+
+
+def _without_vocabulary() -> Any:
+    """Return what renders templates where there is no tokenizer of Hugging Face."""
+    try:
+        from transformers import PreTrainedTokenizerBase
+    except ImportError as error:
+        raise ConfigError(f"chat templates need transformers: {INSTALL_TEXT}") from error
+    return PreTrainedTokenizerBase()
+
+
+def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables of a template. Raises ApiError for the names of transformers' options."""
+    from transformers import PreTrainedTokenizerBase
+
+    options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name in variables:
+        if name in (*options, "messages") and name != "documents":
+            raise ApiError(
+                400,
+                f"chat_template_kwargs cannot set {name!r}: it is no variable of templates",
+                param="chat_template_kwargs",
+            )
+    return dict(variables)
 
 
 # ---- messages
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: parts of text joined, arguments of calls as objects.
-
-    Raises ApiError for parts that are no text.
-    """
-    plain = dict(message)
+def _plain(message: Message, *, reads_parts: bool) -> dict[str, Any]:
+    """Return a message as templates expect it. Raises ApiError for parts that are no text."""
+    plain = {name: value for name, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
         raise ApiError(400, "each message needs a role", param="messages")
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = "".join(_text_of_part(part) for part in content)
+        texts = [_text_of_part(part) for part in content]
+        plain["content"] = content if reads_parts else "".join(texts)
     elif content is not None and not isinstance(content, str):
         raise ApiError(400, "the content of a message must be text", param="messages")
     if isinstance(calls := plain.get("tool_calls"), list):
@@ -143,44 +208,3 @@ def _plain_call(call: Any) -> Any:
     except ValueError:
         return call  # the template writes the text
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _ended(text: str, last: Message) -> str:
-    """Return `text` up to the end of the last message's content."""
-    content = (last.get("content") or "").strip()
-    start = text.rfind(content)
-    if not content or start < 0:
-        raise ApiError(400, "the last message has no content to continue", param="messages")
-    return text[: start + len(content)]
-
-
-# ---- the sandbox
-
-
-class _Generation(Extension):
-    """{% generation %} marks what an assistant wrote, for training; here it does nothing."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(_NUM_CACHED)
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

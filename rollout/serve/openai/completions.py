@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
 
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.generated_text import StreamedText
+from rollout.generated_text import StreamedText, TextOffsets
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError, json_response
@@ -40,6 +40,7 @@ from rollout.serve.openai.token_data import (
 from rollout.serve.sampling import check_length, salt_of, sampling_params_of, truncation_of
 from rollout.serve.schemas import CompletionBody, PromptField
 from rollout.serve.state import STATE, Route, ServerState
+from rollout.text import complete_length
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -118,7 +119,10 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
         state=state,
         body=body,
         prompts=prompts,
-        echoed=[_echo(state, *each) for each in zip(prompts, texts, strict=True)]
+        echoed=[
+            _echo(state, *each, is_continued=max_tokens > 0)
+            for each in zip(prompts, texts, strict=True)
+        ]
         if body.echo
         else [],
         max_tokens=max_tokens,
@@ -186,10 +190,32 @@ def _as_list(prompt: PromptField | None) -> list[Any]:
     return list(prompt)
 
 
-def _echo(state: ServerState, prompt: Sequence[int], text: str | None) -> str:
+def _echo(
+    state: ServerState, prompt: Sequence[int], text: str | None, *, is_continued: bool
+) -> str:
+    """Return the text of a prompt. A character that its last token begins is the completion's."""
     if text is not None or state.llm.tokenizer is None:
         return text or ""
-    return state.texts.verbatim.decode(prompt)
+    decoded = state.texts.verbatim.decode(prompt)
+    return decoded[: complete_length(decoded)] if is_continued else decoded
+
+
+def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[int]:
+    """Return where the text of each token of an echoed prompt begins.
+
+    Special tokens that the tokenizer added, and spaces that it strips, are no part of the echo.
+    """
+    if state.llm.tokenizer is None:
+        return [0] * len(prompt)
+    texts = list(map(state.texts.of, prompt))
+    whole = "".join(texts)
+    if whole.endswith(echo):
+        num_left_out, ends = len(whole) - len(echo), accumulate(map(len, texts), initial=0)
+        return [max(0, end - num_left_out) for end, _ in zip(ends, texts, strict=False)]
+    verbatim = state.texts.verbatim
+    num_left_out = max(0, verbatim.decode(prompt).find(echo))
+    offsets = TextOffsets(verbatim).push(prompt)
+    return [min(max(0, offset - num_left_out), len(echo)) for offset in offsets]
 
 
 # ---- the reply
@@ -204,12 +230,16 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
         text = text_of(state, request, with_special_tokens=shows_special_tokens(body))
     elif body.logprobs is not None:
         data = TokenData(token_ids=[], log_probs=[], top=[])
-    shown = data
+    shown, echo, offsets = data, "", list[int]()
     if body.echo:
-        text = job.echoed[job.prompt_index(index)] + text
+        echo = job.echoed[job.prompt_index(index)]
         shown = of_prompt(request) + data
-    choice = _piece(job, index, text, shown) | _ending(job, request)
     prompt = job.prompts[job.prompt_index(index)]
+    if body.logprobs is not None:
+        if body.echo:
+            offsets = _echo_offsets(state, prompt, echo)
+        offsets += _offsets(job, index, start=len(echo)).push(data.token_ids)
+    choice = _piece(job, index, echo + text, shown, offsets) | _ending(job, request)
     choice["token_ids"] = data.token_ids if body.return_token_ids else None
     choice["prompt_token_ids"] = prompt if body.return_token_ids else None
     choice["prompt_logprobs"] = None
@@ -220,14 +250,22 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     return choice
 
 
+def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
+    """Return what tells where the text of the tokens of a choice begins in its text."""
+    tokenizer = job.state.llm.tokenizer
+    if tokenizer is not None and shows_special_tokens(job.body):
+        tokenizer = job.state.texts.verbatim
+    return TextOffsets(tokenizer, job.prompts[job.prompt_index(index)], start)
+
+
 def _piece(
-    job: _Job, index: int, text: str, data: TokenData, text_start: int = 0
+    job: _Job, index: int, text: str, data: TokenData, offsets: Sequence[int]
 ) -> dict[str, Any]:
     """Return a choice without its ending."""
     body, logprobs = job.body, None
     if body.logprobs is not None:
         spell = spelling(job.state.texts.of, bool(body.return_tokens_as_token_ids))
-        logprobs = completion_logprobs(data, body.logprobs, spell, text_start)
+        logprobs = completion_logprobs(data, body.logprobs, spell, offsets)
     return {
         "index": index,
         "text": text,
@@ -251,28 +289,38 @@ def _ending(job: _Job, request: Request) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Progress:
-    """What of one choice was sent: characters of its text, and whether any chunk was."""
+    """What turns the tokens of one choice into text, where that begins, and whether any chunk was
+    sent. offsets: None without log-probs."""
 
     text: StreamedText | None
-    num_characters: int = 0
+    offsets: TextOffsets | None
     has_begun: bool = False
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    with_special_tokens = shows_special_tokens(job.body)
-    progress: defaultdict[int, _Progress] = defaultdict(
-        lambda: _Progress(
-            streamed_text(job.state, job.params, with_special_tokens=with_special_tokens)
-        )
-    )
+    progress: dict[int, _Progress] = {}
+
+    def chunks_of(index: int, item: TokenRun | Request) -> list[dict[str, Any]]:
+        if index not in progress:
+            progress[index] = _new_progress(job, index)
+        return [{"choices": [_chunk(job, index, item, progress[index])]}]
+
     return await stream_reply(
         request,
         job.generation,
         job.head,
-        lambda index, item: [{"choices": [_chunk(job, index, item, progress[index])]}],
+        chunks_of,
         options=job.body.stream_options,
         prompts=job.prompts,
         counts_generated=job.max_tokens > 0,
+    )
+
+
+def _new_progress(job: _Job, index: int) -> _Progress:
+    prompt, special = job.prompts[job.prompt_index(index)], shows_special_tokens(job.body)
+    return _Progress(
+        text=streamed_text(job.state, job.params, prompt, with_special_tokens=special),
+        offsets=None if job.body.logprobs is None else _offsets(job, index),
     )
 
 
@@ -291,12 +339,12 @@ def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress)
     is_first, progress.has_begun = not progress.has_begun, True
     if is_first and job.body.echo:
         text = job.echoed[job.prompt_index(index)] + text
-    chunk = _piece(job, index, text, data, progress.num_characters) | ending
+    offsets = [] if progress.offsets is None else progress.offsets.push(data.token_ids)
+    chunk = _piece(job, index, text, data, offsets) | ending
     if not data.token_ids:
         chunk["logprobs"] = None
     if job.body.return_token_ids:
         chunk["token_ids"] = data.token_ids
         if is_first:
             chunk["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
-    progress.num_characters += len(text)
     return chunk

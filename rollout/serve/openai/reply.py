@@ -113,6 +113,7 @@ def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) 
     return shown_text(
         state.texts.verbatim,
         request.generated_tokens,
+        request.prompt_tokens.tolist(),
         finish_reason=request.finish_reason,
         stop_word_ids=request.stop_word_ids,
         sampling_params=params.serialize(),
@@ -120,13 +121,14 @@ def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) 
 
 
 def streamed_text(
-    state: ServerState, params: SamplingParams, *, with_special_tokens: bool
+    state: ServerState, params: SamplingParams, prompt: Sequence[int], *, with_special_tokens: bool
 ) -> StreamedText | None:
-    """Return what turns tokens into text as they come; None without a tokenizer."""
+    """Return what turns the tokens after `prompt` into text as they come; None without a
+    tokenizer."""
     if state.llm.tokenizer is None:
         return None
     tokenizer = state.texts.verbatim if with_special_tokens else state.llm.tokenizer
-    return StreamedText(tokenizer, params)
+    return StreamedText(tokenizer, params, prompt)
 
 
 def shows_special_tokens(fields: SamplingFields) -> bool:

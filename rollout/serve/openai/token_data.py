@@ -122,41 +122,48 @@ def spelling(texts: Texts, as_token_ids: bool) -> Texts:
 
 
 def completion_logprobs(
-    data: TokenData, num_top: int, spell: Texts, start: int = 0
+    data: TokenData, num_top: int, spell: Texts, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion. start: characters of the choice's text before it."""
+    """Return `logprobs` of a completion. offsets: where the text of each token begins in that of
+    the choice.
+    """
     rows = data.each(num_top)
-    tokens = [spell(token_id) for token_id in data.token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(start)
-        start += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [spell(token_id) for token_id in data.token_ids],
         "token_logprobs": [None if lp is None else finite(lp) for _, lp, _, _ in rows],
-        "top_logprobs": [{spell(i): v for i, v in top.items()} or None for *_, top in rows],
-        "text_offset": offsets,
+        "top_logprobs": [_by_text(top, spell) or None for *_, top in rows],
+        "text_offset": list(offsets),
     }
 
 
-def chat_logprobs(data: TokenData, num_top: int, spell: Texts) -> dict[str, Any]:
+def _by_text(top: dict[int, float], spell: Texts) -> dict[str, float]:
+    """Return log-probs by text; of tokens with one text, as parts of characters are, the first."""
+    by_text: dict[str, float] = {}
+    for token_id, log_prob in top.items():
+        by_text.setdefault(spell(token_id), log_prob)
+    return by_text
+
+
+def chat_logprobs(
+    data: TokenData, num_top: int, spell: Texts, bytes_of: Callable[[int], bytes]
+) -> dict[str, Any]:
     """Return `logprobs` of a chat choice: one entry for each token."""
+
+    def entry(token_id: int, log_prob: float | None) -> dict[str, Any]:
+        return {
+            "token": spell(token_id),
+            "logprob": None if log_prob is None else finite(log_prob),
+            "bytes": list(bytes_of(token_id)),
+        }
+
     return {
         "content": [
             {
-                **_chat_entry(spell(token_id), lp),
-                "top_logprobs": [_chat_entry(spell(i), v) for i, v in list(top.items())[:num_top]],
+                **entry(token_id, lp),
+                "top_logprobs": [entry(i, v) for i, v in list(top.items())[:num_top]],
             }
             for token_id, lp, _, top in data.each(num_top)
         ]
-    }
-
-
-def _chat_entry(token: str, log_prob: float | None) -> dict[str, Any]:
-    return {
-        "token": token,
-        "logprob": None if log_prob is None else finite(log_prob),
-        "bytes": list(token.encode("utf-8", "replace")),
     }
 
 

@@ -11,6 +11,7 @@ from rollout.serve.openai.chat_template import ChatTemplate
 from rollout.serve.openai.models import check_model
 from rollout.serve.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from rollout.serve.state import STATE, Route, ServerState
+from rollout.text import HFTokenizer
 
 
 def tokenizer_routes() -> list[Route]:
@@ -76,8 +77,8 @@ async def chat_ids(
             "chat_template of a request needs a server with trust_request_chat_template=True",
             param="chat_template",
         )
-    template = state.template or ChatTemplate("", {})
-    _check_template_reads(body, body.chat_template or template.source or "")
+    template = state.template or ChatTemplate(state.llm.tokenizer)
+    _check_template_reads(body, template.source_for(body.tools, body.chat_template))
     text = template.render(
         body.messages,
         tools=body.tools,
@@ -132,7 +133,9 @@ async def _detokenize(request: web.Request, body: DetokenizeBody) -> web.Respons
 async def _tokenizer_info(request: web.Request, body: Any) -> web.Response:
     state = request.app[STATE]
     tokenizer, template = state.texts.tokenizer, state.template
-    special = {} if template is None else dict(template.special_tokens)
+    special = {}
+    if isinstance(tokenizer, HFTokenizer):
+        special = ChatTemplate(tokenizer).special_tokens
     for name, token_id in (("eos_token", tokenizer.eos_id), ("bos_token", tokenizer.bos_id)):
         if token_id is not None:
             special.setdefault(name, state.texts.of(token_id))
