@@ -17,6 +17,7 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import LOGPROBS_MODES
+from rollout.tool_calls import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DOORS = ("openai", "vllm", "sglang")
 CONTROL_DOORS = ("vllm", "sglang")
@@ -41,6 +42,10 @@ class ServeConfig:
     chat_template: a file with the Jinja template of chats, or its text. None: the model's own.
     trust_request_chat_template: whether requests may bring a template of their own. It runs in a
         sandbox, but for as long as it likes.
+    tool_call_parser: the format in which the model writes tool calls. "auto": the one that its chat
+        template shows. "none": calls are not looked for.
+    reasoning_parser: the tags around what the model thinks, which chats give as `reasoning`.
+        "auto": those that the chat template shows. "none": thoughts stay in the content.
     logprobs_mode: of log-probs in the openai door; see SamplingParams.
     max_model_len: most tokens of prompt and output. None, or more: as many as the engines take.
     checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
@@ -75,6 +80,8 @@ class ServeConfig:
     served_model_name: Name | None = None
     chat_template: Name | None = None
     trust_request_chat_template: bool = False
+    tool_call_parser: Annotated[str, Choices(TOOL_CALL_PARSERS)] = "auto"
+    reasoning_parser: Annotated[str, Choices(REASONING_PARSERS)] = "auto"
     logprobs_mode: Annotated[str, Choices(LOGPROBS_MODES)] = "raw"
     max_model_len: PositiveInt | None = None
     checkpoint_roots: tuple[Name, ...] = ()

@@ -78,7 +78,8 @@ class CompletionBody(ReplyFields, kw_only=True):
 class ChatBody(ReplyFields, kw_only=True):
     """POST /v1/chat/completions. prompt_token_ids: ours, the rendered conversation, so that ids of
     earlier turns are not made anew from their text. return_tokenized_data, return_raw_text:
-    Megatron's fields of the message.
+    Megatron's fields of the message. parallel_tool_calls: false gives the first call alone.
+    include_reasoning: false leaves thoughts out; separate_reasoning: false, in the content.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -86,6 +87,9 @@ class ChatBody(ReplyFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

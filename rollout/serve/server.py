@@ -28,6 +28,7 @@ from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
 from rollout.serve.token_texts import TokenTexts
+from rollout.tool_calls import format_of
 
 _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
@@ -79,6 +80,7 @@ class Server:
         """max_sequence_length: of the engines."""
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
+        template = load_template(directory, config.chat_template)
         self.state = ServerState(
             llm=llm,
             config=config,
@@ -94,7 +96,12 @@ class Server:
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
             texts=TokenTexts(llm.tokenizer, config.max_text_characters),
-            template=load_template(directory, config.chat_template),
+            template=template,
+            reply_format=format_of(
+                None if template is None else template.source,
+                tool_call_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
+            ),
             metrics=ServerMetrics(),
             feed=FleetFeed(llm),
             recent=recent,

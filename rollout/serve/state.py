@@ -20,12 +20,13 @@ from rollout.serve.page.feed import FleetFeed
 from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.token_texts import TokenTexts
+from rollout.tool_calls import ReplyFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
     """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
-    and output. template: of chats, None without one.
+    and output. template: of chats, None without one. reply_format: of what the model answers.
     """
 
     llm: ServedLLM
@@ -38,6 +39,7 @@ class ServerState:
     live: LiveRequests
     texts: TokenTexts
     template: ChatTemplate | None
+    reply_format: ReplyFormat
     metrics: ServerMetrics
     feed: FleetFeed
     recent: RecentSamples

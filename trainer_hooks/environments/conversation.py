@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
-from rollout.tool_calls import read_tool_calls
+from rollout.tool_calls import THOUGHTS, ReplyFormat, format_of, read_reply
 from trainer_hooks.environments.protocol import Message, ModelTurn, ToolSchema
 from trainer_hooks.rollouts import Rollout
 
-_END_OF_THINKING = "</think>"
 # A code point that no text may have: what stands on its two sides is tokenised by itself.
 _CUT = "\ufdd0"
+_NUM_LAST = 200  # characters of a prompt in which it begins a reply
 
 
 class Conversation:
@@ -41,8 +42,10 @@ class Conversation:
         tokenizer: Any,
         tools: Sequence[ToolSchema] = (),
         template_options: Mapping[str, Any] | None = None,
+        reply_format: ReplyFormat | None = None,
     ) -> None:
         """`tokenizer`: one of transformers. `template_options`: such as enable_thinking.
+        `reply_format`: how thoughts and calls are written; None: as the chat template shows it.
 
         Raises ConfigError for a tokenizer without a chat template.
         """
@@ -53,6 +56,7 @@ class Conversation:
             )
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._options = dict(template_options or {})
+        self._format = reply_format or _format_of(tokenizer, bool(tools))
         added = tokenizer.added_tokens_decoder.items()
         special = {token_id: str(token) for token_id, token in added if token.special}
         self._special_ids = frozenset(tokenizer.all_special_ids) | set(special)
@@ -102,11 +106,16 @@ class Conversation:
             body = generated[:-1]
         text = self._decode(body)
         self._end_text = self._decode(generated)[len(text) :]
+        begun = self._format.begun_by(self._text[-_NUM_LAST:])
         self._text, self._ids = self._text + text, self._ids + generated
         self.requests.append(request)
-        content, calls, malformed = read_tool_calls(text.rpartition(_END_OF_THINKING)[2])
+        reply = read_reply(self._format, text, self._tools, begun=begun)
         turn = ModelTurn(
-            text=text, content=content.strip(), tool_calls=calls, malformed_calls=malformed
+            text=text,
+            content=reply.content.strip(),
+            reasoning=reply.reasoning,
+            tool_calls=reply.calls,
+            malformed_calls=reply.malformed,
         )
         self._said[self._num_messages] = (_key(turn.message), text)
         return turn
@@ -148,6 +157,16 @@ class Conversation:
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
+    """Return the format that a chat template shows; thoughts without one stand in <think> tags."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        named = "tool_use" if has_tools and "tool_use" in template else "default"
+        template = template.get(named)
+    shown = format_of(template)
+    return replace(shown, thoughts=shown.thoughts or THOUGHTS[0])
 
 
 def _key(message: Message) -> tuple[str, list[tuple[str, Any]]]:
