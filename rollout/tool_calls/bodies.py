@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -39,6 +40,10 @@ class Body(Protocol):
         """
         ...
 
+    def is_whole(self, text: str) -> bool:
+        """Return whether the calls of a block without its end tag, if there are any, are whole."""
+        ...
+
 
 def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
     """Return the calls of a block, [] if it is anything else."""
@@ -46,7 +51,7 @@ def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[Wr
         calls = body.calls(text, schemas, name)
         for call in calls:
             f"{call.name}{call.arguments}{call.id}".encode()  # a lone surrogate cannot be sent
-    except (ValueError, RecursionError, MemoryError):
+    except (ValueError, RecursionError):
         return []
     return calls
 
@@ -69,6 +74,9 @@ class JsonBody:
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         must_begin = not closes and self.head is None
         return BracketScan('"', closes, stops, self.head_brackets, must_begin=must_begin)
+
+    def is_whole(self, text: str) -> bool:
+        return True  # else the brackets do not match
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
         text = text.strip()
@@ -177,13 +185,24 @@ class PythonBody:
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         return BracketScan("'\"", closes, stops, (), must_begin=not closes)
 
+    def is_whole(self, text: str) -> bool:
+        return True  # else the brackets do not match
+
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" in a string
-            tree = ast.parse(text.strip(), mode="eval").body
+        tree = _python(text.strip())
         if not isinstance(tree, ast.List):
             raise ValueError("no list")
         return [_call_of_node(node) for node in tree.elts]
+
+
+def _python(text: str) -> ast.expr:
+    """Return the expression that `text` is. Raises ValueError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a string
+            return ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no expression: {error}") from error
 
 
 def _call_of_node(node: ast.expr) -> WrittenCall:
@@ -261,6 +280,9 @@ class ParameterBody:
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         followers = (self.key_start, *filter(None, [self.call_end]), *closes)
         return ValueScan(self.key, self.value_end, followers, closes, stops)
+
+    def is_whole(self, text: str) -> bool:
+        return bool(self.call_end) and text.rstrip().endswith(self.call_end)
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
         calls, at = [], _after(_SPACE, text, 0)
@@ -343,21 +365,15 @@ def _json_text(text: str, declared: set[str]) -> str | None:
     """Return `text` as JSON if it is a JSON value, or Python's spelling of one of a type declared;
     else None."""
     stripped = text.strip()
-    try:
+    with suppress(ValueError, RecursionError):
         return _checked_json(stripped)
-    except (ValueError, RecursionError):
-        pass
     if stripped.lower() in ("true", "false") and "boolean" in declared:
         return stripped.lower()
     if stripped == "None" and "null" in declared:
         return "null"
     if stripped[:1] in ("[", "{") and {"array", "object"} & declared:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return _json_of(ast.parse(stripped, mode="eval").body)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            pass
+        with suppress(ValueError):
+            return _json_of(_python(stripped))
     return None
 
 

@@ -159,7 +159,7 @@ CALL_FORMATS = (
         ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         body=JsonBody(
             head=r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*",
-            tail=r"(?:```)?",
+            tail=r"`{0,3}",
         ),
         other_tags=("<｜tool▁sep｜>",),
         hints=(("<｜tool▁call▁begin｜>",),),

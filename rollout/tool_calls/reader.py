@@ -205,9 +205,12 @@ class ReplyReader:
                 return is_open
         match = _pattern(self._in_content).search(self._held) if self._in_content else None
         if match is None:
-            end = len(self._held) - (0 if is_last else num_begun(self._held, self._in_content))
+            num_begun_now = num_begun(self._held, self._in_content)
+            is_cut = self._follows_call and self._content.is_fresh  # a tag after a call
+            end = len(self._held) - (num_begun_now if is_cut or not is_last else 0)
             reply.content += self._content.add(self._taken(end))
             if is_last:
+                self._held = ""
                 reply.content += self._content.rest()
             return False
         reply.content += self._content.add(self._taken(match.start()))
@@ -230,11 +233,11 @@ class ReplyReader:
             after = self._held.lstrip(string.whitespace + self._calls.separators)
         for opener in self._at_start:
             if after.startswith(opener):
-                self._held = after
+                end = len(self._held) - len(after) + len(opener)
                 if opener == self._calls.bare:
-                    self._begin_block(len(opener) - 1, has_tag=False)
+                    self._begin_block(end - 1, has_tag=False)
                 else:
-                    self._begin_thought(len(opener))
+                    self._begin_thought(end)
                 return True
         if not is_last and any(opener.startswith(after) for opener in self._at_start):
             return False
@@ -242,7 +245,7 @@ class ReplyReader:
 
     def _begin_block(self, body_start: int, *, has_tag: bool) -> None:
         stops = (*self._calls.opens, *(self._messages.starts if self._messages else ()))
-        self._scan = self._calls.body.scan(self._calls.closes, stops)
+        self._scan = self._calls.body.scan(self._calls.closes if has_tag else (), stops)
         self._body_start, self._has_tag, self._region = body_start, has_tag, _Region.BLOCK
 
     def _begin_thought(self, length: int) -> None:
@@ -276,11 +279,13 @@ class ReplyReader:
         messages = self._messages
         assert messages is not None, "headers are of messages"
         header, end, _ = self._held.partition(messages.end)
+        num_lines, longest = header.count("\n"), _MAX_HEADER + (0 if end else len(messages.end))
+        if num_lines or len(header) > longest:
+            self._region, self._has_tag = _Region.CONTENT, True
+            num_refused = header.index("\n") + 1 if num_lines else _MAX_HEADER
+            self._refuse(reply, self._taken(num_refused))
+            return True
         if not end:
-            if "\n" in header or len(header) > _MAX_HEADER:
-                self._region, self._has_tag = _Region.CONTENT, True
-                self._refuse(reply, self._taken(len(header)))
-                return True
             if is_last:
                 self._taken(len(header))
             return False
@@ -319,12 +324,15 @@ class ReplyReader:
         """Return where a block ends that its reply cuts off: after its calls, else at the first end
         tag, be it in what seemed to be a string.
         """
-        size = len(self._held)
-        body = size - num_begun(self._held, self._calls.closes)
-        if self._calls_in(self._held[self._body_start : body]):
-            return End(body, size)
-        match = _pattern(self._calls.closes).search(self._held, self._body_start)
-        return End(size, size) if match is None else End(match.start(), match.end())
+        size, closes = len(self._held), self._calls.closes if self._has_tag else ()
+        end = size - num_begun(self._held, closes)
+        body = self._held[self._body_start : end]
+        if self._calls.body.is_whole(body) and self._calls_in(body):
+            return End(end, size)
+        match = _pattern(closes).search(self._held, self._body_start)
+        if match is None:
+            return End(self._body_start, size)  # nothing, which is no call
+        return End(match.start(), match.end())
 
     def _calls_in(self, body: str) -> list[WrittenCall]:
         """Return the calls of a block, [] if one is of no known tool."""
@@ -365,6 +373,9 @@ class _NoBody:
     """The body of blocks that no tag begins."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
+        raise AssertionError("no tag begins a block")
+
+    def is_whole(self, text: str) -> bool:
         raise AssertionError("no tag begins a block")
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
