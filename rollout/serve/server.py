@@ -28,7 +28,7 @@ from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
 from rollout.serve.token_texts import TokenTexts
-from rollout.tool_calls import format_of
+from rollout.tool_calls import UNKNOWN, format_of
 
 _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
@@ -148,7 +148,21 @@ class Server:
             raise _cannot_listen(config, fault) from fault
         host, port = self.address
         _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
+        self._report_format()
         self._watching = asyncio.ensure_future(self._end_when_lost())
+
+    def _report_format(self) -> None:
+        """Log how replies are read, and a warning if the chat template does not show it."""
+        template, shown = self.state.template, self.state.reply_format
+        if template is None:
+            return
+        _logger.info("%s", shown.summary())
+        is_guess = self.config.tool_call_parser == "auto" and shown.calls == UNKNOWN
+        if is_guess and "tools" in (template.source or ""):
+            _logger.warning(
+                "the chat template takes tools and shows no known format of calls, which are read "
+                "as <tool_call> tags or as JSON alone; set tool_call_parser to the model's format"
+            )
 
     async def run(self) -> None:
         """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT. Raises the error

@@ -4,6 +4,7 @@ from rollout.tool_calls.formats import (
     REASONING_PARSERS,
     THOUGHTS,
     TOOL_CALL_PARSERS,
+    UNKNOWN,
     ReplyFormat,
     format_of,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "REASONING_PARSERS",
     "THOUGHTS",
     "TOOL_CALL_PARSERS",
+    "UNKNOWN",
     "Reply",
     "ReplyFormat",
     "ReplyReader",

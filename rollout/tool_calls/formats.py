@@ -62,8 +62,11 @@ class CallFormat:
     messages: Messages | None = None
     hints: tuple[tuple[str, ...], ...] = ()
     id_length: int = 0
+    limits: str = ""
 
 
+_MUST_BEGIN = "a call without a tag must begin the reply"
+_NO_ESCAPE = "a value cannot hold its end tag with another tag of the format behind it"
 THOUGHTS = (
     Thoughts(name="think", open="<think>", close="</think>", hint="</think>"),
     Thoughts(name="mistral", open="[THINK]", close="[/THINK]", hint="[THINK]"),
@@ -111,6 +114,7 @@ CALL_FORMATS = (
             value_end="</parameter>",
         ),
         hints=(("minimax:tool_call",),),
+        limits=_NO_ESCAPE,
     ),
     CallFormat(
         name="qwen3_coder",  # Qwen3-Coder, Qwen3.5
@@ -125,6 +129,7 @@ CALL_FORMATS = (
             strips_lines=True,
         ),
         hints=(("<function=", "<tool_call>"),),
+        limits=_NO_ESCAPE,
     ),
     CallFormat(
         name="glm45",  # GLM-4.5 to 4.7
@@ -139,6 +144,7 @@ CALL_FORMATS = (
         ),
         other_tags=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         hints=(("<arg_key>",),),
+        limits=_NO_ESCAPE,
     ),
     CallFormat(
         name="kimi_k2",
@@ -182,6 +188,7 @@ CALL_FORMATS = (
         bare="functools[",
         body=JsonBody(),
         hints=(("functools",), ("<|tool_call|>", "<|/tool_call|>")),
+        limits=_MUST_BEGIN,
     ),
     CallFormat(
         name="granite",  # 3.0 to 3.3
@@ -196,6 +203,7 @@ CALL_FORMATS = (
         bare="[",
         body=PythonBody(),
         hints=(("<|python_start|>",), ("[func_name1(",)),
+        limits=f"{_MUST_BEGIN}, and arguments need names",
     ),
     CallFormat(
         name="llama3_json",  # Llama 3.1 to 3.3, and 4
@@ -208,11 +216,12 @@ CALL_FORMATS = (
             ("<|start_header_id|>", '"parameters"'),
             ("<|header_start|>", "parameters"),
         ),
+        limits=_MUST_BEGIN,
     ),
     _TAGGED_JSON,
 )
 # For templates that do not say how calls are written: tags of Hermes, or JSON alone.
-UNKNOWN = replace(_TAGGED_JSON, name="json", bare="{", separators=";", hints=())
+UNKNOWN = replace(_TAGGED_JSON, name="json", bare="{", separators=";", hints=(), limits=_MUST_BEGIN)
 TOOL_CALL_PARSERS = ("auto", "none", *(each.name for each in (*CALL_FORMATS, UNKNOWN)))
 REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
 
@@ -235,6 +244,18 @@ class ReplyFormat:
         if self.thoughts is not None:
             markers |= {self.thoughts.open, self.thoughts.close}
         object.__setattr__(self, "markers", frozenset(markers))
+
+    def summary(self) -> str:
+        """Return a line for people: what is read, and what the format cannot express."""
+        calls, thoughts = self.calls, self.thoughts
+        read = "are not looked for" if calls is None else f"are read as {calls.name}"
+        limits = f" ({calls.limits})" if calls is not None and calls.limits else ""
+        shown = "stay in the content"
+        if calls is not None and calls.messages is not None:
+            shown = "are messages of their own"
+        elif thoughts is not None:
+            shown = f"stand between {thoughts.open} and {thoughts.close}"
+        return f"tool calls {read}{limits}; thoughts {shown}"
 
     def without_calls(self) -> ReplyFormat:
         """Return the format for a request without tools: messages still have headers."""

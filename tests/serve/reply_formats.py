@@ -279,9 +279,9 @@ VARIANTS = {
     "granite 3.1": ("granite", lambda calls: "<tool_call> " + _list(calls)),
     "several objects in a block": (
         "hermes",
-        lambda calls: "<tool_call>"
-        + "\n".join(_object("arguments", call) for call in calls)
-        + "</tool_call>",
+        lambda calls: (
+            "<tool_call>" + "\n".join(_object("arguments", call) for call in calls) + "</tool_call>"
+        ),
     ),
     "json alone": ("json", _llama),
     "json in tags": ("json", _hermes),

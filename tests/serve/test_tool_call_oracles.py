@@ -204,7 +204,9 @@ def test_whole_replies_are_read_as_transformers_reads_them(name: str, case: str)
     tools[1]["function"]["parameters"]["properties"] |= {"b": {"type": "array"}}
     message = chat_parsing.parse_response(reply, template, prefix="", tools=tools)
     read = read_reply(format_of(None, tool_call_parser=name, reasoning_parser="think"), reply)
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+    calls = [
+        (c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])
+    ]
     assert [(c.name, json.loads(c.arguments)) for c in read.calls] == calls
     assert read.content == message.get("content", "")
     assert read.reasoning == message.get("reasoning_content", "")

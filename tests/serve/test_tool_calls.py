@@ -205,7 +205,11 @@ TAGGED = HERMES.calls([ADD])
         ('<tool_call>{"name": "other"}</tool_call>', None, []),
         ('<tool_call>{"name": "add"}</tool_call>', "", [("add", {})]),
         ('<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [("add", {})]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", {"a": 1})]),
+        (
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            "",
+            [("add", {"a": 1})],
+        ),
         ('<tool_call>{"name": "add", "arguments": "x"}</tool_call>', None, []),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None, []),
         ('<tool_call>{"name": "add", "arguments": {"a": -Infinity}}</tool_call>', None, []),
