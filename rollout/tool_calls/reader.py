@@ -178,7 +178,7 @@ class ReplyReader:
         self._ignored = {*calls.ignored, *ends, *self._special} - {*calls.opens, *starts}
         self._in_content = (*calls.opens, *starts, *self._ignored)
         self._at_start = tuple(filter(None, [calls.bare, thoughts.open if thoughts else ""]))
-        self._ends_thought = (thoughts.close,) if thoughts else ()
+        self._ends_thought: tuple[str, ...] = (thoughts.close,) if thoughts else ()
         if messages is not None:
             self._at_start = tuple(filter(None, [calls.bare]))
             self._ends_thought = (*messages.closes, *messages.starts)

@@ -187,8 +187,16 @@ FORMATS = [
         calls=_glm45,
         bad="<tool_call>get_weather\n<arg_key>city</arg_key>\nOslo\n</tool_call>",
         in_value="</tool_call> </arg_value> x <arg_key> <tool_call>",
-        tags=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>")
-        + ("</arg_value>", "<think>", "</think>"),
+        tags=(
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            "<think>",
+            "</think>",
+        ),
         template="<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> </think>",
     ),
     Written(
@@ -196,8 +204,13 @@ FORMATS = [
         calls=_deepseek("function<｜tool▁sep｜>%s\n```json\n%s\n```"),
         bad="<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{]\n```<｜tool▁call▁end｜>",
         in_value='<｜tool▁call▁end｜> ``` "{ <｜tool▁calls▁end｜>',
-        tags=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>")
-        + ("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        tags=(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
         template="'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] </think>",
     ),
     Written(
@@ -205,8 +218,13 @@ FORMATS = [
         calls=_kimi_k2,
         bad="<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{]<|tool_call_end|>",
         in_value='<|tool_call_end|> "} <|tool_calls_section_end|>',
-        tags=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-        + ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        tags=(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
         template="<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|> </think>",
     ),
     Written(
@@ -263,8 +281,15 @@ FORMATS = [
         after_text=lambda calls: "<|start|>assistant" + _harmony(calls),
         bad="<|channel|>commentary to=functions.add <|constrain|>json<|message|>{]<|call|>",
         in_value='<|call|> "} <|end|><|start|>',
-        tags=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
-        + ("<|constrain|>",),
+        tags=(
+            "<|channel|>",
+            "<|message|>",
+            "<|start|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+            "<|constrain|>",
+        ),
         template="{{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}",
         thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant".format,
         thoughts="none",

@@ -225,10 +225,10 @@ def test_calls_and_content_are_told_apart(
 
 
 def test_numbers_that_no_float_holds_stay_as_they_were_written() -> None:
-    text = '<tool_call>{"name": "add", "arguments": {"a": 1e400, "b": 1.0, "c": %s}}</tool_call>'
-    digits = "9" * 5000
-    (call,) = read_reply(chosen(HERMES), text % digits).calls
-    assert call.arguments == '{"a": 1e400, "b": 1.0, "c": %s}' % digits
+    arguments = f'{{"a": 1e400, "b": 1.0, "c": {"9" * 5000}}}'
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    (call,) = read_reply(chosen(HERMES), text).calls
+    assert call.arguments == arguments
     coder = format_of(None, tool_call_parser="qwen3_coder")
     (call,) = read_reply(coder, BY_NAME["qwen3_coder"].calls([("f", {"a": 1})])).calls
     assert call.arguments == '{"a": 1}'
@@ -330,6 +330,16 @@ def test_parameters_have_the_type_that_the_schema_of_a_tool_says(
         chosen(BY_NAME[name]), BY_NAME[name].calls([("f", {"a": text})]), [{"function": function}]
     ).calls
     assert strict(call.arguments) == {"a": value}
+
+
+def test_the_summary_of_a_format_says_what_it_cannot_express() -> None:
+    assert chosen(BY_NAME["llama3_json"]).summary() == (
+        "tool calls are read as llama3_json (a call without a tag must begin the reply); "
+        "thoughts stand between <think> and </think>"
+    )
+    nothing = format_of(None, tool_call_parser="none", reasoning_parser="none")
+    assert nothing.summary() == "tool calls are not looked for; thoughts stay in the content"
+    assert "messages of their own" in chosen(BY_NAME["openai"]).summary()
 
 
 def test_blocks_that_are_no_call_are_listed_for_environments() -> None:

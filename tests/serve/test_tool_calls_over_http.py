@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout import AsyncLLM, ServeConfig
+from tests.serve import chat_model
 from tests.serve.reply_formats import ADD, FORMATS, TOOLS, WEATHER, Written
 from tests.serve.served import CONFIG, Served
 from tests.serve.told_model import END, save_told_model
@@ -17,6 +18,7 @@ from tests.serve.told_model import END, save_told_model
 pytestmark = pytest.mark.distributed
 
 PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi "}]
 # A chat that ends with the byte by which the model knows its reply. Formats are known by the
 # comment, and harmony by how its reply begins.
 TEMPLATE = "{# %s #}{{ messages[0].content }}{{ voice }}"
@@ -93,7 +95,7 @@ def _join_call(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
 
 
 def answer(served: Served, voice: str, *, stream: bool, **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": "Hi "}], "max_tokens": 400, "temperature": 0}
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 400, "temperature": 0}
     body |= {"tools": TOOLS, "chat_template_kwargs": {"voice": voice}, "stream": stream, **fields}
     if stream:
         return joined(served.events(PATH, body))
@@ -201,6 +203,18 @@ def test_a_call_that_length_cuts_off_is_no_call(served: Served, stream: bool) ->
 
 
 def answer_tokens(served: Served, voice: str) -> int:
-    body = {"messages": [{"role": "user", "content": "Hi "}], "max_tokens": 400, "temperature": 0}
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 400, "temperature": 0}
     body |= {"chat_template_kwargs": {"voice": voice}}
     return int(served.post(PATH, body).json()["usage"]["completion_tokens"])
+
+
+def test_a_chat_template_that_shows_no_format_is_told_at_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    chat_model.served_chat().close()
+    assert "set tool_call_parser to the model's format" in caplog.text
+    caplog.clear()
+    chat_model.served_chat(tool_call_parser="llama3_json").close()
+    assert "read as llama3_json (a call without a tag must begin the reply)" in caplog.text
+    assert "set tool_call_parser" not in caplog.text

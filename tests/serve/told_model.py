@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def save_told_model(
         model.model.embed_tokens.weight.copy_(torch.eye(size))
         for key, chain in pieces.items():
             ids = [*tokenizer.encode(key).ids, *map(tokenizer.token_to_id, chain), end_id]
-            for token_id, next_id in zip(ids, ids[1:], strict=False):
+            for token_id, next_id in pairwise(ids):
                 model.lm_head.weight[next_id, token_id] = _SCALE
     model.save_pretrained(directory)
     tokenizer.save(str(Path(directory) / "tokenizer.json"))
