@@ -153,7 +153,7 @@ Column = tuple[str, Callable[[Figures], str]]
 
 
 def _number(name: str, scale: float, form: str) -> Callable[[Figures], str]:
-    """The figure of that name times `scale`; a dash where there is none."""
+    """Return a formatter of the figure `name` times `scale`; "-" for a missing figure."""
     return lambda f: "-" if f[name] is None else format(f[name] * scale, form)
 
 

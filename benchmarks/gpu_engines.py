@@ -1,4 +1,4 @@
-"""What measuring stands on: the device, its floors, engines with random weights, rows in them."""
+"""Parts of the GPU benchmark: device timing, floors, engines with random weights, decoding rows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ _ALL = ("kv_cache", "weights")
 
 
 class MeasuredDevice:
-    """What the measurements ask of a device: "cpu", where there is nothing to wait for, or "cuda",
-    the current one.
-    """
+    """Timing and memory of a device: the current "cuda" device, or "cpu"."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -133,7 +131,7 @@ class Floors:
 
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Floors:
-        """What `figures` were made of."""
+        """Return the floors that stand in `figures`."""
         return cls(**{name: figures[name] for name in cls.__dataclass_fields__})
 
 
@@ -178,9 +176,9 @@ class _Config:
 
 
 class RandomWeights(nn.Module):
-    """Random values on the device, under the names and in the dtype that a transformers model has.
+    """Random weights on the device, with the names and the dtype of a transformers model.
 
-    An engine takes them from there; those of a CausalLM would go by way of the host.
+    An engine copies them on the device; weights of a CausalLM would be copied through the host.
     """
 
     def __init__(self, spec: ModelSpec, device: str, seed: int = 0) -> None:
@@ -232,8 +230,9 @@ def random_engine(spec: ModelSpec, config: InferenceConfig, device: str) -> Dyna
 
 
 class Bench:
-    """What all parts of one process share: the plan, the device, floors, and one engine at a time,
-    for building one takes long. The device is not touched before it is asked for.
+    """State shared by the parts of one process: plan, device, floors, and one engine at a time.
+
+    Building an engine takes long, so parts share it. The first use initializes the device.
     """
 
     def __init__(self, plan: Plan, floors: Floors | None = None) -> None:

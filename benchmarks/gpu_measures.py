@@ -1,4 +1,4 @@
-"""What is measured on a device: steps, suspends, updates, and what others do with the same.
+"""Measurements on a device: steps, suspends, updates, and the same work done by peers.
 
 Shape letters: T tokens, R rows, H query heads, G key/value heads, C context tokens, D head dim.
 """
@@ -104,7 +104,7 @@ class DecodeWindow:
 def decode_window(
     device: MeasuredDevice, engine: DynamicInferenceEngine, spec: ModelSpec, sizes: DecodeSizes
 ) -> DecodeWindow:
-    """Raises RuntimeError if other steps than those of all rows came between."""
+    """Measure decode steps of all rows. Raises RuntimeError if another kind of step ran as well."""
     rows = DecodingRows(engine=engine, spec=spec, num_rows=sizes.batch, prompt_len=sizes.prompt_len)
     sampled_before = engine.stats().num_sampled_tokens
     rows.start(sizes.num_new)
@@ -177,8 +177,10 @@ def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
 
 
 def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
-    """Seconds from queued prompts to their first tokens, the second time, beside the matrix units'
-    peak. The operations are those of the prompts computed whole; leaving some out is fair.
+    """Measure seconds from queued prompts to their first tokens, and the peak FLOP rate.
+
+    The second run counts. FLOPs are counted as if every prompt were computed whole; an engine may
+    compute less.
     """
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
     prompts = random_prompts(spec.vocab_size, [plan.prompt_len] * plan.num_prompts)
@@ -242,9 +244,10 @@ def held_rows(bench: Bench, shape: str, num_cycles: int) -> DecodingRows:
 
 
 def measure_cycles(bench: Bench, shape: str, owner: str) -> dict[str, Any]:
-    """Cycles of suspend, resume and the next tokens, beside the copies to and from pinned memory.
+    """Measure cycles of suspend, resume and one step, and copies to and from pinned memory.
 
-    The first one page-locks host memory, and is told apart; what follows are medians of the others.
+    The first cycle page-locks host memory and is reported separately; the other figures are medians
+    of the later cycles.
     """
     plan, floors = bench.plan, bench.floors
     rows = held_rows(bench, shape, plan.num_cycles)
@@ -299,7 +302,7 @@ def _addresses(engine: DynamicInferenceEngine) -> dict[str, int]:
 
 
 def _step(rows: DecodingRows, num_steps: int) -> None:
-    """Let all rows decode, and take in what was computed ahead."""
+    """Run `num_steps` decode steps, and settle the step that was computed ahead."""
     for _ in range(num_steps):
         rows.engine.step()
     rows.settle()
@@ -307,11 +310,11 @@ def _step(rows: DecodingRows, num_steps: int) -> None:
 
 @torch.no_grad()
 def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
-    """Updates from a trainer's tensors on the same device, while rows decode.
+    """Measure updates from a trainer's tensors on the same device, while rows decode.
 
-    Staging backs the served weights up to the host; the first one page-locks the memory for it, and
-    is told apart. The stall is the time, from an idle device to an idle device, in which the engine
-    does not step; beside it: the same bytes copied within the device.
+    Staging backs up the served weights on the host. The first update page-locks that memory and is
+    reported separately. The stall is the time without engine steps, measured from an idle device to
+    an idle device. For comparison: the time to copy the same bytes within the device.
     """
     device, plan = bench.device, bench.plan
     rows = held_rows(bench, shape, plan.num_updates)

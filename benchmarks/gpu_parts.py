@@ -238,7 +238,7 @@ class GroupRunner:
 
 
 def _next_report(child: ChildProcess, timeout_s: float) -> Report | str:
-    """What the child reports next, or why there is nothing more to come."""
+    """Return the child's next report, or the reason why no further report will come."""
     if not child.pipe.poll(max(0.0, timeout_s)):
         child.kill()
         return "it did not end in time, and was killed"

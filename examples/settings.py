@@ -155,12 +155,15 @@ class AlgorithmSettings:
             replay_routing=self.replay_routing,
         )
 
-    def sampling_params(self, termination_id: int) -> SamplingParams:
-        """How rollouts are sampled, with the log-probs that the loss corrects by."""
+    def sampling_params(self) -> SamplingParams:
+        """How rollouts are sampled, with the log-probs that the loss corrects by.
+
+        A rollout ends at any end token that its engine knows: those of the tokenizer, of
+        config.json and of generation_config.json.
+        """
         return SamplingParams(
             temperature=self.temperature,
             num_tokens_to_generate=self.max_new_tokens,
-            termination_id=termination_id,
             return_log_probs=True,
             logprobs_mode="temperature",
         )

@@ -153,8 +153,11 @@ class Run:
         self.task = Task(
             settings.model, settings.data, settings.reward, settings.warmup.source,
             settings.environment, settings.engine.max_sequence_length,
+            settings.warmup.answer_column if settings.warmup.max_steps else None,
         )  # fmt: skip
-        self.params = settings.algorithm.sampling_params(self.task.tokenizer.eos_token_id)
+        if num_skipped := self.task.num_skipped_rows:
+            self.console.print(f"{num_skipped:,} bad rows are skipped; train_grpo.log names some")
+        self.params = settings.algorithm.sampling_params()
         torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
         torch.manual_seed(seed)
 

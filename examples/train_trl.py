@@ -68,7 +68,7 @@ def require_trl() -> None:
 
 async def warm_up_to_the_end(policy: PreTrainedModel, task: Task, settings: JobSettings) -> None:
     """As for the demo: GRPO needs some right answers among the samples to begin with."""
-    params = settings.algorithm.sampling_params(task.tokenizer.eos_token_id)
+    params = settings.algorithm.sampling_params()
     stage = settings.warmup, params, settings.engine
     async for _ in warm_up(policy, task, settings.seed, *stage):
         pass

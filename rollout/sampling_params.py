@@ -96,7 +96,7 @@ class _TokenIds:
 
 
 class _Biases:
-    """What is added to the logits of token ids, which becomes pairs by id."""
+    """The range of `logit_bias`: a bias by token id, taken as pairs sorted by id."""
 
     def take(self, value: Any, /) -> Any:
         """Return (id, bias) pairs by id. Raises Refused."""

@@ -1,5 +1,6 @@
-"""What an engine reports about itself: SchedulerCounts, StepStats, RankUse, the MetricsWriter that
-gets them, and ObserverGuard, which keeps the faults of observers away from what they observe.
+"""Reports of an engine: SchedulerCounts, StepStats, RankUse, and the MetricsWriter that gets them.
+
+ObserverGuard logs exceptions of observers, so that they do not reach the engine.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         rank = int(os.environ["RANK"])
-        world_size = self.config.data_parallel_size  # of a replica: engines are one process each
+        # Of a replica: its engines, with the ranks that each of them has.
+        world_size = self.config.data_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // world_size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % world_size == 0
         self._server: Any = None

@@ -10,6 +10,7 @@ from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.workers.rollout.replica import RolloutReplica
 
 from rollout.errors import ConfigError
+from rollout_verl.fields import check_config, check_model_config
 from rollout_verl.server import EngineServer
 
 
@@ -19,10 +20,17 @@ def actor_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
 
 
 class EngineReplica(RolloutReplica):
-    """One actor, whose AsyncLLM has `rollout.data_parallel_size` engines on one node."""
+    """One actor, whose AsyncLLM has `rollout.data_parallel_size` engines on one node, of
+    `rollout.tensor_model_parallel_size` processes each.
+    """
 
     async def launch_servers(self) -> None:
-        """Start the actor on the node of the first worker, with the devices of all."""
+        """Start the actor on the node of the first worker, with the devices of all.
+
+        Raises ConfigError, before anything starts, for settings that this backend cannot follow.
+        """
+        check_config(self.config)
+        check_model_config(self.model_config)
         if self.nnodes != 1:
             raise ConfigError(f"a replica over {self.nnodes} nodes is not supported; use one node")
         places = await asyncio.gather(

@@ -24,6 +24,7 @@ from rollout.errors import RolloutError
 from rollout.models.checkpoint import Checkpoint
 from rollout.step.seeds import mix_seed
 from rollout_verl.settings import engine_fields, sampling_params_of
+from trainer_hooks.routing_forms import without_unknown
 
 
 class EngineServer:
@@ -82,8 +83,12 @@ class EngineServer:
         """Generate from token ids. Raises InvalidRequestError for images, video or sound, and
         RolloutError if the request failed. verl's request ids are for its own routing.
         """
-        if image_data or video_data or audio_data:
-            raise InvalidRequestError("images, video and sound are not supported")
+        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
+        if names := [name for name, values in media.items() if values]:
+            raise InvalidRequestError(
+                f"{' and '.join(names)}: images, video and sound are not supported; the engine has "
+                "models of text only"
+            )
         prompt = list(prompt_ids)
         params = sampling_params_of(sampling_params, self._config, len(prompt))
         params = self._seeded(params)
@@ -124,13 +129,26 @@ class EngineServer:
         return TokenOutput(
             token_ids=list(request.generated_tokens),
             log_probs=None if log_probs is None else [float(value) for value in log_probs],
+            routed_experts=self._routed_experts(request),
             stop_reason="aborted" if is_aborted else "completed",
             extra_fields=self._provenance(request),
         )
 
+    def _routed_experts(self, request: DynamicInferenceRequest) -> Any:
+        """Return the experts of each token as verl replays them, int16 [tokens - 1, layers, K].
+
+        None if the config does not ask for them. Rows that are unknown name K experts that differ.
+        """
+        if not self._config.enable_rollout_routing_replay or request.routing_indices is None:
+            return None
+        return without_unknown(request.routing_indices).numpy()
+
     def _provenance(self, request: DynamicInferenceRequest) -> dict[str, Any]:
         versions = request.policy_versions.tolist()
-        fields: dict[str, Any] = {"global_steps": self._global_steps, "num_cached_tokens": None}
+        fields: dict[str, Any] = {
+            "global_steps": self._global_steps,
+            "num_cached_tokens": request.num_cached_tokens,
+        }
         known = [self._steps_of_version.get(version) for version in (versions[:1] + versions[-1:])]
         # Versions only rise, so the first and the last token have the extremes.
         if versions and None not in known:

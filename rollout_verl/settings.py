@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.errors import ConfigError, InvalidRequestError
+from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
+from rollout_verl.fields import ENGINE_KWARGS, check_config
 
-# The key of rollout.engine_kwargs under which fields of InferenceConfig stand.
-ENGINE_KWARGS = "rollout"
 _LIMITS = ("max_tokens", "max_new_tokens")
 _PASSED_ON = (
     *("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("seed", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids"),
 )
 _CONVERTED = ("top_k", "top_p", "stop", "logprobs")
-# What verl sends for its own server and means nothing here.
-_IGNORED = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "n", "best_of")
+# They change text only, and verl reads token ids.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        "include_stop_str_in_output",
+    }
+)
+# verl asks once for every sample.
+_NEUTRAL: Mapping[str, Any] = {"n": 1, "best_of": 1, "do_sample": True}
 
 
 def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
@@ -28,15 +34,10 @@ def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
 
     `rollout.engine_kwargs.rollout` may hold any field of InferenceConfig, such as buffer_size_gb.
     """
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if (size := getattr(config, name)) != 1:
-            raise ConfigError(
-                f"rollout.{name}={size} is not supported: an engine is one process; use 1"
-            )
-    if config.disaggregation.enabled:
-        raise ConfigError("rollout.disaggregation.enabled=True is not supported; leave it False")
+    check_config(config)
     fields = {
         "data_parallel_size": config.data_parallel_size,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
         "dtype": config.dtype,
         "seed": None if config.seed is None else mix_seed(config.seed, replica_rank),
         "max_sequence_length": max_model_len(config),
@@ -44,7 +45,11 @@ def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
         "max_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "record_routing": config.enable_rollout_routing_replay,
+        "deterministic": config.full_determinism,
     }
+    if config.enforce_eager:
+        fields["num_cuda_graphs"] = 0
     return fields | dict((config.engine_kwargs or {}).get(ENGINE_KWARGS) or {})
 
 
@@ -66,19 +71,22 @@ def sampling_params_of(
             f"a prompt of {num_prompt_tokens} tokens leaves no room to generate within "
             f"{max_model_len(config)}; raise rollout.max_model_len"
         )
-    unknown = sorted(set(given) - {*_LIMITS, *_PASSED_ON, *_IGNORED, *_CONVERTED})
-    if unknown:
-        raise InvalidRequestError(f"sampling parameter {unknown[0]} is not supported here")
-    limits = [given[name] for name in _LIMITS if given.get(name) is not None]
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in sorted(set(given) - {*_LIMITS, *_PASSED_ON, *_WITHOUT_EFFECT, *_CONVERTED}):
+        if name not in _NEUTRAL or given[name] != _NEUTRAL[name]:
+            raise InvalidRequestError(
+                f"sampling parameter {name} is not supported here; leave {name}={given[name]!r} out"
+            )
+    limits = [given[name] for name in _LIMITS if name in given]
     both = config.prompt_length + config.response_length
     default = min(config.response_length, both - num_prompt_tokens)
     defaults = {name: getattr(config, name) for name in ("repetition_penalty", "ignore_eos")}
-    fields = defaults | {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+    fields = defaults | {name: given[name] for name in _PASSED_ON if name in given}
     return SamplingParams(
         **fields,
         # verl switches these off by -1 and 1.0.
-        top_k=max(0, given.get("top_k", 0)),
-        top_p=0.0 if given.get("top_p", 1.0) >= 1.0 else given["top_p"],
+        top_k=0 if given.get("top_k", -1) == -1 else given["top_k"],
+        top_p=0.0 if given.get("top_p", 1.0) == 1.0 else given["top_p"],
         stop_words=given.get("stop") or None,
         num_tokens_to_generate=max(1, min(limits[0] if limits else default, room)),
         # 0 asks for the sampled token's own.

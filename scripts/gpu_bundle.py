@@ -150,7 +150,7 @@ class Recording(NamedTuple):
 
 
 def recordings(tests: Path, launches: Path) -> list[Recording]:
-    """What launches the kernels that a device is to find compiled.
+    """Return the commands that launch the kernels to be compiled for a device.
 
     Suites launch in the interpreter, from one seed, by which examples are drawn there, too. Whole
     paths and the benchmark run on a stand-in for the device.
@@ -176,8 +176,9 @@ def walks(tests: Path) -> list[str]:
 
 
 def record(launches: Path, names: Collection[str] = ()) -> list[str]:
-    """Run the recordings of these names, all without any. Returns the names of those that failed,
-    whose launches may be few.
+    """Run the recordings `names`, or all recordings if `names` is empty.
+
+    Returns the names of failed recordings, which may have recorded few launches.
     """
     failed = []
     for recording in recordings(ROOT / "tests", launches):
@@ -279,7 +280,7 @@ def fetch_wheels() -> bool:
 
 
 def bytes_that_travel(root: Path) -> int:
-    """Bytes of the tree's files, but for those that git ignores, and of the bundle."""
+    """Return the bytes of the bundle and of all files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     files = {root / name for name in listed.split("\0") if name} | set((root / ".gpu").rglob("*"))

@@ -45,7 +45,7 @@ WALKS = (
 
 
 def first_parts(packages: Path) -> list[Part]:
-    """What an unknown machine is asked, the cheapest answers first."""
+    """Return the parts that check an unknown machine, the cheapest part first."""
     on_device, metered = "device and not slow", "meters_memory"
     in_workers = f"{on_device} and not {metered}"
     return [
@@ -131,7 +131,7 @@ def files_of(tests: Path) -> list[str]:
 
 
 def environment_with(scratch: Path) -> dict[str, str]:
-    """What every part runs under: our packages first, each line of output at once.
+    """Return the environment of every part: our packages first, unbuffered output.
 
     The memory saver needs nothing here: rollout hooks it into torch's allocator by itself.
     """

@@ -176,7 +176,7 @@ def described(exit_status: int | None) -> str:
 
 
 def lines_of(journal: Path, part: str | None = None) -> list[dict[str, str]]:
-    """What the journal has, of all parts or of one. A line that a kill has cut is left out."""
+    """Return the journal's lines, of all parts or of `part`, without a line that a kill cut."""
     lines = []
     if journal.exists():
         for text in journal.read_text(encoding="utf-8", errors="replace").splitlines():

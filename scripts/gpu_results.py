@@ -44,7 +44,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a part; `status` is "passed", "failed", "timed out" or "nothing to run".
+    """Outcome of a part. `status` is "passed", "failed", "timed out" or "nothing to run".
 
     num_not_run: tests that were collected and not started. num_compiled: kernels that Triton's
     cache lacked.
@@ -128,7 +128,10 @@ def stacks_in(text: str) -> list[list[str]]:
 
 
 def innermost_frame(stacks: Sequence[Sequence[str]], test: str = "") -> str:
-    """Of the first stack that the test's function is in, if one is named; "" if there is none."""
+    """Return the innermost frame of the first stack; with `test`, of the first that runs it.
+
+    Returns "" if there is no such stack.
+    """
     function = test.rpartition("::")[2].partition("[")[0]
     for frames in stacks:
         if not test or any(frame.endswith(f" {function}") for frame in frames):

@@ -138,7 +138,7 @@ def with_variants(lines: Iterable[str]) -> list[str]:
 
 
 class _OfflineDriver:
-    """What Triton's just-in-time compiler asks of a driver before it launches a kernel."""
+    """The part of a Triton driver that its just-in-time compiler calls before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return H100

@@ -183,7 +183,7 @@ class Journal:
 
 
 def failure_of(report: pytest.CollectReport | pytest.TestReport) -> dict[str, Any]:
-    """What a report without an exception tells: a file is not importable, or a worker is dead."""
+    """Describe a report without an exception: a file that failed to import, or a dead worker."""
     lines = [line for line in str(report.longrepr).strip().splitlines() if line.strip()]
     return {"error": lines[-1].removeprefix("E  ").strip() if lines else "", "frame": ""}
 

@@ -1,4 +1,4 @@
-"""A pickle that runs code: what a stranger would send to a reader that unpickles."""
+"""A pickle that runs code when it is loaded, as an attacker would send it."""
 
 from __future__ import annotations
 

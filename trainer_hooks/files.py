@@ -63,7 +63,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def _outdated(target: Path) -> Path:
-    """Where the directory is that `replace_directory` replaces."""
+    """Return the path to which `replace_directory` moves the old directory."""
     return target.with_name(f".{target.name}.old")
 
 

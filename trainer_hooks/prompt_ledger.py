@@ -7,6 +7,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,8 @@ from trainer_hooks.prompt_history import (
 
 # Prompts whose content a fingerprint covers, evenly spread; a whole dataset may be slow to read.
 _NUM_FINGERPRINTED = 64
+# Rows of a source without a length, which are all kept in memory.
+MAX_ITERATED_ROWS = 1_000_000
 # Why a prompt comes back whose group grew too old to train on.
 STALE = "stale"
 _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
@@ -85,7 +88,8 @@ class PromptLedger:
     again before any new one. The state is small: a position, what was not consumed before it, and
     the histories.
     `source`: rows as `as_prompt_item` takes them, in a list, in a dataset with `len` and `[index]`
-    (read when needed), or in anything that can be iterated again (read at once).
+    (read when needed), or in anything that can be iterated again, as an IterableDataset (read at
+    once; at most MAX_ITERATED_ROWS).
     `num_epochs`: None goes on for ever.
     `curriculum`: draws the next prompts by their histories, in place of the shuffled order. With
     replacement "once per epoch" becomes "as many draws per epoch as there are prompts".
@@ -103,7 +107,7 @@ class PromptLedger:
     ) -> None:
         """Raises ConfigError for a source that is empty, a single prompt, or used up by reading,
         for a curriculum beside shuffle=False, and for a weight that is none."""
-        self._rows = _as_rows(source)
+        self._rows = as_rows(source)
         if num_epochs is not None and num_epochs < 1:
             raise ConfigError(f"num_epochs={num_epochs} must be at least 1, or None for no end")
         if curriculum is not None and not shuffle:
@@ -145,7 +149,7 @@ class PromptLedger:
 
         Raises ConfigError if its row holds none.
         """
-        return _item_of(self._rows, ticket.index)
+        return item_of(self._rows, ticket.index)
 
     def issue(self) -> PromptTicket | None:
         """The next prompt, the earliest of those given back first; None if there is none left.
@@ -319,7 +323,12 @@ def _shuffled(num_prompts: int, seed: int) -> NDArray[np.intp]:
     return np.argsort(uniforms(seeds, np.arange(num_prompts)), kind="stable")
 
 
-def _as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
+def as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
+    """Return `source` as rows by number; what can only be iterated is read now, into a list.
+
+    Raises ConfigError for a single prompt, an iterator, a source without rows, and for one without
+    a length that has more than MAX_ITERATED_ROWS.
+    """
     if isinstance(source, (str, bytes, Mapping, PromptItem)):
         raise ConfigError(
             f"prompts is one {type(source).__name__}; a sequence of prompts is wanted"
@@ -330,13 +339,25 @@ def _as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
             "dataset, or an object whose __iter__ starts anew"
         )
     has_rows = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    rows: PromptRows = source if has_rows else list(source)  # type: ignore[arg-type,assignment]
+    rows: PromptRows = source if has_rows else _iterated(source)  # type: ignore[arg-type,assignment]
     if not len(rows):
         raise ConfigError("there are no prompts")
     return rows
 
 
-def _item_of(rows: PromptRows, index: int) -> PromptItem:
+def _iterated(source: Iterable[Any]) -> list[Any]:
+    rows = list(islice(source, MAX_ITERATED_ROWS + 1))
+    if len(rows) > MAX_ITERATED_ROWS:
+        raise ConfigError(
+            f"prompts is a {type(source).__name__} without a length and with more than "
+            f"{MAX_ITERATED_ROWS:,} rows, which may never end; bound it, for example with take(n), "
+            "or give rows by number: a list, a datasets.Dataset, a JSONL or parquet file"
+        )
+    return rows
+
+
+def item_of(rows: PromptRows, index: int) -> PromptItem:
+    """Return row `index` as a PromptItem. Raises ConfigError, naming the row, if it is none."""
     try:
         item = as_prompt_item(rows[index])
     except ValueError as error:
@@ -354,5 +375,5 @@ def _fingerprint(rows: PromptRows) -> str:
     digest = hashlib.sha256()
     for i in range(count):
         index = i * (len(rows) - 1) // max(count - 1, 1)
-        digest.update(repr(_item_of(rows, index).prompt).encode())
+        digest.update(repr(item_of(rows, index).prompt).encode())
     return digest.hexdigest()[:16]

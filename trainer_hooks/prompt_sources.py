@@ -19,8 +19,10 @@ from typing import Any, overload
 import numpy as np
 
 from rollout.errors import ConfigError
-from trainer_hooks.chat_format import ChatFormat, ChatTemplate, as_chat_template
-from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item
+from rollout.utf8_lines import BYTE_ORDER_MARK, decode_line
+from trainer_hooks.chat_format import ChatFormat, as_chat_template
+from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item, as_rows
+from trainer_hooks.prompt_rows import as_item
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -30,6 +32,10 @@ class _LazyPrompts(Sequence[PromptItem]):
 
     @abstractmethod
     def _read(self, index: int) -> PromptItem: ...
+
+    def place_of(self, index: int) -> str:
+        """Return how errors name a row, such as "questions.jsonl, line 7"."""
+        return f"row {index} of {type(self).__name__}"
 
     @overload
     def __getitem__(self, index: int) -> PromptItem: ...
@@ -68,20 +74,27 @@ class JsonlPrompts(_LazyPrompts):
 
     def _read(self, index: int) -> PromptItem:
         which, row = _locate(self._ends, index)
-        file = self._files[which]
-        place = f"{file.path}, line {file.line_numbers[row]}"
+        file, place = self._files[which], self.place_of(index)
         with file.path.open("rb") as stream:
             if _stamp(stream.fileno()) != file.stamp:
                 raise ConfigError(f"{file.path} was changed while it was in use; open it again")
             stream.seek(file.offsets[row])
             line = stream.readline()
         try:
-            values = json.loads(line)
+            text = decode_line(line)
+        except ValueError as error:
+            raise ConfigError(f"{place} {error}") from error
+        try:
+            values = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{place} is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{place} is a {type(values).__name__}; an object is wanted")
-        return _as_item(values, self._prompt_column, self._template, place)
+        return as_item(values, self._prompt_column, self._template, place)
+
+    def place_of(self, index: int) -> str:
+        which, row = _locate(self._ends, index)
+        return f"{self._files[which].path}, line {self._files[which].line_numbers[row]}"
 
 
 class ParquetPrompts(_LazyPrompts):
@@ -128,9 +141,18 @@ class ParquetPrompts(_LazyPrompts):
             with self._parquet.ParquetFile(path) as file:
                 held = (group, file.read_row_group(group_in_file, columns=self._columns))
             self._held = held
-        values = held[1].slice(row, 1).to_pylist()[0]
-        place = f"{path}, row {self._first_rows[group] + row}"
-        return _as_item(values, self._prompt_column, self._template, place)
+        place = self.place_of(index)
+        try:
+            values = held[1].slice(row, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:  # files of other programs may hold any bytes
+            raise ConfigError(
+                f"{place} holds text that is not UTF-8: {error}; write the file anew"
+            ) from error
+        return as_item(values, self._prompt_column, self._template, place, is_arrow=True)
+
+    def place_of(self, index: int) -> str:
+        group, row = _locate(self._ends, index)
+        return f"{self._groups[group][0]}, row {self._first_rows[group] + row}"
 
     def _row_group_sizes(self, path: Path, prompt_column: str) -> list[int]:
         try:
@@ -148,9 +170,10 @@ class ParquetPrompts(_LazyPrompts):
 class DatasetPrompts(_LazyPrompts):
     """Rows of a `datasets.Dataset`, or of one that `save_to_disk` left in a directory.
 
-    `split`: which one, where the directory holds several. As ParquetPrompts otherwise.
-    Raises ConfigError if the package is missing, for a directory without a dataset or split, and
-    for a column that is not there.
+    `split`: which one, where there are several. As ParquetPrompts otherwise. An IterableDataset is
+    read now, into memory, so that its rows come in a shuffled order and a run can be resumed.
+    Raises ConfigError if the package is missing, for a directory without a dataset or split, for a
+    column that is not there, and for an IterableDataset that may never end.
     """
 
     def __init__(
@@ -163,22 +186,28 @@ class DatasetPrompts(_LazyPrompts):
         self._place = "the dataset"
         if isinstance(dataset, (str, os.PathLike)):
             self._place = str(dataset)
-            dataset = _load_dataset(self._place, split)
-        if prompt_column not in dataset.column_names:
+            dataset = _load_dataset(self._place)
+        if isinstance(dataset, Mapping):  # a DatasetDict or an IterableDatasetDict
+            dataset = _split_of(dataset, split, self._place)
+        # None of an IterableDataset that has not looked at its rows.
+        names = dataset.column_names
+        if names is not None and prompt_column not in names:
             raise ConfigError(
-                f"{self._place} has no column {prompt_column!r}; it has "
-                f"{', '.join(dataset.column_names)}"
+                f"{self._place} has no column {prompt_column!r}; it has {', '.join(names)}"
             )
-        self._dataset, self._prompt_column = dataset, prompt_column
+        self._rows, self._prompt_column = as_rows(dataset), prompt_column
         self._template = as_chat_template(chat_template)
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._dataset)
+        return len(self._rows)
 
     def _read(self, index: int) -> PromptItem:
-        place = f"{self._place}, row {index}"
-        return _as_item(self._dataset[index], self._prompt_column, self._template, place)
+        place = self.place_of(index)
+        return as_item(self._rows[index], self._prompt_column, self._template, place, is_arrow=True)
+
+    def place_of(self, index: int) -> str:
+        return f"{self._place}, row {index}"
 
 
 class ReasoningGymPrompts(_LazyPrompts):
@@ -267,7 +296,8 @@ def _index_lines(path: Path) -> _IndexedFile:
         with path.open("rb") as stream:
             stamp = _stamp(stream.fileno())
             for number, line in enumerate(stream, start=1):
-                if not line.isspace():
+                # A byte order mark alone is an empty line.
+                if line.removeprefix(BYTE_ORDER_MARK).strip():
                     offsets.append(offset)
                     line_numbers.append(number)
                 offset += len(line)
@@ -294,48 +324,6 @@ def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
     return part, index - (ends[part - 1] if part else 0)
 
 
-def _as_item(
-    values: dict[str, Any], prompt_column: str, template: ChatTemplate | None, place: str
-) -> PromptItem:
-    if prompt_column not in values:
-        raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
-    columns = {name: value for name, value in values.items() if name != prompt_column}
-    scoring = columns.get("reward_model")
-    if isinstance(scoring, Mapping) and "ground_truth" in scoring:
-        columns.setdefault("ground_truth", scoring["ground_truth"])
-    prompt, place = values[prompt_column], f"{place}, column {prompt_column!r}"
-    if isinstance(template, ChatFormat) and isinstance(prompt, str) and prompt:
-        prompt = template.messages(prompt)
-    if isinstance(template, ChatFormat) and _are_messages(prompt):
-        columns["messages"] = template.messages(prompt)
-    return PromptItem(_as_prompt(prompt, template, place), columns)
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= set(message) for message in value
-    )
-
-
-def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | Sequence[int]:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value:
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
-            return value
-        if _are_messages(value):
-            if template is None:
-                raise ConfigError(
-                    f"{place} holds chat messages; pass chat_template, a callable or a "
-                    "transformers tokenizer"
-                )
-            return template(value)
-    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-    raise ConfigError(
-        f"{place} is {shown}; text, token ids or messages with role and content are wanted"
-    )
-
-
 def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
@@ -344,23 +332,24 @@ def _import_parquet() -> Any:
     return pyarrow.parquet
 
 
-def _load_dataset(directory: str, split: str | None) -> Any:
+def _load_dataset(directory: str) -> Any:
     try:
-        from datasets import DatasetDict, load_from_disk
+        from datasets import load_from_disk
     except ImportError as error:
         raise ConfigError(f"reading {directory} needs the package: pip install datasets") from error
     try:
-        dataset = load_from_disk(directory)
+        return load_from_disk(directory)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory} holds no dataset of save_to_disk: {error}") from error
-    if not isinstance(dataset, DatasetDict):
-        return dataset
-    if split not in dataset:
+
+
+def _split_of(splits: Mapping[str, Any], split: str | None, place: str) -> Any:
+    if split is None or split not in splits:
         raise ConfigError(
-            f"{directory} holds the splits {', '.join(dataset)}; split={split!r} is none of them, "
+            f"{place} holds the splits {', '.join(splits)}; split={split!r} is none of them, "
             "name one"
         )
-    return dataset[split]
+    return splits[split]
 
 
 def _create_reasoning_gym(name: str, settings: dict[str, Any]) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from rollout import LLM, DynamicInferenceRequest, SamplingParams
-from rollout.errors import RolloutError
+from rollout import LLM, DynamicInferenceRequest
+from rollout.errors import ConfigError, RolloutError
 from rollout.step.seeds import mix_seed
 from trainer_hooks.phase import generation_phase
+from trainer_hooks.trl_settings import check_trainer, sampling_params_of
 from trainer_hooks.weight_sync import WeightSync
 
 
@@ -39,7 +40,11 @@ class TRLRollouts:
         self._latest_call = (-1, -1)  # the trainer's step, and the calls within it before this one
 
     def attach(self, trainer: Any) -> None:
-        """Make `trainer` push weights and use the behaviour log-probs. Call it before training."""
+        """Make `trainer` push weights and use the behaviour log-probs. Call it before training.
+
+        Raises ConfigError for settings of the trainer that this engine cannot follow.
+        """
+        check_trainer(trainer)
         trainer.use_vllm, trainer.vllm_generation = True, self
         trainer._last_loaded_step = -1
 
@@ -49,8 +54,10 @@ class TRLRollouts:
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
         """One completion for each of `prompts`, text or chat messages; neighbours that are equal
-        share their prompt's KV. Raises RolloutError if one cannot run.
+        share their prompt's KV. Raises RolloutError if one cannot run, and ConfigError for settings
+        of the trainer that this engine cannot follow: `trl_settings` has the table.
         """
+        check_trainer(trainer)
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
         params, seed = sampling_params_of(trainer), self._next_seed(trainer)
         push: tuple[Any, ...] = ()
@@ -78,31 +85,31 @@ class TRLRollouts:
         return mix_seed(self._llm.seed, trainer.accelerator.process_index, *self._latest_call)
 
 
-def sampling_params_of(trainer: Any) -> SamplingParams:
-    """How a GRPOTrainer wants its completions sampled, with the probabilities of the draws: it
-    recomputes the policy's own, clips around those, and weighs by the ratio of the two.
-    """
-    return SamplingParams(
-        temperature=trainer.temperature,
-        top_p=trainer.top_p or 0.0,
-        top_k=trainer.top_k or 0,
-        min_p=trainer.min_p or 0.0,
-        num_tokens_to_generate=trainer.max_completion_length,
-        termination_id=trainer.processing_class.eos_token_id,
-        return_log_probs=True,
-        logprobs_mode="processed",
-    )
-
-
 def _token_ids(prompt: Any, trainer: Any) -> list[int]:
-    """As the trainer itself tokenizes its prompts."""
+    """Return the token ids of a prompt, as the trainer itself tokenizes its prompts."""
     tokenizer = trainer.processing_class
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        return list(tokenizer(text=prompt)["input_ids"])
+    if any(not _is_text(message) for message in prompt):
+        raise ConfigError(
+            f"a prompt with images, video or sound, {prompt!r:.200}: TRLRollouts has models of "
+            "text only"
         )
+    tokenized = tokenizer.apply_chat_template(
+        conversation=prompt,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )
+    return list(tokenized["input_ids"])
+
+
+def _is_text(message: Any) -> bool:
+    content = message.get("content")
+    return not isinstance(content, list) or all(
+        isinstance(part, str) or part.get("type") == "text" for part in content
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,9 +55,15 @@ def run(words: Sequence[str]) -> int:
     params = SamplingParams(**sampling, return_log_probs=given.logprobs)
     template = chat_template_of(of_llm.get("tokenizer") or require(of_llm, "model", "DIR"))
     with ExitStack() as files:
-        lines = files.enter_context(_opened(given.input, "r")) if given.input else sys.stdin
+        lines: Iterable[bytes] = sys.stdin.buffer
+        if given.input:
+            lines = files.enter_context(Path(given.input).open("rb"))
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
-        output = files.enter_context(_opened(given.output, "w")) if given.output else sys.stdout
+        output = sys.stdout
+        if given.output:
+            output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
+        elif isinstance(output, io.TextIOWrapper):
+            output.reconfigure(encoding="utf-8")  # JSON is, whatever the terminal's encoding
         with make_llm(of_llm) as llm:
             if llm.tokenizer is None and any(isinstance(line.prompt, str) for line in prompts):
                 raise UsageError("text prompts need a tokenizer; give tokenizer=DIR or token ids")
@@ -73,8 +80,9 @@ def _engine_kinds() -> Kinds:
 def _parser() -> Parser:
     parser = Parser(
         "generate",
-        "Complete prompts. A line of text is a prompt; of JSON lines it is `prompt` (text or token"
-        " ids), `prompt_token_ids` or `messages`, and other keys are copied to the output.",
+        "Complete prompts, in UTF-8. A line of text is a prompt; of JSON lines it is `prompt`"
+        " (text or token ids), `prompt_token_ids` or `messages`, and other keys are copied to the"
+        " output.",
     )
     parser.epilog = (
         MODEL_HELP + "  and every field of SamplingParams, such as temperature=0.7\n"
@@ -89,12 +97,6 @@ def _parser() -> Parser:
         "--versions", action="store_true", help="bring the weights version of each token"
     )
     return parser
-
-
-@contextmanager
-def _opened(path: str, mode: str) -> Iterator[TextIO]:
-    with Path(path).open(mode, encoding="utf-8") as file:
-        yield file  # type: ignore[misc]
 
 
 def _generate(

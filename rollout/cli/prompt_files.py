@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout.cli.settings import UsageError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.utf8_lines import decode_line, lone_surrogate
 
 # One of these says what the prompt of a JSON line is.
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -32,25 +33,29 @@ class OutputColumns:
 
 
 def read_prompts(
-    lines: Iterable[str],
+    lines: Iterable[bytes],
     apply_chat_template: Callable[[list[Any]], str],
     *,
     source: str,
 ) -> Iterator[PromptLine]:
     """Yield the prompts of `lines`: of JSON lines if the first one begins with "{", else of text.
 
-    Blank lines are left out. `source` is what errors call the lines. Raises UsageError, which names
-    the line.
+    Lines are UTF-8, the first one also with a byte order mark. Blank lines are left out. `source`
+    is what errors call the lines. Raises UsageError, which names the line.
     """
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):
-        text = line.rstrip("\r\n")
+        where = f"{source}, line {number}"
+        try:
+            text = decode_line(line).rstrip("\r\n")
+        except ValueError as error:
+            raise UsageError(f"{where} {error}") from error
         if not text.strip():
             continue
         if is_json is None:
             is_json = text.lstrip().startswith("{")
         yield (
-            _of_json(text, f"{source}, line {number}", apply_chat_template)
+            _of_json(text, where, apply_chat_template)
             if is_json
             else PromptLine(prompt=text, columns={})
         )
@@ -66,21 +71,30 @@ def _of_json(text: str, where: str, apply_chat_template: Callable[[list[Any]], s
     given = [key for key in _PROMPT_KEYS if isinstance(row, dict) and row.get(key) is not None]
     if len(given) != 1:
         raise UsageError(f"{where} must be an object with one of {', '.join(_PROMPT_KEYS)}")
+    if (broken := lone_surrogate(row)) is not None:
+        raise UsageError(
+            f"{where} holds half a surrogate pair, {broken[:40]!r}, which is no text; write the "
+            "whole character, or leave it out"
+        )
     key = given[0]
     prompt = row[key]
     if key == "messages":
         if not (isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)):
             raise UsageError(f"{where}: messages must be a list of objects")
-        prompt = apply_chat_template(prompt)
+        try:
+            prompt = apply_chat_template(prompt)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from error
     elif not _is_prompt(prompt):
-        raise UsageError(f"{where}: {key} must be text or a list of token ids")
+        raise UsageError(f"{where}: {key} must be text or a list of token ids, and not empty")
     return PromptLine(prompt=prompt, columns={k: v for k, v in row.items() if v is not None})
 
 
 def _is_prompt(prompt: object) -> bool:
     if isinstance(prompt, list):
-        return all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-    return isinstance(prompt, str)
+        are_ids = all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+        return are_ids and bool(prompt)
+    return isinstance(prompt, str) and bool(prompt)
 
 
 def sample_row(

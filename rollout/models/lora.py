@@ -26,11 +26,33 @@ _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight"
 )
 _REMEDY = "merge the adapter in the trainer and push all weights"
-# Settings of PEFT with which the product of A and B is not all that a layer adds to its base.
-_UNSUPPORTED = (
-    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices"),
-    *("target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora"),
-    *("use_bdlora", "arrow_config", "monteclora_config", "kasa_config"),
+# Settings of PEFT that change more than the product of A and B, with the values that do not.
+_OFF = (None, False)
+_NONE_NAMED: tuple[Any, ...] = (None, [], ())
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora"), _OFF),
+    **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication"), _NONE_NAMED),
+    "trainable_token_indices": (*_NONE_NAMED, {}),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "monteclora_config"), (None,)),
+    "kasa_config": (None,),
+    "ensure_weight_tying": _OFF,
+    "bias": (None, "none"),
+}
+# Settings that `_from_config` reads, and settings of the training alone.
+READ_KEYS = frozenset(
+    (
+        *("peft_type", "init_lora_weights", "r", "lora_alpha", "use_rslora"),
+        *("rank_pattern", "alpha_pattern"),
+    )
+)
+TRAINING_KEYS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "target_modules", "exclude_modules", "lora_dropout", "runtime_config"),
+        *("layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+        "qalora_group_size",  # read with use_qalora alone
+    )
 )
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # these leave the base alone
 
@@ -196,11 +218,13 @@ def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
     kind = config.get("peft_type")
     if getattr(kind, "value", kind) != "LORA":
         raise WeightUpdateError(f"peft_type={kind!r} is not supported, only LORA is: {_REMEDY}")
-    for key in _UNSUPPORTED:
-        if config.get(key):
-            raise WeightUpdateError(f"{key}={config[key]!r} is not supported: {_REMEDY}")
-    if config.get("bias", "none") != "none":
-        raise WeightUpdateError(f"bias={config['bias']!r} is not supported, only 'none': {_REMEDY}")
+    for key, value in config.items():
+        if key in READ_KEYS or key in TRAINING_KEYS:
+            continue
+        if not any(
+            type(value) is type(each) and value == each for each in NEUTRAL_VALUES.get(key, _OFF)
+        ):
+            raise WeightUpdateError(f"{key}={value!r} is not supported: {_REMEDY}")
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
         raise WeightUpdateError(
             f"init_lora_weights={config['init_lora_weights']!r} changes the base weights: push all "

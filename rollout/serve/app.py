@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from rollout.serve.config import CONTROL_DOORS
 from rollout.serve.control.routes import control_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
+from rollout.serve.fields import Fields, unknown_field
 from rollout.serve.health import health_routes
 from rollout.serve.limits import Access, Keys
 from rollout.serve.metrics import metrics_routes
@@ -93,6 +94,8 @@ async def _answered(
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
+        if route.query is not None:
+            check_query(request.query, route.query)
         body = None if route.body is None else decoded(await _read(request), route.body)
         return await _handled(route, request, body)
     except ConnectionError:
@@ -140,18 +143,30 @@ async def _read(request: web.Request) -> bytes:
         ) from None
 
 
-def decoded(body: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+def check_query(query: Mapping[str, str], kind: type[Fields]) -> None:
+    """Raise ApiError for a parameter that `kind` does not have, or refuses."""
+    try:
+        msgspec.convert(dict(query), kind, strict=False)
+    except msgspec.ValidationError as fault:
+        raise unknown_field(fault, kind) or _unreadable("query", fault) from None
+
+
+def decoded(body: bytes, kind: type[Fields]) -> Fields:
     """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into fields that it skips
         return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as fault:
+        raise unknown_field(fault, kind) or _unreadable("body", fault) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        message = str(fault)
-        _, _, path = message.partition(" - at `$.")
-        raise ApiError(
-            400, f"the body cannot be read: {message}", param=path[:-1] or None
-        ) from None
+        raise _unreadable("body", fault) from None
+
+
+def _unreadable(what: str, fault: Exception) -> ApiError:
+    message = str(fault)
+    _, _, path = message.partition(" - at `$.")
+    return ApiError(400, f"the {what} cannot be read: {message}", param=path[:-1] or None)
 
 
 @web.middleware

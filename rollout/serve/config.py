@@ -17,6 +17,7 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import LOGPROBS_MODES
+from rollout.serve.generation_config import GENERATION_CONFIGS
 from rollout.tool_calls import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DOORS = ("openai", "vllm", "sglang")
@@ -47,6 +48,10 @@ class ServeConfig:
     reasoning_parser: the tags around what the model thinks, which chats give as `reasoning`.
         "auto": those that the chat template shows. "none": thoughts stay in the content.
     logprobs_mode: of log-probs in the openai door; see SamplingParams.
+    generation_config: what fields of the draw are in the openai door if a client leaves them out.
+        "vllm": neutral (temperature 1, no truncation, no penalty), so that a client that sends no
+        top_k draws from the whole distribution, as its trainer takes it. "auto": those of the
+        model's generation_config.json, which is vLLM's default.
     max_model_len: most tokens of prompt and output. None, or more: as many as the engines take.
     checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
         refuses such updates.
@@ -83,6 +88,7 @@ class ServeConfig:
     tool_call_parser: Annotated[str, Choices(TOOL_CALL_PARSERS)] = "auto"
     reasoning_parser: Annotated[str, Choices(REASONING_PARSERS)] = "auto"
     logprobs_mode: Annotated[str, Choices(LOGPROBS_MODES)] = "raw"
+    generation_config: Annotated[str, Choices(GENERATION_CONFIGS)] = "vllm"
     max_model_len: PositiveInt | None = None
     checkpoint_roots: tuple[Name, ...] = ()
     weight_transfer_backend: Annotated[str, Choices(("gloo",))] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -53,11 +53,8 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
         "summary": route.summary,
         "responses": answered | {code: {"description": text} for code, text in _ERRORS.items()},
     }
-    if "{" in route.path:
-        name = route.path.partition("{")[2].partition(":")[0].rstrip("}")
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+    if parameters := [*_path_parameters(route), *_query_parameters(route)]:
+        operation["parameters"] = parameters
     if route.access is not Access.OPEN:
         operation["security"] = [{"key": []}]
     if route.body is not None:
@@ -65,6 +62,19 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
             "content": {"application/json": {"schema": schema_of[route.body]}}
         }
     return operation
+
+
+def _path_parameters(route: Route) -> Iterator[dict[str, Any]]:
+    if "{" in route.path:
+        name = route.path.partition("{")[2].partition(":")[0].rstrip("}")
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameters(route: Route) -> Iterator[dict[str, Any]]:
+    if route.query is not None:
+        (schema,) = msgspec.json.schema(route.query)["$defs"].values()
+        for name, of_value in schema["properties"].items():
+            yield {"name": name, "in": "query", "required": False, "schema": of_value}
 
 
 def installed_version() -> str:

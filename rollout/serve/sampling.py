@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, TypeVar
 
 from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 from rollout.serve.errors import ApiError
-from rollout.serve.schemas import SamplingFields
+from rollout.serve.generation_config import SamplingDefaults
+from rollout.serve.schemas import ReplyFields, SamplingFields
 from rollout.serve.state import ServerState
 
+_T = TypeVar("_T", int, float)
 # No vocabulary is so large: 100000000 and 1 << 30 are how some clients switch top_k off.
 _NO_TOP_K = 2**20
-# Field -> values that change nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-}
 
 
 def sampling_params_of(
@@ -35,64 +25,70 @@ def sampling_params_of(
     num_prompt_logprobs: int | None = None,
     with_ranks: bool = False,
     cache_salt: str | None = None,
+    defaults: SamplingDefaults | None = None,
 ) -> SamplingParams:
     """Return the parameters of one sample.
 
     max_tokens: None is as many as the context takes. num_logprobs: alternatives reported with each
     generated token; 0 the token's own log-prob alone, None nothing. num_prompt_logprobs: the same
     for tokens of the prompt. with_ranks: whether ranks are reported, too. cache_salt: see
-    SamplingParams. Raises ApiError and InvalidRequestError for values out of range, and fields that
-    are not supported.
+    SamplingParams. defaults: of fields that the client leaves out; None takes the server's. Raises
+    ApiError and InvalidRequestError for values out of range.
     """
-    _refuse_unsupported(fields)
     num_prompt = num_prompt_logprobs
     for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", num_prompt)):
         if number is not None and not 0 <= number <= state.config.max_logprobs:
             raise ApiError(
                 400, f"{name}={number} must be in [0, {state.config.max_logprobs}]", param=name
             )
+    interval = _or(fields.stream_interval, 1)
+    if interval < 1:
+        raise ApiError(
+            400, f"stream_interval={interval} must be at least 1", param="stream_interval"
+        )
     return SamplingParams(
-        **_draw_of(fields),
+        **_draw_of(fields, defaults or state.sampling_defaults),
         num_tokens_to_generate=max_tokens,
         min_tokens=fields.min_tokens or 0,
         stop_words=_stop_words(fields.stop),
         stop_token_ids=fields.stop_token_ids or None,
         ignore_eos=bool(fields.ignore_eos),
-        detokenize_stop_sequence=bool(fields.include_stop_str_in_output),
+        detokenize_stop_sequence=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         return_log_probs=num_logprobs is not None,
         skip_prompt_log_probs=num_prompt is None,
         top_n_logprobs=max(num_logprobs or 0, num_prompt or 0),
         logprobs_mode=state.config.logprobs_mode,
         return_ranks=with_ranks,
         cache_salt=cache_salt,
+        streaming_interval=interval,
     )
 
 
-def _draw_of(fields: SamplingFields) -> dict[str, Any]:
+def _draw_of(fields: SamplingFields, defaults: SamplingDefaults) -> dict[str, Any]:
     """Return the parameters of the draw itself."""
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    top_p = 1.0 if fields.top_p is None else fields.top_p
+    temperature = _or(fields.temperature, defaults.temperature)
+    top_p = _or(fields.top_p, defaults.top_p)
     if top_p <= 0:
         raise ApiError(400, f"top_p={top_p} must be in (0, 1]", param="top_p")
-    top_k = fields.top_k or 0
+    top_k = _or(fields.top_k, defaults.top_k)
     if top_k < -1:
         raise ApiError(400, f"top_k={top_k} must be at least 1, or 0 or -1 for off", param="top_k")
     return {
         "temperature": 0.0 if 0 < temperature < MIN_TEMPERATURE else temperature,
         "top_p": 0.0 if top_p == 1.0 else top_p,
         "top_k": top_k if 0 < top_k < _NO_TOP_K else 0,
-        "min_p": fields.min_p or 0.0,
+        "min_p": _or(fields.min_p, defaults.min_p),
         "seed": fields.seed,
-        "repetition_penalty": _or(fields.repetition_penalty, 1.0),
-        "presence_penalty": _or(fields.presence_penalty, 0.0),
-        "frequency_penalty": _or(fields.frequency_penalty, 0.0),
+        "repetition_penalty": _or(fields.repetition_penalty, defaults.repetition_penalty),
+        "presence_penalty": _or(fields.presence_penalty, defaults.presence_penalty),
+        "frequency_penalty": _or(fields.frequency_penalty, defaults.frequency_penalty),
         "logit_bias": fields.logit_bias or None,
         "allowed_token_ids": fields.allowed_token_ids,
     }
 
 
-def _or(value: float | None, neutral: float) -> float:
-    return neutral if value is None else value
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
 
 
 def _stop_words(stop: str | list[str] | None) -> list[str] | None:
@@ -100,11 +96,34 @@ def _stop_words(stop: str | list[str] | None) -> list[str] | None:
     return [word for word in words if word] or None
 
 
-def _refuse_unsupported(fields: SamplingFields) -> None:
-    for name, neutral in _REFUSED.items():
-        value = getattr(fields, name)
-        if value is not None and value not in neutral:
-            raise ApiError(400, f"{name}={value!r} is not supported", param=name)
+def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """Return one salt for two: requests share cached prefixes if both of theirs are the same."""
+    return cache_salt if extra_key is None else json.dumps([cache_salt, extra_key])
+
+
+def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | None) -> slice | None:
+    """Return which tokens of a prompt truncate_prompt_tokens keeps, None for all: its last ones, or
+    its first ones by truncation_side="right". -1 keeps as many as the context takes beside
+    `max_tokens` (None: beside one token). Raises ApiError.
+    """
+    num_kept, longest = fields.truncate_prompt_tokens, state.max_model_len
+    if num_kept is None:
+        return None
+    if num_kept == -1:
+        num_kept = max(1, longest - max(1, max_tokens or 0))
+    if not 1 <= num_kept <= longest:
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens={num_kept} must be in [1, {longest}], or -1 for what fits",
+            param="truncate_prompt_tokens",
+        )
+    return slice(num_kept) if fields.truncation_side == "right" else slice(-num_kept, None)
+
+
+def default_max_tokens(state: ServerState, num_prompt: int) -> int | None:
+    """Return how many tokens a request without max_tokens generates, None for all that fit."""
+    most = state.sampling_defaults.max_tokens
+    return most if most is None or num_prompt + most <= state.max_model_len else None
 
 
 def check_length(state: ServerState, num_prompt: int, max_tokens: int | None) -> None:

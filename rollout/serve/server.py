@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from rollout.errors import ConfigError, RolloutError
 from rollout.serve.app import make_app
 from rollout.serve.config import ServeConfig
+from rollout.serve.generation_config import sampling_defaults
 from rollout.serve.labels import VersionLabels
 from rollout.serve.limits import Turnstile
 from rollout.serve.live_requests import LiveRequests
@@ -96,6 +97,7 @@ class Server:
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
             texts=TokenTexts(llm.tokenizer, config.max_text_characters),
+            sampling_defaults=sampling_defaults(directory, config.generation_config),
             template=template,
             reply_format=format_of(
                 None if template is None else template.source,

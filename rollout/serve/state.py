@@ -6,11 +6,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from rollout.serve.config import ServeConfig
 from rollout.serve.errors import ErrorForm, openai_form
+from rollout.serve.fields import Fields
+from rollout.serve.generation_config import SamplingDefaults
 from rollout.serve.labels import VersionLabels
 from rollout.serve.limits import Access, Turnstile
 from rollout.serve.live_requests import LiveRequests
@@ -27,6 +28,7 @@ from rollout.tool_calls import ReplyFormat
 class ServerState:
     """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
     and output. template: of chats, None without one. reply_format: of what the model answers.
+    sampling_defaults: of fields that clients of the openai door leave out.
     """
 
     llm: ServedLLM
@@ -38,6 +40,7 @@ class ServerState:
     turnstile: Turnstile
     live: LiveRequests
     texts: TokenTexts
+    sampling_defaults: SamplingDefaults
     template: ChatTemplate | None
     reply_format: ReplyFormat
     metrics: ServerMetrics
@@ -56,6 +59,7 @@ class Route:
     """A path of a door. An absent body is an empty object.
 
     body: the struct that the JSON body is decoded to; None: the body is not read.
+    query: the parameters that the handler reads of the query; None: the query is not checked.
     access: routes of ADMIN are operations: a client that goes away does not stop them.
     ends_with_client: an operation that waits for its client's broadcasts ends with the client.
     generates: whether requests take a turn of the Turnstile.
@@ -64,7 +68,8 @@ class Route:
     method: str
     path: str
     handler: Handler
-    body: type[msgspec.Struct] | None = None
+    body: type[Fields] | None = None
+    query: type[Fields] | None = None
     access: Access = Access.INFERENCE
     errors: ErrorForm = openai_form
     ends_with_client: bool = False

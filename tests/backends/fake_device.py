@@ -53,7 +53,7 @@ class FakeDevice:
 
     @property
     def fatal(self) -> list[str]:
-        """What would have ended the process."""
+        """Errors that would have ended the process on a real device."""
         return [fatal for graphs in self.graphs for fatal in graphs.cuda.fatal]
 
     def cuda_backend(

@@ -125,7 +125,7 @@ class FakeTorchCuda:
             self._stream = before  # as torch has it: not where the line above raises
 
     def begin_capture(self, key: tuple[int, int], graph: int) -> None:
-        """cudaStreamBeginCapture, and what both allocators are told of it."""
+        """Begin a capture as cudaStreamBeginCapture does, and notify both allocators."""
         self._use(key)
         for underway in (self.underway, self.underway_on_host):
             if key in underway:
@@ -135,7 +135,7 @@ class FakeTorchCuda:
         self.num_captures += 1
 
     def end_capture(self, key: tuple[int, int]) -> None:
-        """cudaStreamEndCapture, and what both allocators are told of it."""
+        """End a capture as cudaStreamEndCapture does, and notify both allocators."""
         self._capturing = None
         if self._is_invalidated:
             raise RuntimeError("operation failed due to a previous error during capture")

@@ -25,7 +25,10 @@ NUM_REQUESTS = 8
 
 
 def digest_of(num_tokens: int) -> str:
-    """Of `num_tokens` tokens of each model, and of their log-probs, in float32 and bfloat16."""
+    """Return the digest of tokens and log-probs of each model in float32 and bfloat16.
+
+    `num_tokens`: how many tokens of each model and dtype.
+    """
     digest = hashlib.sha256()
     for make in MODELS.values():
         for dtype in ("float32", "bfloat16"):

@@ -31,7 +31,11 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, *rows: object) -> None:
     text = "".join(f"{json.dumps(row) if isinstance(row, dict) else row}\n" for row in rows)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    give_stdin_bytes(monkeypatch, text.encode())
+
+
+def give_stdin_bytes(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
 
 # ---- errors
@@ -145,6 +149,10 @@ def test_a_failed_request_has_its_error_and_the_exit_code_is_1(
         (['{"messages": [{"role": "user"}]}'], "has no chat template"),
         (['{"prompt": ["a"]}'], "line 1: prompt must be text or a list of token ids"),
         (["hello"], "text prompts need a tokenizer"),
+        (['{"prompt": [1]}', '{"prompt": []}'], "line 2: prompt must be text or a list of token"),
+        (['{"prompt": ""}'], "line 1: prompt must be text or a list of token ids, and not empty"),
+        (['{"prompt": "\\ud83d"}'], r"line 1 holds half a surrogate pair, '\ud83d'"),
+        (['{"prompt": [1], "answer": {"a": ["\\udc00"]}}'], "line 1 holds half a surrogate pair"),
     ],
 )
 def test_bad_prompts_are_named_before_anything_runs(
@@ -158,6 +166,54 @@ def test_bad_prompts_are_named_before_anything_runs(
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("Straße\n".encode("latin1"), "line 1 is not UTF-8: its byte 5 is 0xdf; save the file as"),
+        (b'{"prompt": [1]}\n{"prompt": "\xe9"}\n', "line 2 is not UTF-8: its byte 13 is 0xe9"),
+        ('{"prompt": [1]}\n'.encode("utf-16"), "line 1 is not UTF-8: its byte 1"),
+        (b'{"prompt": "\xed\xa0\xbd"}\n', "line 1 is not UTF-8: its byte 13 is 0xed"),
+    ],
+)
+def test_generate_refuses_what_is_no_utf_8_with_the_line_and_the_remedy(
+    content: bytes,
+    message: str,
+    in_a_file: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, words = tmp_path / "in.jsonl", ["generate", f"model={directory()}", *SMALL]
+    if in_a_file:
+        source.write_bytes(content)
+        words.append(f"--input={source}")
+    else:
+        give_stdin_bytes(monkeypatch, content)
+    assert main(words) == 2
+    assert f"{source if in_a_file else 'stdin'}, {message}" in capsys.readouterr().err
+
+
+def test_generate_writes_utf_8_whatever_the_encoding_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1], "task": "日本"})
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["generate", f"model={directory()}", *SMALL, "num_tokens_to_generate=1"]) == 0
+    (row,) = lines_of(written.getvalue().decode())
+    assert row["task"] == "日本"
+
+
+def test_generate_reads_over_a_byte_order_mark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin_bytes(monkeypatch, b'\xef\xbb\xbf{"prompt": [1, 2], "task": "\xc3\xa4"}\r\n')
+    assert main(["generate", f"model={directory()}", *SMALL, "num_tokens_to_generate=1"]) == 0
+    (row,) = lines_of(capsys.readouterr().out)
+    assert (row["prompt"], row["task"]) == ([1, 2], "ä")
 
 
 def test_text_is_read_from_a_file_and_written_to_one(

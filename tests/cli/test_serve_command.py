@@ -54,7 +54,7 @@ def test_help_is_that_of_the_docstring_of_any_dataclass() -> None:
 
 
 def fault_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What `rollout serve` says before an engine starts."""
+    """Return the error line of `rollout serve`, which ends before an engine starts."""
     capsys.readouterr()
     assert main(["serve", *words]) == 2
     shown = capsys.readouterr()

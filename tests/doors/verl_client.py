@@ -7,6 +7,7 @@ HTTP server at URL. verl's losses are compared with those of trainer_hooks, too.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import sys
@@ -25,6 +26,8 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from rollout_verl.fields import NO_EFFECT, REFUSED, USED
+
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 3, "logprobs": True}
 # Where the abort falls is left to chance, and so which weights would draw an end.
@@ -37,6 +40,9 @@ class Worker:
 
 
 async def run(url: str, directory: str) -> None:
+    known = frozenset().union(USED, REFUSED, *NO_EFFECT.values())
+    new = {field.name for field in dataclasses.fields(RolloutConfig)} - known
+    assert not new, f"rollout_verl.fields has no decision on {sorted(new)}"
     rollout = RolloutConfig(
         name="rollout",
         tensor_model_parallel_size=1,

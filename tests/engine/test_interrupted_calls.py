@@ -35,7 +35,7 @@ COUNT = 150 if os.environ.get("ROLLOUT_TEST_LONG") == "1" else 20
 
 
 class Interruption(TimeoutError):
-    """What a deadline of a user raises."""
+    """The exception of a user's deadline."""
 
 
 def add_one(engine: DynamicInferenceEngine, seed: int) -> None:
@@ -113,7 +113,7 @@ def num_lines() -> int:
 
 
 def raises(error: type[BaseException]) -> Callable[[], None]:
-    """What another thread does to this one: an exception at this line."""
+    """Return a function that raises `error`, as if another thread raised it at this line."""
 
     def act() -> None:
         raise error("from elsewhere")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,72 @@ def test_a_mixture_and_a_warm_up_have_sources_of_their_own(own: Path) -> None:
     task = task_of(settings)
     names = [task.prompts(0)[i].columns["data_source"] for i in range(20)]
     assert 12 <= names.count("chains") <= 14
-    assert len(task.warmup_prompts(0)) == 36
+    warmup = [task.warmup_prompts(0)[i].prompt for i in range(len(task.warmup_prompts(0)))]
+    held_out = {item.prompt for item in task.held_out}
+    assert len(warmup) == 34, "2 of the 36 sums are held out"
+    assert held_out.isdisjoint(warmup)
+
+
+def test_no_prompt_of_a_mixture_is_both_held_out_and_trained_on(own: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    write_questions(few, all_sums(range(20, 24)))
+    settings = settings_of(
+        f"model.path={own / 'model'}", "data=mixture", REWARD,
+        "data.sources.many.kind=jsonl", f"data.sources.many.path={own / 'questions.jsonl'}",
+        "data.sources.few.kind=jsonl", f"data.sources.few.path={few}",
+        "data.sources.few.weight=2",
+    )  # fmt: skip
+    task = task_of(settings)
+    held_out = {item.prompt for item in task.held_out}
+    rows = task.prompts(0)
+    assert len(held_out) >= 3
+    assert held_out.isdisjoint(rows[i].prompt for i in range(len(rows)))
+
+
+BAD_ROWS = [
+    ({"prompt": "What is \ud83d + 1?"}, "half a surrogate pair"),
+    ({"prompt": [{"role": "system", "content": "x"}]}, "the chat template refuses.*No system"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "text only"),
+    ({"prompt": "1" * 1024}, r"leaves no room to answer in engine\.max_sequence_length=1024"),
+    ({"prompt": ""}, "is ''"),
+    ({"question": "1 + 1"}, "no column 'prompt'"),
+    ({"prompt": [10**6]}, "token ids must be in"),
+    ({"prompt": "1 + 1", "answer": None}, "'answer', which is None; a text or a number"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_a_bad_row_is_named_before_the_job_begins_or_skipped_and_counted(
+    own: Path,
+    tmp_path: Path,
+    row: dict[str, Any],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, path = tmp_path / "model", tmp_path / "questions.jsonl"
+    shutil.copytree(own / "model", model)
+    template = model / "chat_template.jinja"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    good = [{"prompt": "1 + 1", "answer": "2"}, {"prompt": "1 + 2", "answer": "3"}]
+    rows = (good[0], {"answer": "0", **row}, good[1])
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    def prompts_of(*overrides: str) -> Any:
+        where = [f"model.path={model}", "data=jsonl", f"data.path={path}", REWARD]
+        settings = settings_of(*where, "warmup=supervised", "warmup.target_reward=0", *overrides)
+        length, column = settings.engine.max_sequence_length, settings.warmup.answer_column
+        task = Task(
+            settings.model, settings.data, settings.reward,
+            max_sequence_length=length, answer_column=column,
+        )  # fmt: skip
+        return task.prompts(0)
+
+    with pytest.raises(ConfigError, match=rf"questions\.jsonl, line 2.*{message}"):
+        prompts_of()
+    prompts = prompts_of("data.on_bad_row=skip")
+    assert [prompts[i].columns["answer"] for i in range(len(prompts))] == ["2", "3"]
+    assert "data: 1 of 3 rows are bad and skipped" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def _at(config: Config, path: Sequence[str]) -> Any:
 
 
 def outcome_of(config: Config, seed: int) -> tuple[str, str]:
-    """What becomes of a config, and how that is explained."""
+    """Classify a config: accepted, refused, wrong or failing. Returns the class and the reason."""
     before = deepcopy(config)
     try:
         spec = ModelSpec.from_hf_config(config)

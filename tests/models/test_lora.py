@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollout import LoraAdapter, ModelError, WeightUpdateError
+from rollout.models.lora import NEUTRAL_VALUES, READ_KEYS, TRAINING_KEYS
 from tests.lora_adapters import PEFT_CONFIG, PeftLike
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
@@ -98,6 +100,10 @@ def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base weights"),
+        ({"use_qalora": 0}, "use_qalora=0 "),
+        ({"alora_invocation_tokens": []}, r"alora_invocation_tokens=\[\]"),
+        ({"kasa_config": {}}, r"kasa_config=\{\}"),
+        ({"a_later_kind": {"rank": 2}}, "a_later_kind="),
         ({"r": 0}, "rank=0"),
         ({"r": None}, "rank=None"),
         ({"lora_alpha": float("nan")}, "alpha=nan"),
@@ -108,6 +114,15 @@ def test_settings_that_are_more_than_b_times_a_are_refused(
 ) -> None:
     with pytest.raises(WeightUpdateError, match=named):
         LoraAdapter.from_directory(saved(tmp_path, PEFT_CONFIG | changes))
+
+
+def test_each_setting_of_peft_is_read_neutral_or_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    known = READ_KEYS | TRAINING_KEYS | NEUTRAL_VALUES.keys()
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == known
+    defaults = peft.LoraConfig(r=2, target_modules=["q_proj"]).to_dict()
+    saved(tmp_path, {**json.loads(json.dumps(defaults, default=list)), "peft_type": "LORA"})
+    assert LoraAdapter.from_directory(tmp_path).rank == 2
 
 
 A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"

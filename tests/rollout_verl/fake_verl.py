@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,6 +26,7 @@ class TokenOutput(SimpleNamespace):
         super().__init__(
             token_ids=token_ids,
             log_probs=log_probs,
+            routed_experts=routed_experts,
             stop_reason=stop_reason,
             extra_fields=extra_fields or {},
         )
@@ -95,27 +98,25 @@ def fake_verl() -> Iterator[SimpleNamespace]:
         sys.modules.update(before)
 
 
+# Every field of verl 0.9.1's RolloutConfig with its default; "" stands for a part of its own.
+VERL_FIELDS: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "rollout_config.json").read_text(encoding="utf-8")
+)["fields"]
+
+
 def rollout_config(**changes: Any) -> Any:
-    """The fields of a RolloutConfig that the plug-in reads."""
+    """A RolloutConfig of verl 0.9.1, with the sizes of a tiny engine."""
     fields = {
-        "data_parallel_size": 1,
         "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
         "dtype": "float32",
         "seed": 0,
-        "max_model_len": None,
         "prompt_length": 30,
         "response_length": 450,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 512,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "engine_kwargs": {"rollout": {"buffer_size_gb": 0.02, "num_threads": 1}},
+        "engine_kwargs": {"rollout": {"buffer_size_gb": 0.02, "num_threads": 1}, "vllm": {}},
         "disaggregation": SimpleNamespace(enabled=False),
+        "mtp": SimpleNamespace(enable=False, enable_rollout=False),
         "checkpoint_engine": SimpleNamespace(update_weights_bucket_megabytes=1),
-        "repetition_penalty": 1.0,
-        "ignore_eos": False,
-        "logprobs_mode": "processed_logprobs",
-        "free_cache_engine": True,
     }
-    return SimpleNamespace(**(fields | changes))
+    return SimpleNamespace(**(VERL_FIELDS | fields | changes))

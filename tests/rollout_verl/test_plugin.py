@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import ConfigError, InvalidRequestError, SamplingParams
+from rollout import LLM, ConfigError, InvalidRequestError, SamplingParams
 from rollout.errors import RolloutError, WeightUpdateError
 from rollout.models.checkpoint import Checkpoint
 from rollout.step.seeds import mix_seed, system_seed
 from tests.apis.fleets import directory, weights
-from tests.rollout_verl.fake_verl import RolloutMode, fake_verl, rollout_config
+from tests.rollout_verl.fake_verl import VERL_FIELDS, RolloutMode, fake_verl, rollout_config
+from tests.tiny_mixtures import tiny_mixture
 
 
 @pytest.fixture
@@ -57,23 +59,175 @@ def test_sampling_parameters_of_verl_become_ours(verl: SimpleNamespace) -> None:
         assert (params.num_tokens_to_generate, params.top_k, params.top_p) == (num_tokens, 0, 0.0)
     with pytest.raises(InvalidRequestError, match="leaves no room"):
         settings.sampling_params_of({}, config, 480)
-    with pytest.raises(InvalidRequestError, match="guided_json is not supported"):
-        settings.sampling_params_of({"guided_json": {}}, config, 5)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("given", "changes"),
     [
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 is not supported"),
-        ({"disaggregation": SimpleNamespace(enabled=True)}, "disaggregation"),
+        ({"top_k": 5, "top_p": 0.9}, {"top_k": 5, "top_p": 0.9}),
+        ({"top_k": None, "top_p": None, "stop": None, "logprobs": None}, {}),
+        ({"logit_bias": {3: 1.0}}, {"logit_bias": {3: 1.0}}),
+        ({"allowed_token_ids": [3]}, {"allowed_token_ids": [3]}),
+        ({"stop": ["a"], "include_stop_str_in_output": True}, {"stop_words": ["a"]}),
+        ({"n": 1, "best_of": 1, "prompt_logprobs": None}, {}),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(
-    change: dict[str, Any], message: str, verl: SimpleNamespace
+def test_each_sampling_parameter_of_verl_is_followed(
+    given: dict[str, Any], changes: dict[str, Any], verl: SimpleNamespace
+) -> None:
+    sampling_params_of = import_module("rollout_verl.settings").sampling_params_of
+    plain = sampling_params_of({}, rollout_config(), 10)
+    assert sampling_params_of(given, rollout_config(), 10) == replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("n", 4), ("best_of", 2), ("do_sample", False), ("prompt_logprobs", 1)],
+        *[("structured_outputs", {"regex": "a"}), ("bad_words", ["a"]), ("extra_args", {"a": 1})],
+        *[("truncate_prompt_tokens", 4), ("guided_json", {}), ("top_kk", 3)],
+    ],
+)
+def test_sampling_parameters_that_no_engine_follows_are_refused_by_name(
+    name: str, value: Any, verl: SimpleNamespace
 ) -> None:
     settings = import_module("rollout_verl.settings")
-    with pytest.raises(ConfigError, match=message):
-        settings.engine_fields(rollout_config(**change), 0)
+    with pytest.raises(InvalidRequestError, match=f"sampling parameter {name} is not supported"):
+        settings.sampling_params_of({name: value}, rollout_config(), 5)
+
+
+def test_the_tables_have_every_field_of_verls_rollout_config_once(verl: SimpleNamespace) -> None:
+    fields = import_module("rollout_verl.fields")
+    tables = [fields.USED, frozenset(fields.REFUSED), *fields.NO_EFFECT.values()]
+    assert sum(map(len, tables)) == len(frozenset().union(*tables)), "a field is in one table"
+    assert frozenset().union(*tables) == set(VERL_FIELDS)
+
+
+def test_the_defaults_of_verls_rollout_config_are_accepted(verl: SimpleNamespace) -> None:
+    fields = import_module("rollout_verl.fields")
+    fields.check_config(SimpleNamespace(**(VERL_FIELDS | {"engine_kwargs": {"vllm": {}}})))
+
+
+# Wishes that the tables cannot tell by a refused value.
+PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"disaggregation": SimpleNamespace(enabled=True)}, r"disaggregation\.enabled=True"),
+    ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, r"mtp\.enable_rollout=True"),
+    ({"qat": {"enable": True}}, r"qat\.enable=True"),
+    ({"engine_kwargs": {"vllm": {"block_size": 32}}}, r"engine_kwargs\.vllm is of another backend"),
+]
+WISHES: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "expert_parallel_size": 2,
+    "moe_tensor_parallel_size": 2,
+    "gpu_memory_utilization": 0.8,
+    "standalone_gpu_memory_utilization": 0.8,
+    "cudagraph_capture_sizes": [1, 2],
+    "quantization": "fp8",
+    "quantization_config_file": "config.json",
+    "limit_images": 4,
+    "over_sample_rate": 0.2,
+    "load_format": "gguf",
+    "scheduling_policy": "lpm",
+}
+
+
+def test_every_refused_field_of_verls_rollout_config_is_named_with_a_remedy(
+    verl: SimpleNamespace,
+) -> None:
+    fields = import_module("rollout_verl.fields")
+    assert set(WISHES) == set(fields.REFUSED)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({name: wish, "engine_kwargs": {}}, rf"rollout\.{name}=.* is not supported: \w")
+        for name, wish in WISHES.items()
+    ]
+    for change, message in changes + PARTS:
+        with pytest.raises(ConfigError, match=message):
+            fields.check_config(rollout_config(**change))
+
+
+def test_a_buffer_size_takes_the_place_of_a_share_of_the_memory(verl: SimpleNamespace) -> None:
+    settings = import_module("rollout_verl.settings")
+    fields = settings.engine_fields(rollout_config(gpu_memory_utilization=0.8), 0)
+    assert fields["buffer_size_gb"] == 0.02
+
+
+def test_fields_of_verls_rollout_config_reach_the_engine(verl: SimpleNamespace) -> None:
+    settings = import_module("rollout_verl.settings")
+    plain = settings.engine_fields(rollout_config(), 0)
+    for change, field, value in (
+        ({"tensor_model_parallel_size": 2}, "tensor_parallel_size", 2),
+        ({"enable_rollout_routing_replay": True}, "record_routing", True),
+        ({"full_determinism": True}, "deterministic", True),
+        ({"enforce_eager": True}, "num_cuda_graphs", 0),
+        ({"max_num_seqs": 4}, "max_requests", 4),
+        ({"max_model_len": 64}, "max_sequence_length", 64),
+    ):
+        fields = settings.engine_fields(rollout_config(**change), 0)
+        assert fields[field] == value
+        assert {k: v for k, v in fields.items() if k != field} == {
+            k: v for k, v in plain.items() if k != field
+        }
+
+
+@pytest.mark.parametrize(
+    "lora", [{"lora_rank": 8, "lora": {}}, {"lora_rank": 0, "lora": {"rank": 8}}]
+)
+def test_lora_adapters_are_refused_before_anything_starts_unless_verl_merges_them(
+    lora: dict[str, Any], verl: SimpleNamespace
+) -> None:
+    replica = import_module("rollout_verl.replica").EngineReplica()
+    replica.config, replica.nnodes = rollout_config(), 2
+    replica.model_config = SimpleNamespace(**lora)
+    with pytest.raises(ConfigError, match=r"adapter of rank 8 .*model\.lora\.merge=True"):
+        asyncio.run(replica.launch_servers())
+    replica.model_config = SimpleNamespace(**(lora | {"lora": {**lora["lora"], "merge": True}}))
+    with pytest.raises(ConfigError, match="2 nodes"):
+        asyncio.run(replica.launch_servers())
+
+
+@pytest.mark.distributed
+def test_a_server_of_two_ranks_replies_with_routed_experts_and_cached_tokens(
+    verl: SimpleNamespace, tmp_path: Path
+) -> None:
+    tiny_mixture().save_pretrained(tmp_path)
+    config = rollout_config(
+        tensor_model_parallel_size=2,
+        enable_rollout_routing_replay=True,
+        engine_kwargs={
+            "rollout": {
+                **{"buffer_size_gb": 0.02, "num_threads": 1, "block_size_tokens": 8},
+                "prefix_caching_eviction_policy": "lru",
+            }
+        },
+    )
+    prompt = [5, 6, 7] * 8
+    with LLM(
+        str(tmp_path), buffer_size_gb=0.02, num_threads=1, dtype="float32", record_routing=True
+    ) as llm:
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=8)
+        (expected,) = llm.generate([prompt], params)
+    server = import_module("rollout_verl.server").EngineServer(
+        config, str(tmp_path), RolloutMode.STANDALONE
+    )
+
+    async def run() -> list[Any]:
+        await server.launch()
+        try:
+            assert [rank.label for rank in (await server.llm.stats()).ranks] == ["0.0", "0.1"]
+            params = {**GREEDY, "max_tokens": 8}
+            return [await server.generate(prompt, params, "name") for _ in range(2)]
+        finally:
+            await server.shutdown()
+
+    first, second = asyncio.run(run())
+    assert first.token_ids == second.token_ids == expected.generated_tokens
+    assert first.routed_experts.dtype.name == "int16"
+    assert first.routed_experts.tolist() == expected.routing_indices.tolist()
+    assert second.routed_experts.tolist() == expected.routing_indices.tolist()
+    assert (first.extra_fields["num_cached_tokens"], second.extra_fields["num_cached_tokens"]) == (
+        0,
+        16,
+    )
 
 
 @pytest.mark.distributed
@@ -98,8 +252,9 @@ def test_a_server_generates_aborts_parks_updates_and_sleeps(verl: SimpleNamespac
         short = await generate(8)
         assert (len(short.token_ids), short.stop_reason) == (8, "completed")
         assert len(short.log_probs) == 8
-        with pytest.raises(InvalidRequestError, match="images"):
-            await generate(8, image_data=["picture"])
+        for name in ("image_data", "video_data", "audio_data"):
+            with pytest.raises(InvalidRequestError, match=f"{name}: images, video and sound"):
+                await generate(8, **{name: ["medium"]})
 
         running = asyncio.ensure_future(generate(400))
         await asyncio.sleep(0)  # it is sent now, and cannot have ended
@@ -159,13 +314,13 @@ def test_the_leader_sends_all_tensors_and_other_ranks_gather(
             gathered.append(name)
             yield name, tensor
 
-    config = rollout_config(data_parallel_size=2)
-    for rank in (2, 3):
+    config = rollout_config(data_parallel_size=2, tensor_model_parallel_size=2)
+    for rank in (4, 5, 7):
         monkeypatch.setenv("RANK", str(rank))
         adapter = adapter_of(config, None, None)
-        assert (adapter.replica_rank, adapter.is_leader_rank) == (1, rank == 2)
+        assert (adapter.replica_rank, adapter.is_leader_rank) == (1, rank == 4)
         asyncio.run(adapter.update_weights(pairs(), global_steps=5))
-    assert gathered == [*state, *state]
+    assert gathered == [*state] * 3
     ((tensors, global_steps),) = received
     assert global_steps == 5
     assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())

@@ -1,4 +1,4 @@
-"""What a CUDA machine gets: the plan of its wheels, and its size. Nothing is downloaded here."""
+"""The bundle for a CUDA machine: the plan of its wheels, and its size. Downloads nothing."""
 
 from __future__ import annotations
 

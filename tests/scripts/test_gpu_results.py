@@ -1,4 +1,4 @@
-"""What gpu-check prints and writes: within its bounds, and with what matters, whatever is found."""
+"""Output of gpu-check: it stays within its bounds and names each failure, whatever is found."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_second_build_compiles_only_what_the_bundle_lacks_and_names_it(
 def test_modules_of_the_bundle_load_where_the_drivers_library_is_found(
     bundle: Bundle, tmp_path: Path
 ) -> None:
-    """They name the library themselves: nothing else need have loaded it before."""
+    """Each module links against libcuda, so no earlier import has to load it."""
     make_libcuda(tmp_path)
     modules = [str(path) for path in bundle.packed.glob("*/*.so")]
     assert modules

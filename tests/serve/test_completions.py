@@ -151,7 +151,7 @@ def test_versions_and_staleness_come_on_request(served: Served) -> None:
         {"top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0},
         {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
         {"stop": None, "stop_token_ids": [], "logit_bias": None, "best_of": 1, "n": None},
-        {"unknown": {"nested": [1]}, "response_format": {"type": "text"}, "max_tokens": None},
+        {"user": {"nested": [1]}, "response_format": {"type": "text"}, "max_tokens": None},
     ],
 )
 def test_neutral_values_change_nothing(served: Served, fields: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ def test_stop_token_ids_are_the_reason_of_the_end(served: Served) -> None:
         ({"input_ids": [1, 2], "sampling_params": {"n": 17}}, "n=17"),
         ({"input_ids": [[1], [2]], "sampling_params": [{"n": 16}, {"n": 9}]}, "25 samples"),
         ({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 511}}, "maximum context"),
-        ({"input_ids": [1, 2], "sampling_params": {"regex": "a*"}}, "structured_outputs"),
+        ({"input_ids": [1, 2], "sampling_params": {"regex": "a*"}}, "regex"),
         ({"input_ids": [1, 2], "lora_path": "x"}, "lora_path"),
         ({"input_ids": "a"}, "input_ids"),
         ({"text": "a"}, "tokenizer"),

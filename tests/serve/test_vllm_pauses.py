@@ -197,10 +197,15 @@ def test_usage_counts_cached_tokens_once_for_each_prompt(served: Served) -> None
     assert num_cached(PROMPT) == 0
     assert num_cached(PROMPT, other) == 16
     assert num_cached(PROMPT, cache_salt="other") == 0
+    assert num_cached(PROMPT, extra_key="other") == 0
+    assert num_cached(PROMPT, cache_salt="other") == 16
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     assert num_cached(PROMPT, other, **streamed) == 32
     reply = served.post("/generate", {"input_ids": PROMPT}).json()
     assert reply["meta_info"]["cached_tokens"] == 16
+    for name in ("cache_salt", "extra_key"):
+        reply = served.post("/generate", {"input_ids": PROMPT, name: "new"}).json()
+        assert reply["meta_info"]["cached_tokens"] == 0
     assert completion(served, 1, cache_salt="").status == 400
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -13,14 +12,13 @@ from tests.apis.fleets import CONFIG, directory, weights
 from tests.tiny_models import prompt_of
 from trainer_hooks.trl_rollouts import TRLRollouts
 
-PROMPTS = [prompt_of(5), prompt_of(5), prompt_of(7)]  # two samples of the first one
+# Two samples of the first one.
+PROMPTS = [" ".join(map(str, prompt_of(length))) for length in (5, 5, 7)]
 
 
 class Tokenizer:
-    eos_token_id = None
-
-    def apply_chat_template(self, prompt: Any, **_: Any) -> list[int]:
-        return list(prompt)
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
 
 
 def completions(
@@ -32,8 +30,10 @@ def completions(
         model=weights(),
         processing_class=Tokenizer(),
         state=SimpleNamespace(global_step=0),
-        **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None},
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0},
         max_completion_length=12,
+        eos_token_ids=[],
+        args=SimpleNamespace(generation_kwargs=None),
     )
     generated: list[tuple[int, ...]] = []
     with LLM(directory(), None, CONFIG, seed=seed) as llm, torch.no_grad():

@@ -24,6 +24,7 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import Temperature
+from trainer_hooks.prompt_checks import OnBadRow
 from trainer_hooks.rewards.runner import WARN_AFTER_S
 
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -129,8 +130,10 @@ class DataSettings(SourceSettings):
     `chat`: whether prompts go through the tokenizer's chat template, text as what the user says;
     None does so where the tokenizer has one. `system_prompt`: before messages without one.
     `template_options`: further arguments of the template, such as enable_thinking.
-    `held_out_path`: prompts of the same kind for evaluation. Without one, `num_held_out` rows (a
-    tenth of all at most) are left out of the training. `title`: of the data, in tables and plots.
+    `held_out_path`: prompts of the same kind for evaluation. Without one, `num_held_out` prompts (a
+    tenth of all at most) are left out of the training: of each source before it is mixed, with
+    all rows of the same prompt. `on_bad_row`: rows that no engine could answer are named when the
+    job begins; `skip` leaves them out. `title`: of the data, in tables and plots.
     """
 
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
@@ -139,6 +142,7 @@ class DataSettings(SourceSettings):
     template_options: Options = field(default_factory=dict)
     held_out_path: Name | None = None
     num_held_out: NonNegativeInt = 0
+    on_bad_row: OnBadRow = "refuse"
     title: AnyText | None = None
 
     def __post_init__(self) -> None:

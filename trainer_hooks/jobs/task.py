@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -20,12 +21,19 @@ from transformers import (
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
-from rollout.text import as_tokenizer
+from rollout.text import HFTokenizer, as_tokenizer
 from trainer_hooks.chat_format import ChatFormat
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.jobs.environment import EnvironmentSettings, environment_rollouts
 from trainer_hooks.jobs.import_paths import import_function, import_object
+from trainer_hooks.jobs.prompts import (
+    SplitPrompts,
+    held_out_of_file,
+    open_source,
+    split_sources,
+    without_prompts,
+)
 from trainer_hooks.jobs.settings import (
     DataSettings,
     EvaluationSettings,
@@ -36,14 +44,14 @@ from trainer_hooks.jobs.settings import (
 )
 from trainer_hooks.pretrained import load_pretrained
 from trainer_hooks.producer.groups import GeneratesAsync, ScopedLLM
-from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item
-from trainer_hooks.prompt_sources import (
-    DatasetPrompts,
-    JsonlPrompts,
-    MixedPrompts,
-    ParquetPrompts,
-    ReasoningGymPrompts,
+from trainer_hooks.prompt_checks import (
+    CheckedRows,
+    CheckedWhenRead,
+    PromptCheck,
+    SelectedRows,
+    check_rows,
 )
+from trainer_hooks.prompt_ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.rewards import ConversationalReward, RewardRunner, VerlReward, WeightedRewards
 
 
@@ -53,6 +61,7 @@ class Task:
     `held_out`: prompts that the training never sees; empty where the settings ask for none.
     `reward`: scores completions; close it at the end, which ends its processes. None where the
     environment alone does. `rollout_fn`: the environment, if there is one; close it as well.
+    `num_skipped_rows`: bad rows of files and datasets that are left out.
     """
 
     def __init__(
@@ -63,10 +72,13 @@ class Task:
         warmup_source: SourceSettings | None = None,
         environment: EnvironmentSettings = EnvironmentSettings(),  # noqa: B008 - it is frozen
         max_sequence_length: int | None = None,
+        answer_column: str | None = None,
     ) -> None:
-        """`max_sequence_length`: of the engine, if it is known; it bounds an episode.
+        """`max_sequence_length`: of the engine, if it is known; it bounds prompts and episodes.
+        `answer_column`: what a warm-up learns; None without one.
 
-        Raises ConfigError for settings that name what is not there.
+        Reads every row of files and datasets once, and checks it. Raises ConfigError for settings
+        that name what is not there, and for bad rows unless `data.on_bad_row` is "skip".
         """
         self._model, self._data, self._warmup_source = model, data, warmup_source
         self.tokenizer: Any = load_tokenizer(model)
@@ -78,26 +90,38 @@ class Task:
         if self.reward is None and isinstance(self.rollout_fn, AgentRollouts):
             own = self.rollout_fn.reward_fn
             self.reward = None if own is None else RewardRunner(own)
+        self._check = prompt_check(model, self.tokenizer, max_sequence_length)
+        self._warmup_check = replace(self._check, answer_column=answer_column)
+        self.num_skipped_rows = 0
         self.held_out: Sequence[PromptItem]
-        self._train: PromptRows | None = None  # made for each seed where a function makes them
+        # A function makes prompts for each seed.
+        self._train: PromptRows | None = None
+        self._warmup: PromptRows | None = None
+        held_out_keys: frozenset[int] = frozenset()
         if data.kind == "python":
-            rows = self._open(data, "held_out", 0)
+            rows = self._made("held_out", 0, self._check)
             self.held_out = [as_prompt_item(rows[i]) for i in range(len(rows))]
         else:
-            self._train, self.held_out = self._split()
+            split = self._split()
+            self._train, self.held_out = split.train, split.held_out
+            held_out_keys = split.held_out_keys
+        if warmup_source is not None and warmup_source.kind != "python":
+            warmup = self._checked(warmup_source, self._warmup_check, "warmup.source")
+            self._warmup = without_prompts(warmup, held_out_keys, "warmup.source")
 
     def prompts(self, seed: int) -> PromptRows:
         """The training prompts of the run with `seed`."""
-        return self._open(self._data, "train", seed) if self._train is None else self._train
+        return self._made("train", seed, self._check) if self._train is None else self._train
 
     def warmup_prompts(self, seed: int) -> PromptRows:
         """The prompts of the warm-up, in the order in which they are to be used."""
         if self._warmup_source is None and self._train is None:
-            return self._open(self._data, "warmup", seed)
-        rows = self._train
-        if self._warmup_source is not None:
+            return self._made("warmup", seed, self._warmup_check)
+        rows = self._train if self._warmup_source is None else self._warmup
+        if rows is None:
+            assert self._warmup_source is not None
             rows = self._open(self._warmup_source, "warmup", seed)
-        assert rows is not None
+            rows = CheckedWhenRead(rows, self._warmup_check)
         return SelectedRows(rows, np.random.default_rng(seed).permutation(len(rows)))
 
     def new_policy(self) -> PreTrainedModel:
@@ -184,39 +208,53 @@ class Task:
             return self.rollout_fn.prompts()
         return open_source(source, self._chat, part, seed)
 
-    def _split(self) -> tuple[PromptRows, Sequence[PromptItem]]:
-        """Training prompts, and those held out: of their own path, or every n-th row."""
+    def _checked(self, source: SourceSettings, check: PromptCheck, name: str) -> CheckedRows:
+        """The good rows of a source. `name`: of its settings, for messages."""
+        rows = self._open(source, "train", 0)
+        checked = check_rows(rows, check, self._data.on_bad_row, name)
+        self.num_skipped_rows += checked.num_skipped
+        return checked
+
+    def _split(self) -> SplitPrompts:
+        """Training prompts, and those held out: of their own path, or some of the sources'."""
         data = self._data
-        sources = {name: self._open(own, "train", 0) for name, own in data.named_sources.items()}
-        weights = {name: own.weight for name, own in data.named_sources.items()}
-        rows = next(iter(sources.values()))
-        if data.sources:
-            rows = MixedPrompts({name: (sources[name], weights[name]) for name in sources})
-        if data.held_out_path is not None:
-            held_out = self._open(replace(data, path=data.held_out_path), "held_out", 0)
-            num_held_out = min(data.num_held_out or len(held_out), len(held_out))
-            return rows, [as_prompt_item(held_out[i]) for i in range(num_held_out)]
-        num_held_out = min(data.num_held_out, len(rows) // 10)
-        if not num_held_out:
-            return rows, []
-        places = np.arange(num_held_out) * len(rows) // num_held_out
-        kept = np.delete(np.arange(len(rows)), places)
-        return SelectedRows(rows, kept), [as_prompt_item(rows[int(i)]) for i in places]
+        # Without prompts of its own a warm-up learns the answers of these.
+        check = self._warmup_check if self._warmup_source is None else self._check
+        sources = {
+            name: self._checked(own, check, f"data.sources.{name}" if data.sources else "data")
+            for name, own in data.named_sources.items()
+        }
+        if data.held_out_path is None:
+            return split_sources(sources, data)
+        (train,) = sources.values()  # the settings refuse it beside several sources
+        rows = self._open(replace(data, path=data.held_out_path), "held_out", 0)
+        held_out = held_out_of_file(rows, data, self._check, train)
+        return SplitPrompts(train=train.rows, held_out=held_out, held_out_keys=frozenset())
+
+    def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
+        """The rows of a function, for one part of a run. Those in a list are checked now."""
+        rows = self._open(self._data, part, seed)
+        if not isinstance(rows, (list, tuple)):
+            return CheckedWhenRead(rows, check)
+        return check_rows(rows, check, self._data.on_bad_row, "data").rows
 
 
-class SelectedRows:
-    """Some rows of a source, in an order of their own."""
-
-    def __init__(self, rows: PromptRows, indices: Any) -> None:
-        """`indices`: integers [number of rows]."""
-        self._rows, self._indices = rows, indices
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._indices)
-
-    def __getitem__(self, index: int, /) -> PromptItem:
-        return as_prompt_item(self._rows[int(self._indices[index])])
+def prompt_check(
+    model: ModelSettings, tokenizer: Any, max_sequence_length: int | None
+) -> PromptCheck:
+    """What prompts must be for the engine of a job. `max_sequence_length`: of the engine; None is
+    what the model has positions for."""
+    if model.path is not None:
+        config = load_pretrained(AutoConfig, "model.path", model.path).get_text_config()
+        vocab_size = getattr(config, "vocab_size", None)
+        positions = getattr(config, "max_position_embeddings", None)
+    else:
+        vocab_size, positions = len(tokenizer), model.max_position_embeddings
+    return PromptCheck(
+        encode_all=HFTokenizer(tokenizer).encode_all,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length or positions,
+    )
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
@@ -252,25 +290,6 @@ def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
             )
         return None
     return ChatFormat(tokenizer, settings.system_prompt, settings.template_options)
-
-
-def open_source(
-    source: SourceSettings, chat: ChatFormat | None, part: str, seed: int
-) -> PromptRows:
-    """The rows of one source. `part`, `seed`: for a function that makes them."""
-    path, column, options = source.path, source.prompt_column, dict(source.options)
-    assert path is not None, "the settings check it"
-    if source.kind in ("jsonl", "parquet"):
-        reader = JsonlPrompts if source.kind == "jsonl" else ParquetPrompts
-        return reader(path, column, chat_template=chat, **options)
-    if not isinstance(path, str):
-        raise ConfigError(f"data.path={list(path)} of kind {source.kind} must be one path")
-    if source.kind == "datasets":
-        return DatasetPrompts(path, column, chat_template=chat, **options)
-    if source.kind == "reasoning_gym":
-        return ReasoningGymPrompts(path, chat_template=chat, **options)
-    rows: PromptRows = import_object(path, "data.path")(part, seed, **options)
-    return rows
 
 
 def reward_runner(settings: RewardSettings) -> RewardRunner | None:

@@ -98,7 +98,7 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """What a batch is, with the defaults of the numbers that are None. Raises ConfigError."""
+    """Return the rules of a batch; numbers that are None get their defaults. Raises ConfigError."""
     check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
     check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:

@@ -71,8 +71,8 @@ class Registry:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no engine is about to be admitted, to get work, or to be told of as lost, and the
-        dispatcher knows whether only a push brings one."""
+        """Whether no engine is joining, departing or waiting for its first work, and the dispatcher
+        knows whether only a weight push can make an engine ready."""
         is_pending = self.departed or self._registered or self._joining or self._reached()
         return not is_pending and self.dispatcher.awaits_push is self._needs_push
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
 
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import json_response
+from rollout.serve.fields import Fields, neutral
 from rollout.serve.openapi import installed_version
 from rollout.serve.state import STATE, Route
 
 
+class InfoQuery(Fields, kw_only=True):
+    config_format: Annotated[Any, neutral("the answer is JSON")] = None
+
+
 def info_routes() -> list[Route]:
     """Return the route that both protocols have under the same path."""
-    return [Route(method="GET", path="/server_info", handler=server_info, summary="Server config")]
+    return [
+        Route(
+            method="GET",
+            path="/server_info",
+            handler=server_info,
+            query=InfoQuery,
+            summary="Server config",
+        )
+    ]
 
 
 async def server_info(request: web.Request, body: Any) -> web.Response:

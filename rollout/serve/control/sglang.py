@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
 
 from rollout.backends.process_groups import group_backends
@@ -16,6 +15,7 @@ from rollout.serve.control.process_group import Packing, one_chunk, single_chunk
 from rollout.serve.control.server_info import model_info, server_info
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response, sglang_admin_form
+from rollout.serve.fields import Fields, NoFields, neutral, refused
 from rollout.serve.limits import Access
 from rollout.serve.state import STATE, Route
 
@@ -32,30 +32,53 @@ _PACKINGS: dict[str | None, Packing] = {
 _DEFAULT_GROUP = "weight_update_group"
 
 
-class AbortBody(msgspec.Struct):
+CachedMemory = Annotated[Any, neutral("memory is released where it is known to be free")]
+Flushed = Annotated[Any, neutral("the prefix cache finds nothing of another version")]
+Models = Annotated[Any, refused("there is one model, and no draft", "all", "target")]
+Reported = Annotated[Any, neutral("SGLang's own processes alone send and read it")]
+
+
+class AbortBody(Fields, kw_only=True):
     rid: str | None = None
     abort_all: bool = False
 
+    abort_message: Reported = None
+    finished_reason: Reported = None
+    weight_versions: Reported = None
 
-class PauseBody(msgspec.Struct):
+
+class PauseBody(Fields, kw_only=True):
     mode: str = "abort"
 
 
-class MemoryBody(msgspec.Struct):
+class MemoryBody(Fields, kw_only=True):
     """tags: whose memory; null is all."""
 
     tags: list[str] | None = None
 
 
-class DiskBody(msgspec.Struct):
-    """The prefix cache finds nothing of another version, so flush_cache has nothing to do."""
+class ContinueBody(Fields, kw_only=True):
+    torch_empty_cache: CachedMemory = None
 
+
+class DiskBody(Fields, kw_only=True):
     model_path: str
     weight_version: str | None = None
     abort_all_requests: bool = False
 
+    flush_cache: Flushed = None
+    is_async: Annotated[Any, refused("the answer comes when the weights are served")] = None
+    keep_pause: Annotated[Any, refused("pause before the update, and continue after it")] = None
+    load_format: Annotated[
+        Any, refused("checkpoints are safetensors with HF's names", "auto", "safetensors")
+    ] = None
+    manifest: Annotated[Any, refused("the directory's own index says what is in it")] = None
+    recapture_cuda_graph: Annotated[Any, neutral("graphs read weights where they lie")] = None
+    token_step: Annotated[Any, refused("name the weights by weight_version", 0)] = None
+    torch_empty_cache: CachedMemory = None
 
-class GroupBody(msgspec.Struct):
+
+class GroupBody(Fields, kw_only=True):
     master_address: str
     master_port: int | str
     world_size: int
@@ -64,11 +87,11 @@ class GroupBody(msgspec.Struct):
     backend: str = "nccl"
 
 
-class GroupNameBody(msgspec.Struct):
+class GroupNameBody(Fields, kw_only=True):
     group_name: str = _DEFAULT_GROUP
 
 
-class DistributedBody(msgspec.Struct):
+class DistributedBody(Fields, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -77,19 +100,46 @@ class DistributedBody(msgspec.Struct):
     load_format: str | None = None
     abort_all_requests: bool = False
 
+    flush_cache: Flushed = None
+    selector: Models = None
+    torch_empty_cache: CachedMemory = None
 
-class EndBody(msgspec.Struct):
+
+class BeginBody(Fields, kw_only=True):
+    selector: Models = None
+
+
+class EndBody(Fields, kw_only=True):
     weight_version: str | None = None
 
 
-class VersionBody(msgspec.Struct):
+class VersionBody(Fields, kw_only=True):
     new_version: str
     abort_all_requests: bool = False
 
 
+class FlushQuery(Fields, kw_only=True):
+    timeout: Annotated[
+        float | None, refused("it waits for no request; pause them with retract", 0.0)
+    ] = None
+
+
+class LoadsQuery(Fields, kw_only=True):
+    dp_rank: Annotated[int | None, refused("a server has one rank", 0)] = None
+    format: Annotated[Any, refused("GET /metrics is for Prometheus", "json")] = None
+    include: Annotated[Any, neutral("all that is known is told")] = None
+
+
 def sglang_routes() -> list[Route]:
     """Return the routes of the door, without /generate."""
-    post = partial(Route, method="POST", access=Access.ADMIN, errors=sglang_admin_form)
+    post = partial(
+        Route,
+        method="POST",
+        access=Access.ADMIN,
+        errors=sglang_admin_form,
+        body=NoFields,
+        query=NoFields,
+    )
     get = partial(Route, method="GET", errors=sglang_admin_form)
     return [
         post(
@@ -107,10 +157,19 @@ def sglang_routes() -> list[Route]:
         post(
             path="/continue_generation",
             handler=_continue,
+            body=ContinueBody,
             summary="End a pause; let the engines take the tensors that came in it",
         ),
-        get(path="/flush_cache", handler=_flush, access=Access.ADMIN, summary="Forget the cache"),
-        post(path="/flush_cache", handler=_flush, summary="Forget cached prefixes"),
+        get(
+            path="/flush_cache",
+            handler=_flush,
+            access=Access.ADMIN,
+            query=FlushQuery,
+            summary="Forget the cache",
+        ),
+        post(
+            path="/flush_cache", handler=_flush, query=FlushQuery, summary="Forget cached prefixes"
+        ),
         post(
             path="/release_memory_occupation",
             handler=_release,
@@ -124,7 +183,18 @@ def sglang_routes() -> list[Route]:
             summary="Restore released memory",
         ),
         *_update_routes(post),
-        get(path="/v1/loads", handler=_loads, summary="Requests that run and wait"),
+        *_info_routes(get),
+    ]
+
+
+def _info_routes(get: partial[Route]) -> list[Route]:
+    return [
+        get(
+            path="/v1/loads",
+            handler=_loads,
+            query=LoadsQuery,
+            summary="Requests that run and wait",
+        ),
         get(path="/get_server_info", handler=server_info, summary="Server config"),
         get(path="/model_info", handler=model_info, summary="The model"),
         get(path="/get_model_info", handler=model_info, summary="The model"),
@@ -161,7 +231,9 @@ def _update_routes(post: partial[Route]) -> list[Route]:
             ends_with_client=True,
             summary="Receive tensors that are broadcast",
         ),
-        post(path="/begin_weight_update", handler=_begin, summary="Begin an update"),
+        post(
+            path="/begin_weight_update", handler=_begin, body=BeginBody, summary="Begin an update"
+        ),
         post(
             path="/end_weight_update",
             handler=_end,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.serve.control.sglang_schemas import GenerateBody, SglangSampling
 from rollout.serve.errors import ApiError, json_response, sglang_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
+from rollout.serve.generation_config import SamplingDefaults
 from rollout.serve.openai.reply import (
     send_error,
     streamed_text,
@@ -26,58 +27,12 @@ from rollout.serve.openai.reply import (
     weight_versions,
 )
 from rollout.serve.openai.token_data import TokenData, finite, of_generated, of_prompt, of_run
-from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.sampling import check_length, salt_of, sampling_params_of
 from rollout.serve.schemas import SamplingFields
 from rollout.serve.state import STATE, Route, ServerState
 
 Request = DynamicInferenceRequest
-
-
-class SglangSampling(msgspec.Struct, kw_only=True):
-    """`sampling_params` of GenerateBody, under SGLang's names. max_new_tokens: null is as many as
-    the context takes.
-    """
-
-    max_new_tokens: int | None = 128
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    sampling_seed: int | None = None
-    logit_bias: dict[int, float] | None = None
-    n: int | None = None
-    # Known, and refused.
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-
-
-class GenerateBody(msgspec.Struct, kw_only=True):
-    """One prompt, or a batch as lists. `sampling_params` and `rid` may be one for each prompt."""
-
-    input_ids: list[int | list[int]] | None = None
-    text: str | list[str] | None = None
-    sampling_params: SglangSampling | list[SglangSampling] | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
-    rid: str | list[str] | None = None
-    stream: bool | None = None
-    # Known, and refused.
-    lora_path: Any = None
-    image_data: Any = None
-    return_routed_experts: bool | None = None
-    return_hidden_states: bool | None = None
+Spell = Callable[[int], str | None]
 
 
 def generate_routes() -> list[Route]:
@@ -97,7 +52,7 @@ def generate_routes() -> list[Route]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """A request, checked. prompts: of each sample. rids and params: of each sample, too. start_len:
-    log-probs of the prompt are returned from there on, -1 for none.
+    log-probs of the prompt are returned from there on, -1 for none. spell: the texts in their rows.
     """
 
     state: ServerState
@@ -109,6 +64,7 @@ class _Job:
     shows_special_tokens: list[bool]
     start_len: int
     num_top: int
+    spell: Spell
     started_at: float
 
 
@@ -132,7 +88,12 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
-    _refuse_unsupported(body)
+    if body.top_logprobs_num and not body.return_logprob:
+        raise ApiError(
+            400,
+            f"top_logprobs_num={body.top_logprobs_num} needs return_logprob=true",
+            param="top_logprobs_num",
+        )
     prompts, is_batch = await _prompts_of(state, body)
     sampling = body.sampling_params or SglangSampling()
     each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
@@ -159,6 +120,7 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
                 params[part][0],
                 n=_n_of(each[part][0]),
                 name=rids[part][0],
+                priority=body.priority or 0,
             )
             for part in parts
         ],
@@ -168,8 +130,13 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
         shows_special_tokens=_per_sample([p.skip_special_tokens is False for p in each], each),
         start_len=_start_len(body),
         num_top=body.top_logprobs_num or 0,
+        spell=state.texts.of if body.return_text_in_logprobs else _no_text,
         started_at=time.perf_counter(),
     )
+
+
+def _no_text(token_id: int) -> None:
+    return None
 
 
 def _n_of(sampling: SglangSampling) -> int:
@@ -189,6 +156,8 @@ def _start_len(body: GenerateBody) -> int:
 
 async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list[int]], bool]:
     """Return the ids of all prompts, and whether they were given as a batch."""
+    if body.input_ids is not None and body.text is not None:
+        raise ApiError(400, "give input_ids or text, not both", param="input_ids")
     ids: Any = body.input_ids
     kinds = {type(item) for item in ids or []}
     if len(kinds) > 1:
@@ -222,8 +191,8 @@ def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) ->
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         logit_bias=given.logit_bias,
-        include_stop_str_in_output=given.no_stop_trim,
-        structured_outputs=_grammar_of(given),
+        no_stop_trim=given.no_stop_trim,
+        stream_interval=given.stream_interval,
     )
     num_top = body.top_logprobs_num or 0
     params = sampling_params_of(
@@ -232,20 +201,10 @@ def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) ->
         max_tokens=given.max_new_tokens,
         num_logprobs=num_top if body.return_logprob else None,
         num_prompt_logprobs=None if _start_len(body) < 0 else num_top,
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
+        defaults=SamplingDefaults(),
     )
     return replace(params, logprobs_mode="temperature")
-
-
-def _grammar_of(given: SglangSampling) -> dict[str, Any] | None:
-    names = ("json_schema", "regex", "ebnf", "structural_tag")
-    return {name: value for name in names if (value := getattr(given, name))} or None
-
-
-def _refuse_unsupported(body: GenerateBody) -> None:
-    for name in ("lora_path", "image_data", "return_routed_experts", "return_hidden_states"):
-        value = getattr(body, name)
-        if value and value != [None]:
-            raise ApiError(400, f"{name} is not supported", param=name)
 
 
 # ---- the reply
@@ -279,9 +238,9 @@ def _meta_info(job: _Job, index: int, data: TokenData) -> dict[str, Any]:
         "completion_tokens": len(data.token_ids),
     }
     if job.params[index].return_log_probs:
-        meta["output_token_logprobs"] = _rows(data)
+        meta["output_token_logprobs"] = _rows(data, job.spell)
         if job.num_top:
-            meta["output_top_logprobs"] = _top_rows(data, job.num_top)
+            meta["output_top_logprobs"] = _top_rows(data, job.num_top, job.spell)
     return meta
 
 
@@ -292,21 +251,21 @@ def _input_logprobs(job: _Job, index: int, request: Request) -> dict[str, Any]:
     if start < 0:
         return {"input_token_logprobs": []}
     data = of_prompt(request)
-    lists: dict[str, Any] = {"input_token_logprobs": _rows(data)[start:]}
+    lists: dict[str, Any] = {"input_token_logprobs": _rows(data, job.spell)[start:]}
     if job.num_top:
-        lists["input_top_logprobs"] = _top_rows(data, job.num_top)[start:]
+        lists["input_top_logprobs"] = _top_rows(data, job.num_top, job.spell)[start:]
     return lists
 
 
-def _rows(data: TokenData) -> list[list[Any]]:
-    """Return [log-prob, id, None] for each token; SGLang may have a text in the third place."""
+def _rows(data: TokenData, spell: Spell) -> list[list[Any]]:
+    """Return [log-prob, id, what `spell` makes of the id] for each token."""
     pairs = zip(data.log_probs or [], data.token_ids, strict=True)
-    return [[None if lp is None else finite(lp), token_id, None] for lp, token_id in pairs]
+    return [[None if lp is None else finite(lp), i, spell(i)] for lp, i in pairs]
 
 
-def _top_rows(data: TokenData, num_top: int) -> list[Any]:
+def _top_rows(data: TokenData, num_top: int, spell: Spell) -> list[Any]:
     return [
-        None if top is None else [[finite(lp), i, None] for i, lp in list(top.items())[:num_top]]
+        top and [[finite(lp), i, spell(i)] for i, lp in list(top.items())[:num_top]]
         for top in data.top or []
     ]
 

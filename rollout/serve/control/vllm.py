@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -13,6 +13,7 @@ from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response
+from rollout.serve.fields import Fields, NoFields, neutral, refused
 from rollout.serve.limits import Access
 from rollout.serve.state import STATE, Route
 
@@ -22,19 +23,23 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _MODES = {mode.value: mode for mode in (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)}
 
 
-class StartBody(msgspec.Struct):
+PackedBuffers = Annotated[Any, neutral("it says how many buffers the sender fills in turn")]
+ResetExternal = Annotated[bool | None, refused("there is no cache outside of the engines")]
+
+
+class StartBody(Fields, kw_only=True):
     """is_checkpoint_format: whether tensors have the names and shapes of a checkpoint."""
 
     is_checkpoint_format: bool = True
 
 
-class AbortBody(msgspec.Struct):
+class AbortBody(Fields, kw_only=True):
     """request_ids: those to abort; all, if absent or empty."""
 
     request_ids: list[str] | None = None
 
 
-class InitInfo(msgspec.Struct):
+class InitInfo(Fields, kw_only=True):
     """How to join the trainer's group. backend: an addition of ours; None takes the server's."""
 
     master_address: str = ""
@@ -45,47 +50,86 @@ class InitInfo(msgspec.Struct):
     packed_buffer_size_bytes: int = 2**30
     backend: str | None = None
 
+    nccl_unique_id_b64: Annotated[Any, refused("give master_address and master_port")] = None
+    packed_num_buffers: PackedBuffers = None
 
-class InitBody(msgspec.Struct):
+
+class InitBody(Fields, kw_only=True):
     init_info: InitInfo
 
 
-class UpdateInfo(msgspec.Struct):
+class UpdateInfo(Fields, kw_only=True):
     """Tensors that are broadcast now. packed: older trainers say it here."""
 
-    names: list[str] = []
-    dtype_names: list[str] = []
-    shapes: list[list[int]] = []
+    names: list[str] = msgspec.field(default_factory=list)
+    dtype_names: list[str] = msgspec.field(default_factory=list)
+    shapes: list[list[int]] = msgspec.field(default_factory=list)
     packed: bool | None = None
     packed_buffer_size_bytes: int = 2**30
 
+    packed_num_buffers: PackedBuffers = None
 
-class UpdateBody(msgspec.Struct):
+
+class UpdateBody(Fields, kw_only=True):
     """Of vLLM's update: `update_info`. Of prime-rl's: `weight_dir`."""
 
     update_info: UpdateInfo | None = None
     weight_dir: str | None = None
 
 
-class FinishBody(msgspec.Struct):
+class FinishBody(Fields, kw_only=True):
     weight_version: str | None = None
 
 
-class VersionBody(msgspec.Struct):
+class VersionBody(Fields, kw_only=True):
+    """abort_all_requests: of SGLang, which has the same path."""
+
     new_version: str
+    abort_all_requests: bool = False
 
 
-class CheckerBody(msgspec.Struct):
+class CheckerBody(Fields, kw_only=True):
     action: str = "checksum"
 
+    baseline: Annotated[Any, refused("compare the checksums of two answers yourself")] = None
 
-class ResetBody(msgspec.Struct):
+
+class ResetBody(Fields, kw_only=True):
     """SkyRL sends here what vLLM takes as query."""
 
     reset_running_requests: bool = False
 
+    reset_external: ResetExternal = None
 
-_post, _get = partial(Route, method="POST", access=Access.ADMIN), partial(Route, method="GET")
+
+class PauseQuery(Fields, kw_only=True):
+    mode: str | None = None
+    clear_cache: str | None = None
+
+
+class SleepQuery(Fields, kw_only=True):
+    level: str | None = None
+    mode: str | None = None
+
+
+class WakeQuery(Fields, kw_only=True):
+    """tags: may be given several times."""
+
+    tags: str | None = None
+
+
+class ResetQuery(Fields, kw_only=True):
+    reset_running_requests: str | None = None
+
+    reset_external: ResetExternal = None
+
+
+class WorldSizeQuery(Fields, kw_only=True):
+    include_dp: Annotated[Any, neutral("a server is one rank of a trainer's group")] = None
+
+
+_post = partial(Route, method="POST", access=Access.ADMIN, body=NoFields, query=NoFields)
+_get = partial(Route, method="GET")
 
 
 def vllm_routes() -> list[Route]:
@@ -95,7 +139,12 @@ def vllm_routes() -> list[Route]:
 
 def _pause_routes() -> list[Route]:
     return [
-        _post(path="/pause", handler=_pause, summary="Stop the engines at their next step"),
+        _post(
+            path="/pause",
+            handler=_pause,
+            query=PauseQuery,
+            summary="Stop the engines at their next step",
+        ),
         _post(path="/resume", handler=_resume, summary="End a pause"),
         _get(path="/is_paused", handler=_is_paused, summary="Whether a pause is in force"),
         _post(
@@ -104,8 +153,13 @@ def _pause_routes() -> list[Route]:
             body=AbortBody,
             summary="Answer requests with the tokens that they have",
         ),
-        _post(path="/sleep", handler=_sleep, summary="Pause and release memory"),
-        _post(path="/wake_up", handler=_wake_up, summary="Restore memory and end the pause"),
+        _post(path="/sleep", handler=_sleep, query=SleepQuery, summary="Pause, release memory"),
+        _post(
+            path="/wake_up",
+            handler=_wake_up,
+            query=WakeQuery,
+            summary="Restore memory and end the pause",
+        ),
         _get(path="/is_sleeping", handler=_is_sleeping, summary="Whether the server sleeps"),
         _post(
             path="/release_kv_cache_memory",
@@ -116,6 +170,7 @@ def _pause_routes() -> list[Route]:
             path="/reset_prefix_cache",
             handler=_reset_prefix_cache,
             body=ResetBody,
+            query=ResetQuery,
             summary="Forget cached prefixes",
         ),
     ]
@@ -123,7 +178,12 @@ def _pause_routes() -> list[Route]:
 
 def _weight_routes() -> list[Route]:
     return [
-        _get(path="/get_world_size", handler=_world_size, summary="Ranks in a trainer's group"),
+        _get(
+            path="/get_world_size",
+            handler=_world_size,
+            query=WorldSizeQuery,
+            summary="Ranks in a trainer's group",
+        ),
         _get(path="/weight_info", handler=_weight_info, summary="Label of the weights"),
         _post(
             path="/update_weight_version",
@@ -238,6 +298,8 @@ async def _weight_info(request: web.Request, body: Any) -> web.Response:
 
 
 async def _update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
+    if body.abort_all_requests:
+        request.app[STATE].live.abort()
     await request.app[CONTROL].transfer.relabel(body.new_version)
     return json_response({"success": True, "new_version": body.new_version})
 

@@ -16,6 +16,7 @@ from rollout.serve.errors import ApiError, json_response
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
+    check_stream_options,
     new_id,
     now,
     priority_of,
@@ -38,7 +39,13 @@ from rollout.serve.openai.token_data import (
     spelling,
 )
 from rollout.serve.openai.tokenizer import chat_ids
-from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.sampling import (
+    check_length,
+    default_max_tokens,
+    salt_of,
+    sampling_params_of,
+    truncation_of,
+)
 from rollout.serve.schemas import ChatBody
 from rollout.serve.state import STATE, Route, ServerState
 from rollout.tool_calls import Reply, ReplyReader
@@ -97,9 +104,11 @@ class _Job:
 async def _job_of(state: ServerState, body: ChatBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
     check_model(state, body.model)
-    prompt = body.prompt_token_ids or await chat_ids(state, body, max_tokens=state.max_model_len)
-    if not prompt:
-        raise ApiError(400, "the conversation has no token", param="messages")
+    check_stream_options(body.stream, body.stream_options)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(
+            400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs"
+        )
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
@@ -107,6 +116,9 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         raise ApiError(400, f"max_tokens={max_tokens} must be at least 1", param="max_tokens")
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
+    prompt = await _prompt_of(state, body, max_tokens)
+    if max_tokens is None:
+        max_tokens = default_max_tokens(state, len(prompt))
     check_length(state, len(prompt), max_tokens)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     needs_logprobs = 0 if body.return_tokenized_data else None
@@ -117,10 +129,11 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         num_logprobs=needs_logprobs if num_top is None else num_top,
         num_prompt_logprobs=body.prompt_logprobs,
         with_ranks=body.prompt_logprobs is not None,
-        cache_salt=body.cache_salt,
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
     )
     reading = reading_of(state, body, prompt)
-    reply_id = new_id("chatcmpl", body.request_id)
+    request_id = body.request_id or body.rid
+    reply_id = new_id("chatcmpl", request_id)
     return _Job(
         state=state,
         body=body,
@@ -133,11 +146,24 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
             [prompt],
             params,
             n=1 if body.n is None else body.n,
-            name=body.request_id or reply_id,
+            name=request_id or reply_id,
             priority=priority_of(body.priority),
         ),
         head={"id": reply_id, "created": now(), "model": body.model or state.served_name},
     )
+
+
+async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None) -> list[int]:
+    """Return the ids of the conversation. Raises ApiError."""
+    cut = truncation_of(state, body, max_tokens)
+    prompt = body.prompt_token_ids or body.input_ids
+    if not prompt:
+        prompt = await chat_ids(
+            state, body, max_tokens=state.max_model_len if cut is None else None
+        )
+    if not prompt:
+        raise ApiError(400, "the conversation has no token", param="messages")
+    return prompt if cut is None else prompt[cut]
 
 
 # ---- the reply

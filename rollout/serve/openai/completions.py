@@ -17,6 +17,7 @@ from rollout.serve.errors import ApiError, json_response
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
+    check_stream_options,
     new_id,
     now,
     priority_of,
@@ -36,7 +37,7 @@ from rollout.serve.openai.token_data import (
     prompt_logprobs,
     spelling,
 )
-from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.sampling import check_length, salt_of, sampling_params_of, truncation_of
 from rollout.serve.schemas import CompletionBody, PromptField
 from rollout.serve.state import STATE, Route, ServerState
 
@@ -92,8 +93,9 @@ class _Job:
 async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
     check_model(state, body.model)
+    check_stream_options(body.stream, body.stream_options)
     max_tokens = _max_tokens(body)
-    prompts, texts = await _prompts_of(state, body)
+    prompts, texts = await _prompts_of(state, body, max_tokens)
     for prompt in prompts:
         check_length(state, len(prompt), max_tokens)
     # The prompt's own log-probs are part of those of an echo.
@@ -108,9 +110,10 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
         num_logprobs=body.logprobs,
         num_prompt_logprobs=num_scores,
         with_ranks=body.prompt_logprobs is not None,
-        cache_salt=body.cache_salt,
+        cache_salt=salt_of(body.cache_salt, body.extra_key),
     )
-    reply_id = new_id("cmpl", body.request_id)
+    request_id = body.request_id or body.rid
+    reply_id = new_id("cmpl", request_id)
     return _Job(
         state=state,
         body=body,
@@ -125,7 +128,7 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
             prompts,
             params,
             n=1 if body.n is None else body.n,
-            name=body.request_id or reply_id,
+            name=request_id or reply_id,
             priority=priority_of(body.priority),
         ),
         head={
@@ -149,21 +152,23 @@ def _max_tokens(body: CompletionBody) -> int:
 
 
 async def _prompts_of(
-    state: ServerState, body: CompletionBody
+    state: ServerState, body: CompletionBody, max_tokens: int
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Return the ids of all prompts, and the texts of those that are texts."""
+    """Return the ids of all prompts, and the texts of those that are texts, and not truncated."""
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
     texts: list[str | None] = [prompt if isinstance(prompt, str) else None for prompt in given]
-    num_kept = max(0, body.truncate_prompt_tokens or 0)
+    cut = truncation_of(state, body, max_tokens)
     prompts: list[list[int]] = given
     if given and None not in texts:
         prompts = await state.texts.encode(
             given,
             add_special_tokens=body.add_special_tokens is not False,
-            max_tokens=None if num_kept else state.max_model_len,
+            max_tokens=state.max_model_len if cut is None else None,
         )
-    if num_kept:
-        prompts = [ids[-num_kept:] for ids in prompts]
+    if cut is not None:
+        whole, prompts = prompts, [ids[cut] for ids in prompts]
+        pairs = zip(whole, prompts, texts, strict=True)
+        texts = [text if len(ids) == len(kept) else None for ids, kept, text in pairs]
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give it at least one token", param="prompt")
     return prompts, texts

@@ -147,6 +147,12 @@ def priority_of(given: int | None) -> int:
     return -(given or 0)
 
 
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Raise ApiError for options of a stream that is not asked for."""
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options need stream=true", param="stream_options")
+
+
 async def stream_reply(
     request: web.Request,
     generation: Generation,

@@ -77,19 +77,50 @@ async def chat_ids(
             param="chat_template",
         )
     template = state.template or ChatTemplate("", {})
+    _check_template_reads(body, body.chat_template or template.source)
     text = template.render(
         body.messages,
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         template=body.chat_template,
-        variables=body.chat_template_kwargs,
+        variables=_template_variables(body),
     )
     # The template writes special tokens itself.
     (ids,) = await state.texts.encode(
         [text], add_special_tokens=bool(body.add_special_tokens), max_tokens=max_tokens
     )
     return ids
+
+
+def _check_template_reads(body: ChatBody | TokenizeBody, source: str) -> None:
+    """Raise ApiError for what the template would leave out of the conversation."""
+    if body.documents and "documents" not in source:
+        raise ApiError(
+            400,
+            "documents are not read by the chat template; write them into messages",
+            param="documents",
+        )
+    effort = body.reasoning_effort
+    is_read = "reasoning_effort" in source or "enable_thinking" in source
+    if effort is not None and effort != "none" and not is_read:
+        raise ApiError(
+            400,
+            f"reasoning_effort={effort!r} is not read by the chat template; leave it out",
+            param="reasoning_effort",
+        )
+
+
+def _template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Return what a conversation's template gets beside messages and tools, as vLLM names it."""
+    variables: dict[str, Any] = {}
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if (effort := body.reasoning_effort) is not None:
+        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    thinking = (body.chat_template_kwargs or {}).get("enable_thinking")
+    variables = {**(body.chat_template_kwargs or {}), **variables}
+    return variables if thinking is None else {**variables, "enable_thinking": thinking}
 
 
 async def _detokenize(request: web.Request, body: DetokenizeBody) -> web.Response:

@@ -12,6 +12,7 @@ from rollout.serve.errors import ApiError, json_response
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
+    check_stream_options,
     new_id,
     now,
     priority_of,
@@ -28,7 +29,7 @@ from rollout.serve.openai.token_data import (
     prompt_logprobs,
     token_logprobs,
 )
-from rollout.serve.sampling import check_length, sampling_params_of
+from rollout.serve.sampling import check_length, default_max_tokens, sampling_params_of
 from rollout.serve.schemas import GenerateBody
 from rollout.serve.state import STATE, Route, ServerState
 
@@ -88,12 +89,15 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 def _generation_of(state: ServerState, body: GenerateBody, name: str) -> Generation:
     """Check a request. Raises ApiError and InvalidRequestError."""
     check_model(state, body.model)
+    check_stream_options(body.stream, body.stream_options)
     if not body.token_ids:
         raise ApiError(400, "token_ids is empty; give at least one", param="token_ids")
     fields = body.sampling_params
     max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
     if max_tokens is not None and max_tokens < 1:
         raise ApiError(400, f"max_tokens={max_tokens} must be at least 1", param="max_tokens")
+    if max_tokens is None:
+        max_tokens = default_max_tokens(state, len(body.token_ids))
     if body.stream and fields.prompt_logprobs is not None:
         raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
     check_length(state, len(body.token_ids), max_tokens)

@@ -1,4 +1,4 @@
-"""What goes wrong in a part of gpu-check: ROLLOUT_FAKE_FAULTS maps parts to faults, as JSON."""
+"""Faults of a part of gpu-check: ROLLOUT_FAKE_FAULTS maps parts to faults, as JSON."""
 
 from __future__ import annotations
 

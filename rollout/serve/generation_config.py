@@ -1,0 +1,59 @@
+"""SamplingDefaults: fields that a client leaves out, by the model's generation_config.json."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+from rollout.errors import ConfigError
+from rollout.json_files import object_if_there
+from rollout.ranges import Fraction, Interval, NonNegativeInt, PositiveInt, check_fields
+from rollout.sampling_params import Temperature
+
+_logger = logging.getLogger(__name__)
+
+GENERATION_CONFIGS = ("vllm", "auto")
+_FILE = "generation_config.json"
+_MAX_TOKENS = "max_new_tokens"  # the file's name of max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of fields that a request leaves out; without a file the neutral ones. max_tokens: of
+    chats and of tokens in and out; None is as many as the context takes.
+    """
+
+    temperature: Temperature = 1.0
+    top_p: Annotated[float, Interval(0.0, 1.0)] = 1.0
+    top_k: NonNegativeInt = 0
+    min_p: Fraction = 0.0
+    repetition_penalty: Annotated[float, Interval(0.01, 100.0)] = 1.0
+    presence_penalty: Annotated[float, Interval(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Interval(-2.0, 2.0)] = 0.0
+    max_tokens: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
+    """Return the defaults: neutral ones for "vllm", those of the model's directory for "auto".
+    Raises ConfigError for a file with values out of range.
+    """
+    if generation_config == "vllm" or directory is None:
+        return SamplingDefaults()
+    config = object_if_there(Path(directory) / _FILE)
+    names = {field.name: field.name for field in fields(SamplingDefaults)}
+    names["max_tokens"] = _MAX_TOKENS
+    given = {ours: config[name] for ours, name in names.items() if config.get(name) is not None}
+    try:
+        defaults = SamplingDefaults(**given)
+    except ConfigError as fault:
+        raise ConfigError(
+            f"{directory}/{_FILE}: {fault}; mend it, or set generation_config='vllm'"
+        ) from fault
+    if given:
+        _logger.info("requests that leave a field out get that of %s: %s", _FILE, given)
+    return defaults

@@ -1,0 +1,48 @@
+"""Lines of files that must be UTF-8, and strings that UTF-8 cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def decode_line(line: bytes) -> str:
+    """Return the text of a line, without a byte order mark at its start, as Windows writes one.
+
+    Raises ValueError, whose text says what is wrong and the remedy, for what is no UTF-8.
+    """
+    try:
+        return line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if line.startswith(_UTF16_MARKS) else "LATIN1"
+        raise ValueError(
+            f"is not UTF-8: its byte {error.start + 1} is 0x{line[error.start]:02x}; save the file "
+            f"as UTF-8, for example with iconv -f {encoding} -t UTF-8"
+        ) from error
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """Return a string in `value`, of JSON's types, that holds half a surrogate pair; else None.
+
+    Python's JSON reads the escape \\ud83d as such a string. No tokenizer and no file takes it.
+    """
+    if isinstance(value, str):
+        return None if value.isascii() or _is_unicode(value) else value
+    if isinstance(value, Mapping):
+        parts = (*value.keys(), *value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = tuple(value)
+    else:
+        return None
+    return next((found for part in parts if (found := lone_surrogate(part)) is not None), None)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

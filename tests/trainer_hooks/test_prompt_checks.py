@@ -1,0 +1,112 @@
+"""All rows of a source are checked before a job begins: refused by name, or skipped and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from tests.trainer_hooks.test_prompt_sources import write_lines
+from trainer_hooks.prompt_checks import CheckedWhenRead, PromptCheck, check_rows, place_of
+from trainer_hooks.prompt_ledger import as_prompt_item
+from trainer_hooks.prompt_sources import JsonlPrompts
+
+
+def letters(texts: Sequence[str]) -> list[list[int]]:
+    """One token for each letter."""
+    return [[ord(letter) - ord("a") for letter in text.replace(" ", "")] for text in texts]
+
+
+CHECK = PromptCheck(encode_all=letters, vocab_size=26, max_sequence_length=6)
+BAD_LINES = [
+    ('{"prompt": ""}', "is ''"),
+    ('{"prompt": null}', "is None"),
+    ('{"answer": "a"}', "no column 'prompt'"),
+    ('{"prompt": "abcdef"}', "6 tokens leaves no room to answer in engine.max_sequence_length=6"),
+    ('{"prompt": "  "}', "the prompt is empty: it has no token"),
+    ('{"prompt": [3, 26]}', r"token ids must be in \[0, 26\); these are in \[3, 26\]"),
+    ('{"prompt": [-1]}', r"token ids must be in \[0, 26\)"),
+    ('{"prompt": "a", "answer": "\\ud83d"}', "half a surrogate pair"),
+    ('{"prompt": "a"', "is not JSON"),
+    ("[]", "is a list; an object is wanted"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_row_is_named_by_file_and_line_at_load_time(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = write_lines(tmp_path / "p.jsonl", '{"prompt": "abc"}\n', "\n", line + "\n")
+    match = rf"p\.jsonl, line 3.*{message}.*data\.on_bad_row=skip"
+    with pytest.raises(ConfigError, match=match):
+        check_rows(JsonlPrompts(path), CHECK, "refuse", "data")
+
+
+def test_bad_rows_are_skipped_and_counted_where_the_settings_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [line for bad, _ in BAD_LINES for line in (bad + "\n", '{"prompt": "good"}\n')]
+    path = write_lines(tmp_path / "p.jsonl", *lines)
+    with caplog.at_level(logging.WARNING):
+        checked = check_rows(JsonlPrompts(path), CHECK, "skip", "data")
+    assert [checked.rows[i].prompt for i in range(len(checked.rows))] == ["good"] * len(BAD_LINES)
+    assert len(set(checked.keys)) == 1
+    assert checked.num_skipped == len(BAD_LINES)
+    (record,) = caplog.records
+    assert "data: 10 of 20 rows are bad and skipped" in record.getMessage()
+    assert "and 7 more bad rows" in record.getMessage()
+    assert place_of(checked.rows, 2) == f"{path}, line 6"
+
+
+def test_a_source_without_a_good_row_is_refused_also_where_rows_are_skipped() -> None:
+    with pytest.raises(ConfigError, match="data has no row to train on, all 2 are bad: row 0"):
+        check_rows(["", ""], CHECK, "skip", "data")
+
+
+def test_good_rows_are_read_as_they_are() -> None:
+    rows = ["a", {"prompt": [1, 2], "answer": None}]
+    checked = check_rows(rows, CHECK, "refuse", "data")
+    assert (checked.rows, checked.num_skipped) == (rows, 0)
+    assert len(set(checked.keys)) == 2
+
+
+@pytest.mark.parametrize("answer", [None, True, ["17"], {"value": 17}])
+def test_the_answers_of_a_warm_up_are_texts_or_numbers(answer: Any) -> None:
+    check = PromptCheck(encode_all=letters, answer_column="answer")
+    rows = [{"prompt": "a", "answer": good} for good in ("17", 17, 1.5)]
+    assert check_rows(rows, check, "refuse", "data").num_skipped == 0
+    with pytest.raises(ConfigError, match=r"row 3 .*'answer', which is .* text or a number"):
+        check_rows([*rows, {"prompt": "a", "answer": answer}], check, "refuse", "data")
+    with pytest.raises(ConfigError, match=r"row 3 .*has hint; set warmup\.answer_column"):
+        check_rows([*rows, {"prompt": "a", "hint": ""}], check, "refuse", "data")
+
+
+def test_rows_that_a_program_makes_are_checked_when_read_and_replaced_by_the_next_good_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = CheckedWhenRead(["a", "", "abcdefgh", "b"], CHECK)
+    with caplog.at_level(logging.WARNING):
+        assert [rows[i].prompt for i in range(len(rows))] == ["a", "b", "b", "b"]
+    assert "row 2 of the prompts: a prompt of 8 tokens" in caplog.text
+    with pytest.raises(IndexError):
+        rows[4]
+    with pytest.raises(ConfigError, match="2 rows in turn are bad: row 0 of the prompts"):
+        CheckedWhenRead(["", ""], CHECK)[0]
+
+
+def test_checks_encode_prompts_in_batches() -> None:
+    calls = []
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        calls.append(len(texts))
+        return letters(texts)
+
+    check = PromptCheck(encode_all=encode, max_sequence_length=6)
+    assert len(check_rows(["abc"] * 1000, check, "refuse", "data").keys) == 1000
+    assert sum(calls) == 1000
+    assert len(calls) < 5
+    assert check.faults([as_prompt_item([1, 2])]) == [None]

@@ -1,0 +1,177 @@
+"""Rows of files and datasets as prompts: bytes, surrogates, messages, templates that refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError
+from tests.trainer_hooks.test_prompt_sources import MESSAGES, joined, write_parquet
+from trainer_hooks.chat_format import ChatFormat
+from trainer_hooks.prompt_ledger import PromptItem, PromptLedger
+from trainer_hooks.prompt_sources import DatasetPrompts, JsonlPrompts, ParquetPrompts
+
+CALL = {"function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+OTHER_CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+CONVERSATIONS = [
+    [{"role": "user", "content": "Bonn?"}, {"role": "assistant", "tool_calls": [CALL]}],
+    [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "tool_calls": [OTHER_CALL]}],
+    [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}],
+]
+
+
+def as_json(messages: Any) -> str:
+    """A template that shows all that a message has."""
+    return json.dumps(messages)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"prompt": "é"}\n'.encode("latin1"),
+            "line 1 is not UTF-8: its byte 13 is 0xe9; .*LATIN1",
+        ),
+        (b'{"prompt": "a"}\n{"prompt": "\xed\xa0\xbd"}\n', "line 2 is not UTF-8: its byte 13"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "line 1 is not UTF-8: its byte 1 .* -f UTF-16"),
+        (b'{"prompt": "\\ud83d!"}\n', r"line 1 holds half a surrogate pair, '\\ud83d!'"),
+        (b'{"prompt": "a", "answer": ["\\ud83d"]}\n', "line 1 holds half a surrogate pair"),
+        (b'{"prompt": "a", "\\ud83d": 1}\n', "line 1 holds half a surrogate pair"),
+    ],
+)
+def test_jsonl_that_is_no_utf_8_text_is_refused_with_its_line_and_the_remedy(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"p\.jsonl, {message}"):
+        list(JsonlPrompts(tmp_path / "p.jsonl"))
+
+
+def test_jsonl_with_a_byte_order_mark_and_whole_surrogate_pairs_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "\\ud83d\\ude00"}\r\n{"prompt": "\xc3\xa9"}\r\n')
+    assert [item.prompt for item in JsonlPrompts(path)] == ["😀", "é"]
+    path.write_bytes(b"\xef\xbb\xbf\n" + b'{"prompt": "a"}\n')
+    assert [item.prompt for item in JsonlPrompts(path)] == ["a"]
+
+
+def test_parts_of_text_become_the_content_and_other_parts_are_refused(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 2"}]
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}]}))
+    assert JsonlPrompts(path, chat_template=joined)[0].prompt == joined(MESSAGES)
+    parts += [{"type": "image", "image": "picture.png"}]
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}]}))
+    with pytest.raises(ConfigError, match=r"line 1.*part \{'type': 'image'.*text only"):
+        JsonlPrompts(path, chat_template=joined)[0]
+
+
+def test_messages_of_arrow_have_the_keys_of_their_own_row_alone(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": messages, "answer": "x"} for messages in CONVERSATIONS]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_json = [json.loads(item.prompt) for item in JsonlPrompts(path, chat_template=as_json)]
+    assert of_json == CONVERSATIONS
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist(rows)
+    filled = table.slice(0, 1).to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]
+    assert filled == {"city": "Bonn", "a": None, "b": None}, "Arrow has filled in the keys"
+    parquet = write_parquet(tmp_path / "p.parquet", rows)
+    for prompts in (
+        ParquetPrompts(parquet, chat_template=as_json),
+        DatasetPrompts(datasets.Dataset(table), chat_template=as_json),
+    ):
+        own = [json.loads(item.prompt) for item in prompts]
+        for messages in own:  # Arrow cannot tell a missing content from one that is null
+            assert messages[1].pop("content", None) in (None, "Hi")
+        expected = [
+            [m[0], {k: v for k, v in m[1].items() if k != "content"}] for m in CONVERSATIONS
+        ]
+        assert own == expected
+
+
+def test_arguments_of_a_tool_call_as_json_text_become_an_object_with_its_nulls(
+    tmp_path: Path,
+) -> None:
+    call = {"function": {"name": "weather", "arguments": '{"city": "Bonn", "unit": null}'}}
+    messages = [{"role": "assistant", "content": None, "name": None, "tool_calls": [call]}]
+    path = write_parquet(tmp_path / "p.parquet", [{"prompt": messages}])
+    (read,) = json.loads(str(ParquetPrompts(path, chat_template=as_json)[0].prompt))
+    assert read["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn", "unit": None}
+    assert "name" not in read
+
+
+def test_a_template_that_refuses_a_row_is_named_with_file_and_line(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        chat_template="{% for m in messages %}{% if m.role == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}{{ m.content }}{% endfor %}",
+    )
+    system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (MESSAGES, system)))
+    for template in (tokenizer, ChatFormat(tokenizer)):
+        prompts = JsonlPrompts(path, chat_template=template)
+        assert prompts[0].prompt == "2 + 2"
+        with pytest.raises(ConfigError, match=r"p\.jsonl, line 2.*System role not supported"):
+            prompts[1]
+
+
+# ---- IterableDataset
+
+
+def test_an_iterable_dataset_is_read_once_and_resumed_as_a_list_of_its_rows() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(20)]
+    streams = [
+        datasets.Dataset.from_list(rows).to_iterable_dataset(),
+        datasets.IterableDataset.from_generator(lambda: iter(rows)),
+    ]
+    for stream in streams:
+        prompts = DatasetPrompts(stream)
+        assert list(prompts) == [PromptItem(f"p{i}", {"answer": i}) for i in range(20)]
+        for source in (prompts, stream):
+            first, whole = PromptLedger(source, seed=3), PromptLedger(rows, seed=3)
+            orders = [[ledger.issue() for _ in range(30)] for ledger in (first, whole)]
+            assert orders[0] == orders[1], "the order of rows by number"
+            for ticket in orders[0][:25]:
+                first.consume(ticket)
+            resumed = PromptLedger(source, seed=3)
+            resumed.load_state_dict(first.state_dict())
+            assert [resumed.issue() for _ in range(5)] == orders[0][25:]
+
+
+def test_an_iterable_dataset_that_may_never_end_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("trainer_hooks.prompt_ledger.MAX_ITERATED_ROWS", 5)
+
+    def endless() -> Any:
+        while True:
+            yield {"prompt": "again"}
+
+    stream = datasets.IterableDataset.from_generator(endless)
+    for open_rows in (DatasetPrompts, PromptLedger):
+        with pytest.raises(ConfigError, match=r"IterableDataset .*may never end.*take\(n\)"):
+            open_rows(stream)
+    assert len(DatasetPrompts(stream.take(5))) == 5
+
+
+def test_splits_of_a_dataset_in_memory_are_chosen_by_name() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"prompt": "a"}])
+    for splits in (
+        datasets.DatasetDict({"train": rows}),
+        datasets.IterableDatasetDict({"train": rows.to_iterable_dataset()}),
+    ):
+        assert DatasetPrompts(splits, split="train")[0].prompt == "a"
+        with pytest.raises(ConfigError, match="holds the splits train; split=None"):
+            DatasetPrompts(splits)

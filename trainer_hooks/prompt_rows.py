@@ -1,0 +1,151 @@
+"""A row of a file or dataset as a PromptItem: its prompt, through a chat template, and columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.utf8_lines import lone_surrogate
+from trainer_hooks.chat_format import ChatFormat, ChatTemplate
+from trainer_hooks.prompt_ledger import PromptItem
+
+_MAX_SHOWN = 60  # characters of a prompt in an error
+
+
+def as_item(
+    values: Mapping[str, Any],
+    prompt_column: str,
+    template: ChatTemplate | None,
+    place: str,
+    *,
+    is_arrow: bool = False,
+) -> PromptItem:
+    """Return a row as a PromptItem. `place`: how errors name the row.
+
+    `is_arrow`: the row comes from Arrow, where every object of a column has the keys that any of
+    them has, with null for those that it had not. Within tool calls such keys are left out.
+    Raises ConfigError for a row without a prompt, for one that its chat template refuses, and for
+    half a surrogate pair in any of its columns.
+    """
+    if prompt_column not in values:
+        raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
+    if (text := lone_surrogate(values)) is not None:
+        raise ConfigError(
+            f"{place} holds half a surrogate pair, {_shown(text)}, which is no text; write the "
+            "whole character, or leave it out"
+        )
+    columns = {name: value for name, value in values.items() if name != prompt_column}
+    scoring = columns.get("reward_model")
+    if isinstance(scoring, Mapping) and "ground_truth" in scoring:
+        columns.setdefault("ground_truth", scoring["ground_truth"])
+    prompt, place = values[prompt_column], f"{place}, column {prompt_column!r}"
+    if _are_messages(prompt):
+        prompt = [_plain_message(message, place, is_arrow) for message in prompt]
+    if isinstance(template, ChatFormat) and isinstance(prompt, str) and prompt:
+        prompt = template.messages(prompt)
+    if isinstance(template, ChatFormat) and _are_messages(prompt):
+        columns["messages"] = template.messages(prompt)
+    return PromptItem(_as_prompt(prompt, template, place), columns)
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and "role" in message
+            and not message.keys().isdisjoint(("content", "tool_calls"))
+            for message in value
+        )
+    )
+
+
+def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
+    """Return a chat message as templates expect it, and as the server's chat route renders it.
+
+    Keys that are null are left out, parts of text become one text, and the arguments of tool calls
+    become objects. Raises ConfigError for parts that are no text.
+    """
+    plain = {
+        name: value for name, value in message.items() if value is not None or name == "content"
+    }
+    if isinstance(content := plain.get("content"), list):
+        plain["content"] = "".join(_text_of(part, place) for part in content)
+    if isinstance(calls := plain.pop("tool_calls", None), list) and calls:
+        # A JSON text of arguments has the nulls that somebody wrote.
+        plain["tool_calls"] = [
+            _with_object(_without_nulls(call) if is_arrow else call) for call in calls
+        ]
+    return plain
+
+
+def _text_of(part: Any, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ConfigError(
+        f"{place} holds the part {_shown(part)} in a message; the engine has models of text only: "
+        "give the message a text, or parts of type text"
+    )
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call whose arguments are an object, where they are the JSON of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return `value` without the keys of objects that are null."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
+def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | Sequence[int]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+            return value
+        if _are_messages(value):
+            if template is None:
+                raise ConfigError(
+                    f"{place} holds chat messages; pass chat_template, a callable or a "
+                    "transformers tokenizer"
+                )
+            return _rendered(value, template, place)
+    raise ConfigError(
+        f"{place} is {_shown(value)}; text, token ids or messages with role and content are wanted"
+    )
+
+
+def _rendered(
+    messages: list[dict[str, Any]], template: ChatTemplate, place: str
+) -> str | Sequence[int]:
+    try:
+        return template(messages)
+    except Exception as error:  # a template is a program; it raises anything
+        raise ConfigError(
+            f"{place}: the chat template refuses the messages {_shown(messages)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
