@@ -28,6 +28,7 @@ from rollout.serve.page.feed import FleetFeed
 from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
+from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
 from rollout.tool_calls import UNKNOWN, format_of
 
@@ -82,6 +83,7 @@ class Server:
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
         template = load_template(directory, config.chat_template)
+        texts = TokenTexts(llm.tokenizer, config.max_text_characters)
         self.state = ServerState(
             llm=llm,
             config=config,
@@ -96,7 +98,8 @@ class Server:
             live=LiveRequests(
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
-            texts=TokenTexts(llm.tokenizer, config.max_text_characters),
+            texts=texts,
+            tag_tokenizers=TagTokenizers(texts),
             sampling_defaults=sampling_defaults(directory, config.generation_config),
             template=template,
             reply_format=format_of(

@@ -20,6 +20,7 @@ from rollout.serve.openai.chat_template import ChatTemplate
 from rollout.serve.page.feed import FleetFeed
 from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
+from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
 from rollout.tool_calls import ReplyFormat
 
@@ -40,6 +41,7 @@ class ServerState:
     turnstile: Turnstile
     live: LiveRequests
     texts: TokenTexts
+    tag_tokenizers: TagTokenizers
     sampling_defaults: SamplingDefaults
     template: ChatTemplate | None
     reply_format: ReplyFormat

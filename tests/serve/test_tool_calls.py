@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout import ConfigError, SamplingParams, ServeConfig
 from rollout.generated_text import StreamedText
-from rollout.serve.openai.reply_reading import TagTokenizer, special_tags
+from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
 from rollout.text import as_tokenizer
 from rollout.tool_calls import (
@@ -111,12 +111,12 @@ def wrong_with_special_tokens(written: Written) -> list[str]:
     """Read a reply token by token whose tags are special tokens, which other texts leave out."""
     tokenizer = as_tokenizer(tokenizer_with(written.tags))
     reply_format = chosen(written)
-    texts = TokenTexts(tokenizer, 1000)
-    special = special_tags(texts, reply_format.markers)
+    tags = TagTokenizers(TokenTexts(tokenizer, 1000)).of(reply_format.markers)
+    assert tags is not None
+    special = tags.tags
     assert special == frozenset(written.tags) & reply_format.markers
-    assert special
     text = written.thought("Hm.") + written.following("Well.", [WEATHER, ADD]) + END
-    streamed = StreamedText(TagTokenizer(texts, special), SamplingParams())
+    streamed = StreamedText(tags, SamplingParams())
     pieces = [streamed.push([token_id]) for token_id in tokenizer.encode(text)]
     expected = ("Well.", "Hm.", [WEATHER, ADD])
     return [

@@ -9,8 +9,7 @@ from typing import Any
 from rollout.serve.errors import ApiError
 from rollout.serve.schemas import ChatBody
 from rollout.serve.state import ServerState
-from rollout.serve.token_texts import TokenTexts
-from rollout.text import Tokenizer
+from rollout.serve.tag_tokenizers import TagTokenizer
 from rollout.tool_calls import Reply, ReplyFormat, ReplyReader, format_of
 
 _NUM_LAST = 32  # tokens of a prompt in which it begins a reply
@@ -20,21 +19,21 @@ _NUM_LAST = 32  # tokens of a prompt in which it begins a reply
 class ReplyReading:
     """How the replies to one request are read.
 
-    tokenizer: what decodes them; None: that of other texts. special: tags that are special tokens,
-    which are no content. begun: markup that the prompt has begun.
+    tokenizer: what decodes them, with tags that are special tokens; None: that of other texts.
+    begun: markup that the prompt has begun.
     """
 
     reply_format: ReplyFormat
     tools: Sequence[Any]
-    tokenizer: Tokenizer | None
-    special: frozenset[str]
+    tokenizer: TagTokenizer | None
     begun: str
     max_calls: int | None
 
     def reader(self) -> ReplyReader:
         """Return a reader for one reply."""
+        special = () if self.tokenizer is None else self.tokenizer.tags
         reader = ReplyReader(
-            self.reply_format, self.tools, special=self.special, max_calls=self.max_calls
+            self.reply_format, self.tools, special=special, max_calls=self.max_calls
         )
         reader.push(self.begun)
         return reader
@@ -65,16 +64,14 @@ def reading_of(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Rep
         reply_format = reply_format.without_thoughts()
     if not reply_format.markers:
         return None
-    texts, shows_all = state.texts, body.skip_special_tokens is False
-    special = frozenset[str]() if shows_all else special_tags(texts, reply_format.markers)
+    shows_all = body.skip_special_tokens is False
+    tokenizer = None if shows_all else state.tag_tokenizers.of(reply_format.markers)
+    last = state.texts.verbatim.decode(prompt[-_NUM_LAST:])
     return ReplyReading(
         reply_format=reply_format,
         tools=tools,
-        tokenizer=TagTokenizer(texts, special) if special else None,
-        special=special,
-        begun=reply_format.begun_by(
-            texts.verbatim.decode(prompt[-_NUM_LAST:]), _continued(body) or ""
-        ),
+        tokenizer=tokenizer,
+        begun=reply_format.begun_by(last, _continued(body)),
         max_calls=1 if body.parallel_tool_calls is False else None,
     )
 
@@ -90,42 +87,7 @@ def _callable_tools(body: ChatBody) -> Sequence[Any]:
     return [] if body.tool_choice == "none" else body.tools or []
 
 
-def _continued(body: ChatBody) -> str | None:
-    """Return the beginning of the reply that the request itself gives."""
+def _continued(body: ChatBody) -> str:
+    """Return the beginning of the reply that the request itself gives, "" without one."""
     content = body.messages[-1].get("content") if body.messages else None
-    return content if body.continue_final_message and isinstance(content, str) else None
-
-
-def special_tags(texts: TokenTexts, tags: frozenset[str]) -> frozenset[str]:
-    """Return which of `tags` are special tokens, that texts leave out."""
-    tokenizer = texts.tokenizer
-    return frozenset(
-        tag
-        for tag in tags
-        if any(texts.of(i) == tag and not tokenizer.decode([i]) for i in tokenizer.encode(tag))
-    )
-
-
-class TagTokenizer:
-    """A tokenizer whose texts have the special tokens that are `tags`, and no others."""
-
-    def __init__(self, texts: TokenTexts, tags: frozenset[str]) -> None:
-        self._texts, self._tags = texts, tags
-        self._tokenizer, self._verbatim = texts.tokenizer, texts.verbatim
-        self.eos_id, self.bos_id = self._tokenizer.eos_id, self._tokenizer.bos_id
-        self.vocab_size = self._tokenizer.vocab_size
-        self._is_shown: dict[int, bool] = {}
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._verbatim.decode([i for i in ids if self._shows(i)])
-
-    def _shows(self, token_id: int) -> bool:
-        is_shown = self._is_shown.get(token_id)
-        if is_shown is None:
-            text = self._verbatim.decode([token_id])
-            is_shown = not text or text in self._tags or bool(self._tokenizer.decode([token_id]))
-            self._is_shown[token_id] = is_shown
-        return is_shown
+    return content if body.continue_final_message and isinstance(content, str) else ""
