@@ -21,14 +21,18 @@ class TagTokenizers:
         """Return the tokenizer that shows `tags`; None if no tag is a special token."""
         if tags not in self._made:
             tokenizer, verbatim = self._texts.tokenizer, self._texts.verbatim
-            special = frozenset(
-                tag
-                for tag in tags
-                for token_id in tokenizer.encode(tag)
-                if verbatim.decode([token_id]) == tag and not tokenizer.decode([token_id])
-            )
+            special = frozenset(tag for tag in tags if _is_special(tag, tokenizer, verbatim))
             self._made[tags] = TagTokenizer(tokenizer, verbatim, special) if special else None
         return self._made[tags]
+
+
+def _is_special(tag: str, tokenizer: Tokenizer, verbatim: Tokenizer) -> bool:
+    """Return whether a tag is a special token: one that `tokenizer` leaves out of texts."""
+    try:
+        ids = tokenizer.encode(tag)
+        return any(verbatim.decode([i]) == tag and not tokenizer.decode([i]) for i in ids)
+    except Exception:  # the tokenizer is the user's: it may raise anything
+        return False
 
 
 class TagTokenizer:

@@ -208,6 +208,12 @@ def answer_tokens(served: Served, voice: str) -> int:
     return int(served.post(PATH, body).json()["usage"]["completion_tokens"])
 
 
+@pytest.mark.parametrize("ids", [[-1], [2**40], [10**6]])
+def test_token_ids_that_no_tokenizer_has_are_refused(served: Served, ids: list[int]) -> None:
+    reply = served.post(PATH, {"prompt_token_ids": ids, "tools": TOOLS, "max_tokens": 2})
+    assert reply.status == 400, reply.body
+
+
 def test_a_chat_template_that_shows_no_format_is_told_at_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -131,7 +131,7 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         with_ranks=body.prompt_logprobs is not None,
         cache_salt=salt_of(body.cache_salt, body.extra_key),
     )
-    reading = reading_of(state, body, prompt)
+    reading = await reading_of(state, body, prompt)
     request_id = body.request_id or body.rid
     reply_id = new_id("chatcmpl", request_id)
     return _Job(

@@ -44,9 +44,11 @@ class ReplyReading:
         return reader.push(text) + reader.finish()
 
 
-def reading_of(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> ReplyReading | None:
+async def reading_of(
+    state: ServerState, body: ChatBody, prompt: Sequence[int]
+) -> ReplyReading | None:
     """Return how replies to `body` are read; None: as they are. Raises ApiError for a tool_choice
-    that would need a constrained draw.
+    that would need a constrained draw, and for a prompt that cannot be decoded.
     """
     tools = _callable_tools(body)
     if state.llm.tokenizer is None:
@@ -66,7 +68,7 @@ def reading_of(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Rep
         return None
     shows_all = body.skip_special_tokens is False
     tokenizer = None if shows_all else state.tag_tokenizers.of(reply_format.markers)
-    last = state.texts.verbatim.decode(prompt[-_NUM_LAST:])
+    last = await state.texts.decode(prompt[-_NUM_LAST:])
     return ReplyReading(
         reply_format=reply_format,
         tools=tools,
