@@ -140,7 +140,7 @@ class ReplyReader:
         self._calls: CallFormat = CallFormat(name="none", body=_NO_BODY) if calls is None else calls
         self._thoughts = reply_format.thoughts
         self._messages: Messages | None = self._calls.messages
-        self._special = tuple(special)
+        self._special = tuple(sorted(special))
         self._set_tags()
         self._max_calls = max_calls
         self._held = ""
@@ -176,13 +176,14 @@ class ReplyReader:
         starts = () if messages is None else messages.starts
         ends = () if messages is None else (*messages.closes, messages.end)
         self._ignored = {*calls.ignored, *ends, *self._special} - {*calls.opens, *starts}
-        self._in_content = (*calls.opens, *starts, *self._ignored)
+        self._in_content = (*calls.opens, *starts, *sorted(self._ignored))
         self._at_start = tuple(filter(None, [calls.bare, thoughts.open if thoughts else ""]))
         self._ends_thought: tuple[str, ...] = (thoughts.close,) if thoughts else ()
         if messages is not None:
             self._at_start = tuple(filter(None, [calls.bare]))
             self._ends_thought = (*messages.closes, *messages.starts)
-        self._in_thought = (*self._ends_thought, *(set(self._special) - set(self._ends_thought)))
+        others = set(self._special).difference(self._ends_thought)
+        self._in_thought = (*self._ends_thought, *sorted(others))
 
     def _step(self, reply: Reply, *, is_last: bool) -> bool:
         """Go on to the next piece of markup. Return False once nothing more is decided."""
@@ -205,9 +206,10 @@ class ReplyReader:
                 return is_open
         match = _pattern(self._in_content).search(self._held) if self._in_content else None
         if match is None:
-            num_begun_now = num_begun(self._held, self._in_content)
-            is_cut = self._follows_call and self._content.is_fresh  # a tag after a call
-            end = len(self._held) - (num_begun_now if is_cut or not is_last else 0)
+            # At the end of a reply only what follows a call is a tag that length has cut.
+            may_begin = not is_last or (self._follows_call and self._content.is_fresh)
+            num_held = num_begun(self._held, self._in_content) if may_begin else 0
+            end = len(self._held) - num_held
             reply.content += self._content.add(self._taken(end))
             if is_last:
                 self._held = ""
