@@ -206,7 +206,7 @@ def _text_of(job: _Job, request: Request) -> str:
 
 def _reasoning(job: _Job, reply: Reply) -> dict[str, str]:
     """Return the thoughts under vLLM's name and under SGLang's, if there are any."""
-    if not reply.reasoning or job.body.include_reasoning is False:
+    if not reply.reasoning or (job.reading is not None and not job.reading.shows_reasoning):
         return {}
     return {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
 

@@ -20,7 +20,8 @@ class ReplyReading:
     """How the replies to one request are read.
 
     tokenizer: what decodes them, with tags that are special tokens; None: that of other texts.
-    begun: markup that the prompt has begun.
+    begun: markup that the prompt has begun. max_calls: None for all. shows_reasoning: whether
+    clients get the thoughts.
     """
 
     reply_format: ReplyFormat
@@ -28,6 +29,7 @@ class ReplyReading:
     tokenizer: TagTokenizer | None
     begun: str
     max_calls: int | None
+    shows_reasoning: bool
 
     def reader(self) -> ReplyReader:
         """Return a reader for one reply."""
@@ -51,6 +53,8 @@ async def reading_of(
     that would need a constrained draw, and for a prompt that cannot be decoded.
     """
     tools = _callable_tools(body)
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    shows_reasoning = body.include_reasoning is not False
     if state.llm.tokenizer is None:
         return None
     reply_format = state.reply_format
@@ -74,7 +78,8 @@ async def reading_of(
         tools=tools,
         tokenizer=tokenizer,
         begun=reply_format.begun_by(last, _continued(body)),
-        max_calls=1 if body.parallel_tool_calls is False else None,
+        max_calls=max_calls,
+        shows_reasoning=shows_reasoning,
     )
 
 
