@@ -109,7 +109,7 @@ class HFTokenizer:
             )
         auto = _transformers().AutoTokenizer
         try:
-            return cls(auto.from_pretrained(root, local_files_only=True))
+            return cls(auto.from_pretrained(root, local_files_only=True, trust_remote_code=False))
         except Exception as error:  # the package raises no narrower class
             for name in ("tokenizer.json", *_SETTINGS_FILES):
                 object_if_there(root / name)

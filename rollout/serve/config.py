@@ -18,6 +18,7 @@ from rollout.ranges import (
 )
 from rollout.sampling_params import LOGPROBS_MODES
 from rollout.serve.generation_config import GENERATION_CONFIGS
+from rollout.tool_calls import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DOORS = ("openai", "vllm", "sglang")
 CONTROL_DOORS = ("vllm", "sglang")
@@ -42,6 +43,10 @@ class ServeConfig:
     chat_template: a file with the Jinja template of chats, or its text. None: the model's own.
     trust_request_chat_template: whether requests may bring a template of their own. It runs in a
         sandbox, but for as long as it likes.
+    tool_call_parser: the format in which the model writes tool calls. "auto": the one that its chat
+        template shows. "none": calls are not looked for.
+    reasoning_parser: the tags around what the model thinks, which chats give as `reasoning`.
+        "auto": those that the chat template shows. "none": thoughts stay in the content.
     logprobs_mode: of log-probs in the openai door; see SamplingParams.
     generation_config: what fields of the draw are in the openai door if a client leaves them out.
         "vllm": neutral (temperature 1, no truncation, no penalty), so that a client that sends no
@@ -80,6 +85,8 @@ class ServeConfig:
     served_model_name: Name | None = None
     chat_template: Name | None = None
     trust_request_chat_template: bool = False
+    tool_call_parser: Annotated[str, Choices(TOOL_CALL_PARSERS)] = "auto"
+    reasoning_parser: Annotated[str, Choices(REASONING_PARSERS)] = "auto"
     logprobs_mode: Annotated[str, Choices(LOGPROBS_MODES)] = "raw"
     generation_config: Annotated[str, Choices(GENERATION_CONFIGS)] = "vllm"
     max_model_len: PositiveInt | None = None

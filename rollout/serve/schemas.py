@@ -189,7 +189,9 @@ class CompletionBody(ReplyFields, kw_only=True):
 class ChatBody(ReplyFields, kw_only=True):
     """POST /v1/chat/completions. prompt_token_ids: ours, the rendered conversation, so that ids of
     earlier turns are not made anew from their text; input_ids: SGLang's name of it.
-    return_tokenized_data, return_raw_text: Megatron's fields of the message.
+    return_tokenized_data, return_raw_text: Megatron's fields of the message. parallel_tool_calls:
+    false gives the first call alone. include_reasoning: false leaves thoughts out;
+    separate_reasoning: false, in the content.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -197,6 +199,9 @@ class ChatBody(ReplyFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -211,17 +216,11 @@ class ChatBody(ReplyFields, kw_only=True):
     echo: Annotated[Any, refused("a reply has new text alone; put the old in front of it")] = None
     function_call: Annotated[Any, refused("use tool_choice", "auto", "none")] = None
     functions: Annotated[Any, refused("use tools")] = None
-    include_reasoning: Annotated[
-        Any, refused("the reply has all that was sampled; drop what you do not need", True)
-    ] = None
     max_dynamic_patch: MediaDetail = None
     media_io_kwargs: MediaDetail = None
     min_dynamic_patch: MediaDetail = None
     modalities: Annotated[Any, refused("replies are text", ["text"])] = None
     moderation: Annotated[Any, refused("replies are not moderated; do so yourself")] = None
-    parallel_tool_calls: Annotated[
-        Any, refused("the number of calls is not bounded; take the first", True)
-    ] = None
     prediction: Annotated[Any, neutral("it can make a reply faster, and never another one")] = None
     reasoning: Annotated[Any, refused("use reasoning_effort, or chat_template_kwargs")] = None
     return_flat_raw_output_top_logprobs: Report = None
@@ -236,9 +235,6 @@ class ChatBody(ReplyFields, kw_only=True):
     return_sampling_mask: Report = None
     sampling_logprobs_mode: Annotated[
         Any, neutral("return_sampling_mask alone reads it, which is refused")
-    ] = None
-    separate_reasoning: Annotated[
-        Any, refused("thoughts stand where the template's format puts them", True)
     ] = None
     stream_reasoning: Annotated[Any, refused("thoughts are streamed as they come", True)] = None
     task: Annotated[Any, refused("write the task's token into the conversation")] = None

@@ -28,7 +28,9 @@ from rollout.serve.page.feed import FleetFeed
 from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
 from rollout.serve.state import ServerState
+from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
+from rollout.tool_calls import UNKNOWN, format_of
 
 _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
@@ -80,6 +82,8 @@ class Server:
         """max_sequence_length: of the engines."""
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
+        template = load_template(llm.tokenizer, config.chat_template)
+        texts = TokenTexts(llm.tokenizer, config.max_text_characters)
         self.state = ServerState(
             llm=llm,
             config=config,
@@ -94,9 +98,15 @@ class Server:
             live=LiveRequests(
                 lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
             ),
-            texts=TokenTexts(llm.tokenizer, config.max_text_characters),
+            texts=texts,
+            tag_tokenizers=TagTokenizers(texts),
             sampling_defaults=sampling_defaults(directory, config.generation_config),
-            template=load_template(llm.tokenizer, config.chat_template),
+            template=template,
+            reply_format=format_of(
+                None if template is None else template.all_sources,
+                tool_call_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
+            ),
             metrics=ServerMetrics(),
             feed=FleetFeed(llm),
             recent=recent,
@@ -143,7 +153,21 @@ class Server:
             raise _cannot_listen(config, fault) from fault
         host, port = self.address
         _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
+        self._report_format()
         self._watching = asyncio.ensure_future(self._end_when_lost())
+
+    def _report_format(self) -> None:
+        """Log how replies are read, and a warning if the chat template does not show it."""
+        template, shown = self.state.template, self.state.reply_format
+        if template is None:
+            return
+        _logger.info("%s", shown.summary())
+        is_guess = self.config.tool_call_parser == "auto" and shown.calls == UNKNOWN
+        if is_guess and "tools" in (template.source or ""):
+            _logger.warning(
+                "the chat template takes tools and shows no known format of calls, which are read "
+                "as <tool_call> tags or as JSON alone; set tool_call_parser to the model's format"
+            )
 
     async def run(self) -> None:
         """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT. Raises the error

@@ -20,14 +20,16 @@ from rollout.serve.openai.chat_template import ChatTemplate
 from rollout.serve.page.feed import FleetFeed
 from rollout.serve.page.recent import RecentSamples
 from rollout.serve.server_metrics import ServerMetrics
+from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
+from rollout.tool_calls import ReplyFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
     """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
-    and output. template: of chats, None without one. sampling_defaults: of fields that clients of
-    the openai door leave out.
+    and output. template: of chats, None without one. reply_format: of what the model answers.
+    sampling_defaults: of fields that clients of the openai door leave out.
     """
 
     llm: ServedLLM
@@ -39,8 +41,10 @@ class ServerState:
     turnstile: Turnstile
     live: LiveRequests
     texts: TokenTexts
+    tag_tokenizers: TagTokenizers
     sampling_defaults: SamplingDefaults
     template: ChatTemplate | None
+    reply_format: ReplyFormat
     metrics: ServerMetrics
     feed: FleetFeed
     recent: RecentSamples

@@ -207,7 +207,7 @@ def _choice(request: DynamicInferenceRequest, turn: ModelTurn, has_tools: bool) 
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if has_tools:
         message = turn.message
-        reason = "tool_calls" if turn.tool_calls else reason
+        reason = "tool_calls" if turn.tool_calls and reason == "stop" else reason
     logprobs = None
     if request.generated_log_probs is not None:
         pairs = zip(request.generated_tokens, request.generated_log_probs, strict=True)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from jinja2 import TemplateError
 
 from rollout.errors import ConfigError
 from rollout.requests import DynamicInferenceRequest
-from rollout.tool_calls import read_tool_calls
+from rollout.tool_calls import THOUGHTS, ReplyFormat, ToolCall, format_of, read_reply
 from trainer_hooks.environments.protocol import Message, ModelTurn, ToolSchema
 from trainer_hooks.rollouts import Rollout
 
-_END_OF_THINKING = "</think>"
 # A code point that no text may have: what stands on its two sides is tokenised by itself.
 _CUT = "\ufdd0"
+_NUM_LAST = 200  # characters of a prompt in which it begins a reply
 
 
 class Conversation:
@@ -31,6 +35,7 @@ class Conversation:
     sampled, and the ids of the new text alone. Where it does not (templates that drop earlier
     thinking, messages that were edited) the whole text is tokenised and begins a token sequence:
     its index is in `sequence_starts`. So every prompt is what the template makes of the messages.
+    A template that refuses the model's markup in a message gets thoughts and calls apart from it.
     Special tokens come from the template and from the model alone: where a message that the model
     did not generate holds the text of one, such as "<|im_end|>", it is tokenised as plain text.
     `requests`: the turns, in order.
@@ -41,8 +46,10 @@ class Conversation:
         tokenizer: Any,
         tools: Sequence[ToolSchema] = (),
         template_options: Mapping[str, Any] | None = None,
+        reply_format: ReplyFormat | None = None,
     ) -> None:
         """`tokenizer`: one of transformers. `template_options`: such as enable_thinking.
+        `reply_format`: how thoughts and calls are written; None: as the chat template shows it.
 
         Raises ConfigError for a tokenizer without a chat template.
         """
@@ -53,6 +60,7 @@ class Conversation:
             )
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._options = dict(template_options or {})
+        self._format = reply_format or _format_of(tokenizer, bool(tools))
         added = tokenizer.added_tokens_decoder.items()
         special = {token_id: str(token) for token_id, token in added if token.special}
         self._special_ids = frozenset(tokenizer.all_special_ids) | set(special)
@@ -62,20 +70,14 @@ class Conversation:
         self._text = ""
         self._ids: list[int] = []
         self._end_text = ""  # of the token that ended the last turn
-        self._said: dict[int, tuple[Any, str]] = {}  # by the index of the message: key, text
+        self._said: dict[int, ModelTurn] = {}  # by the index of its message
         self._num_messages = 0
         self.requests: list[DynamicInferenceRequest] = []
         self.sequence_starts: list[int] = []
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of all `messages`, up to where the model's next turn begins."""
-        text: str = self._tokenizer.apply_chat_template(
-            [self._as_said(i, message) for i, message in enumerate(messages)],
-            tools=self._tools or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._options,
-        )
+        text = self._rendered(messages)
         known = self._text + self._end_text
         if self.requests and text.startswith(known):
             self._ids = self._ids + self._encode(text[len(known) :])
@@ -102,14 +104,37 @@ class Conversation:
             body = generated[:-1]
         text = self._decode(body)
         self._end_text = self._decode(generated)[len(text) :]
+        begun = self._format.begun_by(self._text[-_NUM_LAST:])
         self._text, self._ids = self._text + text, self._ids + generated
         self.requests.append(request)
-        content, calls, malformed = read_tool_calls(text.rpartition(_END_OF_THINKING)[2])
+        reply = read_reply(self._format, text, self._tools, begun=begun)
         turn = ModelTurn(
-            text=text, content=content.strip(), tool_calls=calls, malformed_calls=malformed
+            text=text,
+            content=reply.content.strip(),
+            reasoning=reply.reasoning,
+            tool_calls=reply.calls,
+            malformed_calls=reply.malformed,
         )
-        self._said[self._num_messages] = (_key(turn.message), text)
+        self._said[self._num_messages] = turn
         return turn
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """Return what the template makes of all messages. A template that refuses the model's own
+        markup in a message, as GPT-OSS's does, gets thoughts, content and calls apart.
+        """
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            tools=self._tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._options,
+        )
+        try:
+            return str(render([self._as_said(i, each) for i, each in enumerate(messages)]))
+        except TemplateError:
+            if not self._said:
+                raise
+            return str(render([self._apart(i, each) for i, each in enumerate(messages)]))
 
     def rollout(self, **fields: Any) -> Rollout:
         """The turns so far as a Rollout; `fields` are further ones of it, such as `reward`."""
@@ -118,10 +143,22 @@ class Conversation:
 
     def _as_said(self, index: int, message: Message) -> dict[str, Any]:
         """The message; one of the model's with the text that it generated."""
-        key, text = self._said.get(index, (None, ""))
-        if message.get("role") == "assistant" and key == _key(message):
-            return {"role": "assistant", "content": text}
+        turn = self._said.get(index)
+        if turn is not None and _is_of(message, turn):
+            return {"role": "assistant", "content": turn.text}
         return {name: self._without_special(value) for name, value in message.items()}
+
+    def _apart(self, index: int, message: Message) -> dict[str, Any]:
+        """The message; one of the model's without the markup that it generated."""
+        turn = self._said.get(index)
+        if turn is None or not _is_of(message, turn):
+            return {name: self._without_special(value) for name, value in message.items()}
+        apart: dict[str, Any] = {"role": "assistant", "content": turn.content}
+        if turn.reasoning:
+            apart |= {"thinking": turn.reasoning, "reasoning_content": turn.reasoning}
+        if turn.tool_calls:
+            apart["tool_calls"] = [_as_object(call) for call in turn.tool_calls]
+        return apart
 
     def _without_special(self, value: Any) -> Any:
         """`value` with a cut in the text of each special token, also inside lists and mappings."""
@@ -148,6 +185,27 @@ class Conversation:
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
+    """Return the format that a chat template shows; thoughts without one stand in <think> tags."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        named = "tool_use" if has_tools and "tool_use" in template else "default"
+        template = template.get(named)
+    shown = format_of(template)
+    return replace(shown, thoughts=shown.thoughts or THOUGHTS[0])
+
+
+def _as_object(call: ToolCall) -> dict[str, Any]:
+    """Return a call as templates take it, with arguments that are no text."""
+    written = call.as_json()
+    return {**written, "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
+
+
+def _is_of(message: Message, turn: ModelTurn) -> bool:
+    """Whether a message is that of a turn."""
+    return message.get("role") == "assistant" and _key(message) == _key(turn.message)
 
 
 def _key(message: Message) -> tuple[str, list[tuple[str, Any]]]:

@@ -22,12 +22,13 @@ class ModelTurn:
     """What the model said in one turn.
 
     `text`: all of it, as it was generated, without the token that ends the turn. `content`: without
-    tool calls, and without what stands before `</think>`. `tool_calls`: calls of any name;
+    tool calls, and without `reasoning`, the thoughts. `tool_calls`: calls of any name;
     `malformed_calls`: what stands between tags of a call and is none.
     """
 
     text: str
     content: str
+    reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
     malformed_calls: Sequence[str] = ()
 

@@ -27,6 +27,7 @@ from rollout.serve.openai.reply import (
     text_of,
     total_usage,
 )
+from rollout.serve.openai.reply_reading import ReplyReading, reading_of
 from rollout.serve.openai.token_data import (
     TokenData,
     chat_logprobs,
@@ -47,7 +48,7 @@ from rollout.serve.sampling import (
 )
 from rollout.serve.schemas import ChatBody
 from rollout.serve.state import STATE, Route, ServerState
-from rollout.tool_calls import ToolCall, ToolCallReader, tool_names
+from rollout.tool_calls import Reply, ReplyReader
 
 Request = DynamicInferenceRequest
 
@@ -87,13 +88,14 @@ async def _chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """A conversation to answer, checked. num_top: alternatives of each token, None without
-    log-probs. tools: names of those that may be called."""
+    log-probs. reading: how calls and thoughts are told apart from content, None if they are not.
+    """
 
     state: ServerState
     body: ChatBody
     prompt: list[int]
     num_top: int | None
-    tools: list[str]
+    reading: ReplyReading | None
     params: SamplingParams
     generation: Generation
     head: dict[str, Any]
@@ -107,7 +109,6 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         raise ApiError(
             400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs"
         )
-    tools = _callable_tools(body)
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
@@ -130,6 +131,7 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         with_ranks=body.prompt_logprobs is not None,
         cache_salt=salt_of(body.cache_salt, body.extra_key),
     )
+    reading = await reading_of(state, body, prompt)
     request_id = body.request_id or body.rid
     reply_id = new_id("chatcmpl", request_id)
     return _Job(
@@ -137,7 +139,7 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
         body=body,
         prompt=prompt,
         num_top=num_top,
-        tools=tools,
+        reading=reading,
         params=params,
         generation=Generation(
             state,
@@ -164,35 +166,19 @@ async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None)
     return prompt if cut is None else prompt[cut]
 
 
-def _callable_tools(body: ChatBody) -> list[str]:
-    """Return the names of tools whose calls are looked for. Raises ApiError for a choice that would
-    need a constrained draw."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(
-            400,
-            f"tool_choice={body.tool_choice!r} is not supported: 'auto' or 'none' is",
-            param="tool_choice",
-        )
-    return [] if body.tool_choice == "none" else tool_names(body.tools)
-
-
 # ---- the reply
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     """Return a whole choice."""
     body, data = job.body, of_generated(request)
-    text = text_of(job.state, request, with_special_tokens=shows_special_tokens(body))
-    content: str = text
-    calls: list[ToolCall] = []
-    if job.tools:
-        reader = ToolCallReader(job.tools)
-        (content, calls), (rest, last) = reader.push(text), reader.finish()
-        content, calls = content + rest, [*calls, *last]
+    text = _text_of(job, request)
+    reply = Reply(content=text) if job.reading is None else job.reading.read(text)
+    content = reply.content or (None if reply.calls or reply.reasoning else "")
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message["content"] = content.strip() or None
-        message["tool_calls"] = [call.as_json() for call in calls]
+    message |= _reasoning(job, reply)
+    if reply.calls:
+        message["tool_calls"] = [call.as_json() for call in reply.calls]
     if body.return_tokenized_data:
         message["prompt_token_ids"] = job.prompt
         message["generation_token_ids"] = data.token_ids
@@ -204,8 +190,25 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
         "message": message,
         "logprobs": _logprobs(job, data),
         "token_ids": data.token_ids if body.return_token_ids else None,
-        **_ending(job, request, has_calls=bool(calls)),
+        **_ending(job, request, has_calls=bool(reply.calls)),
     }
+
+
+def _text_of(job: _Job, request: Request) -> str:
+    """Return the text of a finished request, with the tags that its reading needs."""
+    return text_of(
+        job.state,
+        request,
+        with_special_tokens=shows_special_tokens(job.body),
+        tokenizer=None if job.reading is None else job.reading.tokenizer,
+    )
+
+
+def _reasoning(job: _Job, reply: Reply) -> dict[str, str]:
+    """Return the thoughts under vLLM's name and under SGLang's, if there are any."""
+    if not reply.reasoning or (job.reading is not None and not job.reading.shows_reasoning):
+        return {}
+    return {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
 
 
 def _logprobs(job: _Job, data: TokenData) -> dict[str, Any] | None:
@@ -232,7 +235,7 @@ class _Progress:
     """What turns the tokens of one choice into deltas, and whether it has any yet."""
 
     text: StreamedText | None
-    reader: ToolCallReader | None
+    reader: ReplyReader | None
     has_begun: bool = False
 
 
@@ -251,8 +254,14 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
 def _new_progress(job: _Job) -> _Progress:
     special = shows_special_tokens(job.body)
     return _Progress(
-        text=streamed_text(job.state, job.params, job.prompt, with_special_tokens=special),
-        reader=ToolCallReader(job.tools) if job.tools else None,
+        text=streamed_text(
+            job.state,
+            job.params,
+            job.prompt,
+            with_special_tokens=special,
+            tokenizer=None if job.reading is None else job.reading.tokenizer,
+        ),
+        reader=None if job.reading is None else job.reading.reader(),
     )
 
 
@@ -270,14 +279,13 @@ def _chunks(
     if isinstance(item, TokenRun):
         data = of_run(item)
         text = "" if progress.text is None else progress.text.push(data.token_ids)
-        choice = _delta(index, _text_delta(progress, text, is_last=False))
+        choice = _delta(index, _text_delta(job, progress, text, is_last=False))
         choice["logprobs"] = _logprobs(job, data)
         if job.body.return_token_ids:
             choice["token_ids"] = data.token_ids
         return [*chunks, {"choices": [choice]}]
-    whole = text_of(job.state, item, with_special_tokens=shows_special_tokens(job.body))
-    rest = "" if progress.text is None else progress.text.finish(whole)
-    delta = _text_delta(progress, rest, is_last=True)
+    rest = "" if progress.text is None else progress.text.finish(_text_of(job, item))
+    delta = _text_delta(job, progress, rest, is_last=True)
     if delta:
         chunks.append({"choices": [_delta(index, delta)]})
     has_calls = progress.reader is not None and progress.reader.num_calls > 0
@@ -285,18 +293,19 @@ def _chunks(
     return [*chunks, {"choices": [choice]}]
 
 
-def _text_delta(progress: _Progress, text: str, *, is_last: bool) -> dict[str, Any]:
-    """Return the delta of new text: content, and calls, each in one piece."""
-    if progress.reader is None:
+def _text_delta(job: _Job, progress: _Progress, text: str, *, is_last: bool) -> dict[str, Any]:
+    """Return the delta of new text: content, thoughts, and calls, each in one piece."""
+    reader = progress.reader
+    if reader is None:
         return {"content": text} if text or not is_last else {}
-    first = progress.reader.num_calls
-    content, calls = progress.reader.push(text)
+    first = reader.num_calls
+    reply = reader.push(text)
     if is_last:
-        rest, last = progress.reader.finish()
-        content, calls = content + rest, [*calls, *last]
-    delta: dict[str, Any] = {"content": content} if content else {}
-    if calls:
-        delta["tool_calls"] = [call.as_json(first + i) for i, call in enumerate(calls)]
+        reply = reply + reader.finish()
+    delta: dict[str, Any] = {"content": reply.content} if reply.content else {}
+    delta |= _reasoning(job, reply)
+    if reply.calls:
+        delta["tool_calls"] = [call.as_json(first + i) for i, call in enumerate(reply.calls)]
     return delta
 
 

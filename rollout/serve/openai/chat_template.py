@@ -47,6 +47,12 @@ class ChatTemplate:
         """The tokenizer's special tokens by their role."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
+    @property
+    def all_sources(self) -> str:
+        """The given template, or all templates of the tokenizer, joined by line breaks."""
+        templates = self._given or self._tokenizer.chat_template or ""
+        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+
     def source_for(self, tools: Sequence[Any] | None, template: str | None = None) -> str:
         """Return the text of the template for a conversation with `tools`. Raises ApiError."""
         try:

@@ -21,6 +21,7 @@ from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
 from rollout.serve.schemas import ReplyFields, SamplingFields, StreamOptions
 from rollout.serve.state import STATE, ServerState
+from rollout.text import Tokenizer
 
 Request = DynamicInferenceRequest
 
@@ -104,14 +105,22 @@ def requested_origins(
     return origins
 
 
-def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) -> str:
-    """Return the text of a finished request, "" without a tokenizer."""
-    if not with_special_tokens:
+def text_of(
+    state: ServerState,
+    request: Request,
+    *,
+    with_special_tokens: bool,
+    tokenizer: Tokenizer | None = None,
+) -> str:
+    """Return the text of a finished request, "" without a tokenizer. tokenizer: what decodes it in
+    place of the LLM's.
+    """
+    if not with_special_tokens and tokenizer is None:
         return request.generated_text or ""
     params = request.sampling_params
     assert params is not None, "engines take no request without"
     return shown_text(
-        state.texts.verbatim,
+        tokenizer or state.texts.verbatim,
         request.generated_tokens,
         request.prompt_tokens.tolist(),
         finish_reason=request.finish_reason,
@@ -121,13 +130,20 @@ def text_of(state: ServerState, request: Request, *, with_special_tokens: bool) 
 
 
 def streamed_text(
-    state: ServerState, params: SamplingParams, prompt: Sequence[int], *, with_special_tokens: bool
+    state: ServerState,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    *,
+    with_special_tokens: bool,
+    tokenizer: Tokenizer | None = None,
 ) -> StreamedText | None:
     """Return what turns the tokens after `prompt` into text as they come; None without a
-    tokenizer."""
+    tokenizer. tokenizer: as for `text_of`.
+    """
     if state.llm.tokenizer is None:
         return None
-    tokenizer = state.texts.verbatim if with_special_tokens else state.llm.tokenizer
+    if tokenizer is None:
+        tokenizer = state.texts.verbatim if with_special_tokens else state.llm.tokenizer
     return StreamedText(tokenizer, params, prompt)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from rollout.errors import ConfigError
+from tests.serve.reply_formats import ADD, FORMATS, TOOLS, WEATHER, Written
 from tests.trainer_hooks.environments.chat_tokenizer import (
     DROPS_THINKING,
     PLAIN,
@@ -128,6 +129,50 @@ def test_what_is_between_tags_and_no_call_is_told_apart() -> None:
     assert turn.malformed_calls == ['<tool_call>{"name": </tool_call>']
     assert [call.name for call in turn.tool_calls] == ["add"]
     assert turn.content == "so"
+
+
+@pytest.mark.parametrize("written", FORMATS, ids=lambda each: each.name)
+def test_turns_of_each_format_are_read_and_extended_as_they_were_sampled(written: Written) -> None:
+    tokenizer = chat_tokenizer("{# " + written.template + " #}" + PLAIN)
+    conversation = Conversation(tokenizer, TOOLS)
+    first = conversation.prompt([USER])
+    text = written.thought("ab") + written.following("Well.", [WEATHER, ADD])
+    request = said(tokenizer, first, *text)
+    turn = conversation.add(request)
+    assert (turn.text, turn.content, turn.reasoning) == (text, "Well.", "ab")
+    calls = [(call.name, json.loads(call.arguments)) for call in turn.tool_calls]
+    assert calls == [WEATHER, ADD]
+    second = conversation.prompt([USER, turn.message, TOOL])
+    assert second[: len(first) + len(request.generated_tokens)] == first + request.generated_tokens
+    assert conversation.sequence_starts == [0]
+
+
+def test_a_turn_goes_on_in_the_thought_that_its_prompt_begins() -> None:
+    opens = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    tokenizer = chat_tokenizer(PLAIN + opens)
+    conversation = Conversation(tokenizer)
+    text = f"I could {CALL}.</think>yes"
+    turn = conversation.add(said(tokenizer, conversation.prompt([USER]), text))
+    assert (turn.content, turn.reasoning) == ("yes", f"I could {CALL}.")
+    assert not turn.tool_calls
+
+
+def test_a_template_that_refuses_markup_gets_thoughts_and_calls_apart() -> None:
+    refuses = """{%- for message in messages %}
+    {%- if '<|channel|>' in (message.content or '') %}{{ raise_exception('markup') }}{% endif %}
+    {{- message.role + ': ' + (message.thinking or '') + '|' + (message.content or '') }}
+    {%- for call in message.tool_calls %}{{ call.function.arguments.a }}{% endfor %}
+    {%- endfor %}{# <|channel|> <|start|> #}"""
+    tokenizer = chat_tokenizer(refuses)
+    conversation = Conversation(tokenizer)
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.add json<|message|>{"a": 7}<|call|>'
+    )
+    turn = conversation.add(said(tokenizer, conversation.prompt([USER]), text))
+    second = conversation.prompt([USER, turn.message, TOOL])
+    assert text_of(second) == "user: |Add.assistant: Hm.|7tool: |5"
+    assert conversation.sequence_starts == [0, 1]
 
 
 def test_tools_stand_in_the_prompt() -> None:

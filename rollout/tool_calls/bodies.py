@@ -1,0 +1,392 @@
+"""Grammars of what stands in a block of tool calls: JSON, Python calls, tagged parameters."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from rollout.tool_calls.scanning import BracketScan, Scan, ValueScan
+
+# JSON schemas of the parameters of each tool: tool name, parameter name, schema.
+Schemas = Mapping[str, Mapping[str, Any]]
+_MAX_DEPTH = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenCall:
+    """A call as a model wrote it. arguments: valid JSON. id: None where the format has none."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+class Body(Protocol):
+    """A grammar of blocks."""
+
+    def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
+        """Return what finds the end of a block, at one of `closes` or before one of `stops`."""
+        ...
+
+    def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
+        """Return the calls that a block consists of. name: the tool, where markup before the block
+        names it. Raises ValueError for any other text.
+        """
+        ...
+
+    def is_whole(self, text: str) -> bool:
+        """Return whether the calls of a block without its end tag, if there are any, are whole."""
+        ...
+
+
+def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
+    """Return the calls of a block, [] if it is anything else."""
+    try:
+        calls = body.calls(text, schemas, name)
+        for call in calls:
+            f"{call.name}{call.arguments}{call.id}".encode()  # a lone surrogate cannot be sent
+    except (ValueError, RecursionError):
+        return []
+    return calls
+
+
+# ---- JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonBody:
+    """Objects of a name and arguments, alone, in a row or in a list; or a name, then arguments.
+
+    head: pattern of the latter's name, with a group `name` and perhaps a group `id`. tail: pattern
+    of what may follow the arguments. head_brackets: parts of a head that look like brackets.
+    """
+
+    head: str | None = None
+    tail: str = ""
+    head_brackets: tuple[str, ...] = ()
+
+    def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
+        must_begin = not closes and self.head is None
+        return BracketScan('"', closes, stops, self.head_brackets, must_begin=must_begin)
+
+    def is_whole(self, text: str) -> bool:
+        return True  # else the brackets do not match
+
+    def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
+        text = text.strip()
+        if name is not None:
+            return [WrittenCall(name=name, arguments=_checked_json(text))]
+        head = None if self.head is None else re.match(self.head, text)
+        if head is None:
+            return [_call_of(text, members) for members in _objects(text)]
+        _, end = _DECODER.raw_decode(text, head.end())
+        if not re.fullmatch(self.tail, text[end:].strip()):
+            raise ValueError("text after the arguments")
+        groups = head.groupdict()
+        return [
+            WrittenCall(name=groups["name"], arguments=text[head.end() : end], id=groups.get("id"))
+        ]
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# Numbers stay text: they are checked and not converted, so that 1e400 is not infinite.
+_DECODER = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_refuse)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN = re.compile(r"[ \t\r\n,;]*")
+_Members = dict[str, tuple[int, int]]
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    assert match is not None, "the pattern matches no text, too"
+    return match.end()
+
+
+def _checked_json(text: str) -> str:
+    """Return `text`, which is one JSON value. Raises ValueError."""
+    _DECODER.decode(text)
+    return text
+
+
+def _objects(text: str) -> Iterator[_Members]:
+    """Yield where the values of each object in `text` stand: objects in a row, or a list of them.
+
+    Raises ValueError for any other text.
+    """
+    if not text.startswith("["):
+        at = 0
+        while at < len(text):
+            members, at = _object(text, at)
+            yield members
+            at = _after(_BETWEEN, text, at)
+        return
+    at, is_first = _after(_SPACE, text, 1), True
+    while not (is_first and text[at:] == "]"):
+        members, at = _object(text, at)
+        yield members
+        at, is_first = _after(_SPACE, text, at), False
+        if text[at:] == "]":
+            return
+        at = _after(_SPACE, text, _expected(",", text, at))
+
+
+def _object(text: str, at: int) -> tuple[_Members, int]:
+    """Return where the values of the object at `at` stand, by key, and where the object ends."""
+    members: _Members = {}
+    at = _after(_SPACE, text, _expected("{", text, at))
+    while not text.startswith("}", at):
+        if members:
+            at = _after(_SPACE, text, _expected(",", text, at))
+        key, end = _DECODER.raw_decode(text, at)
+        if not isinstance(key, str) or text[at] != '"':
+            raise ValueError("a key is no string")
+        start = _after(_SPACE, text, _expected(":", text, _after(_SPACE, text, end)))
+        _, end = _DECODER.raw_decode(text, start)
+        members[key] = (start, end)
+        at = _after(_SPACE, text, end)
+    return members, at + 1
+
+
+def _expected(character: str, text: str, at: int) -> int:
+    if not text.startswith(character, at):
+        raise ValueError(f"no {character!r} at {at}")
+    return at + 1
+
+
+def _call_of(text: str, members: _Members) -> WrittenCall:
+    def value(*keys: str) -> str:
+        spans = [members[key] for key in keys if key in members]
+        return text[slice(*spans[0])] if spans else "null"
+
+    name, arguments = json.loads(value("name")), value("arguments", "parameters")
+    if not isinstance(name, str):
+        raise ValueError("a call without a name")
+    if arguments.startswith('"'):
+        arguments = _checked_json(json.loads(arguments))
+    return WrittenCall(name=name, arguments="{}" if arguments == "null" else arguments)
+
+
+# ---- Python
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonBody:
+    """Calls as Python writes them, in a list: [get_weather(city="Oslo"), now()]."""
+
+    def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
+        return BracketScan("'\"", closes, stops, (), must_begin=not closes)
+
+    def is_whole(self, text: str) -> bool:
+        return True  # else the brackets do not match
+
+    def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
+        tree = _python(text.strip())
+        if not isinstance(tree, ast.List):
+            raise ValueError("no list")
+        return [_call_of_node(node) for node in tree.elts]
+
+
+def _python(text: str) -> ast.expr:
+    """Return the expression that `text` is. Raises ValueError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a string
+            return ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no expression: {error}") from error
+
+
+def _call_of_node(node: ast.expr) -> WrittenCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call, or one whose arguments have no names")
+    pairs = []
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments by **")
+        pairs.append(f"{_dumped(keyword.arg)}: {_json_of(keyword.value)}")
+    return WrittenCall(name=_dotted(node.func), arguments="{" + ", ".join(pairs) + "}")
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise ValueError("a call of no name")
+
+
+_NAMED = {"true": "true", "false": "false", "null": "null"}  # as JSON writes them
+
+
+def _json_of(node: ast.expr, depth: int = 0) -> str:
+    """Return a Python literal as JSON. Raises ValueError for what JSON cannot hold."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("too deep")
+    if isinstance(node, ast.Constant) and (
+        node.value is None or isinstance(node.value, (str, int, float))
+    ):
+        return _dumped(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        number = node.operand
+        if isinstance(number, ast.Constant) and type(number.value) in (int, float):
+            return "-" + _dumped(number.value)
+    if isinstance(node, ast.Name) and node.id in _NAMED:
+        return _NAMED[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return "[" + ", ".join(_json_of(each, depth + 1) for each in node.elts) + "]"
+    if isinstance(node, ast.Dict):
+        pairs = []
+        for key, value in zip(node.keys, node.values, strict=True):
+            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                raise ValueError("a key is no string")
+            pairs.append(f"{_dumped(key.value)}: {_json_of(value, depth + 1)}")
+        return "{" + ", ".join(pairs) + "}"
+    raise ValueError("no literal")
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+# ---- tagged parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBody:
+    """A name, and each parameter between tags, whose text has no quotes.
+
+    call: pattern of what names the tool, its first group. call_end: what ends the call, "" where
+    the block does. key: pattern before a value, whose first group names the parameter. key_start:
+    the text that it begins with. value_end: the tag after a value. A line break at either end of a
+    value belongs to the tags if `strips_lines`.
+    """
+
+    call: str
+    call_end: str
+    key: str
+    key_start: str
+    value_end: str
+    strips_lines: bool = False
+
+    def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
+        followers = (self.key_start, *filter(None, [self.call_end]), *closes)
+        return ValueScan(self.key, self.value_end, followers, closes, stops)
+
+    def is_whole(self, text: str) -> bool:
+        return bool(self.call_end) and text.rstrip().endswith(self.call_end)
+
+    def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
+        calls, at = [], _after(_SPACE, text, 0)
+        while at < len(text):
+            match = re.compile(self.call).match(text, at)
+            if match is None:
+                raise ValueError("no name")
+            arguments, at = self._arguments(text, match.end(), schemas.get(match[1].strip(), {}))
+            calls.append(WrittenCall(name=match[1].strip(), arguments=arguments))
+            at = _after(_SPACE, text, at)
+        return calls
+
+    def _arguments(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[str, int]:
+        """Return the arguments of a call as JSON, and where the call ends. Raises ValueError."""
+        values: dict[str, str] = {}
+        key = re.compile(self.key)
+        while (match := key.match(text, at := _after(_SPACE, text, at))) is not None:
+            end, at = self._value_end(text, match.end())
+            values[match[1].strip()] = self._as_json(text[match.end() : end], schema, match[1])
+        if at < len(text):  # the end of a block ends its call, too
+            if not self.call_end or not text.startswith(self.call_end, at):
+                raise ValueError("the call does not end")
+            at += len(self.call_end)
+        return "{" + ", ".join(f"{_dumped(k)}: {v}" for k, v in values.items()) + "}", at
+
+    def _value_end(self, text: str, at: int) -> tuple[int, int]:
+        """Return where the value at `at` ends and what follows its tag begins: the first tag after
+        which there is another parameter or the end.
+        """
+        while (end := text.find(self.value_end, at)) >= 0:
+            at = end + len(self.value_end)
+            after = _after(_SPACE, text, at)
+            followers = (self.key_start, self.call_end or self.key_start)
+            if text.startswith(followers, after) or (after == len(text) and not self.call_end):
+                return end, at
+        raise ValueError("a value does not end")
+
+    def _as_json(self, text: str, schema: Mapping[str, Any], key: str) -> str:
+        if self.strips_lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        return typed_json(text, schema.get(key.strip()))
+
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "integer": (int,),
+    "number": (int, float),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+def typed_json(text: str, schema: Any) -> str:
+    """Return the text of a parameter as JSON of the type that `schema` declares.
+
+    Text that is JSON of a declared type stays as it is; else it is a string, if this may be one.
+    Without a declared type, JSON stays and other text is a string.
+    """
+    declared = _declared_types(schema)
+    if declared == {"string"}:
+        return _dumped(text)
+    written = _json_text(text, declared)
+    if written is None:
+        return _dumped(text)
+    value = json.loads(written, parse_float=float, parse_int=_short_int)
+    fits = any(
+        isinstance(value, kinds) and (not isinstance(value, bool) or kinds == (bool,))
+        for kinds in (_JSON_TYPES.get(name, (object,)) for name in declared)
+    )
+    return _dumped(text) if declared and not fits and "string" in declared else written
+
+
+def _short_int(digits: str) -> int:
+    return int(digits[:20])  # its type alone is asked for
+
+
+def _json_text(text: str, declared: set[str]) -> str | None:
+    """Return `text` as JSON if it is a JSON value, or Python's spelling of one of a type declared;
+    else None."""
+    stripped = text.strip()
+    with suppress(ValueError, RecursionError):
+        return _checked_json(stripped)
+    if stripped.lower() in ("true", "false") and "boolean" in declared:
+        return stripped.lower()
+    if stripped == "None" and "null" in declared:
+        return "null"
+    if stripped[:1] in ("[", "{") and {"array", "object"} & declared:
+        with suppress(ValueError):
+            return _json_of(_python(stripped))
+    return None
+
+
+def _declared_types(schema: Any) -> set[str]:
+    """Return the names of the types that a JSON schema allows, none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("type")
+    names = {own} if isinstance(own, str) else set()
+    if isinstance(own, list):
+        names |= {name for name in own if isinstance(name, str)}
+    for union in ("anyOf", "oneOf"):
+        branches = schema.get(union)
+        for branch in branches if isinstance(branches, list) else ():
+            names |= _declared_types(branch)
+    return names

@@ -1,0 +1,327 @@
+"""Formats in which chat models write thoughts and tool calls: a table, and the choice from a chat
+template.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from rollout.errors import ConfigError
+from rollout.tool_calls.bodies import Body, JsonBody, ParameterBody, PythonBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """Tags around what a model thinks before it answers. hint: text of templates that use them."""
+
+    name: str
+    open: str
+    close: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Markup of replies that are several messages, each with a header: OpenAI's harmony.
+
+    starts: tags that begin a header; end: the tag after it. closes: tags that end a message.
+    recipient: pattern of a header of a call, whose first group names the tool. thought: pattern of
+    a header of thoughts. prompt: text of the prompt with which a reply's first header begins.
+    """
+
+    starts: tuple[str, ...]
+    end: str
+    closes: tuple[str, ...]
+    recipient: str
+    thought: str
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """How one family of models writes calls.
+
+    opens, closes: tags around a block of calls, anywhere in the content. Without `closes` a block
+    ends with its brackets. bare: text that begins a block which has no tag; its last character, a
+    bracket, belongs to the block. It counts only where nothing but white space stands before it in
+    the reply, or between it and a thought or a call. separators: characters that may stand between
+    such blocks. ignored: further tags, which are not shown. hints: texts of a chat template, all of
+    which those that use this format have; a template may have all texts of one of several lists.
+    id_length: characters of call ids, where the family's templates take no others.
+    """
+
+    name: str
+    body: Body
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
+    bare: str = ""
+    separators: str = ""
+    ignored: tuple[str, ...] = ()
+    other_tags: tuple[str, ...] = ()
+    messages: Messages | None = None
+    hints: tuple[tuple[str, ...], ...] = ()
+    id_length: int = 0
+    limits: str = ""
+
+
+_MUST_BEGIN = "a call without a tag must begin the reply"
+_NO_ESCAPE = "a value cannot hold its end tag with another tag of the format behind it"
+THOUGHTS = (
+    Thoughts(name="think", open="<think>", close="</think>", hint="</think>"),
+    Thoughts(name="mistral", open="[THINK]", close="[/THINK]", hint="[THINK]"),
+    Thoughts(
+        name="granite",
+        open="Here is my thought process:",
+        close="Here is my response:",
+        hint="Here is my thought process:",
+    ),
+)
+_HARMONY = Messages(
+    starts=("<|start|>", "<|channel|>"),
+    end="<|message|>",
+    closes=("<|end|>", "<|call|>", "<|return|>"),
+    recipient=r"to=(?:functions\.)?([^\s<]+)",
+    thought=r"<\|channel\|>\s*analysis\b",
+    prompt="<|start|>assistant",
+)
+_TAGGED_JSON = CallFormat(
+    name="hermes",  # Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, Granite 4
+    opens=("<tool_call>",),
+    closes=("</tool_call>",),
+    body=JsonBody(),
+    hints=(("<tool_call>",),),
+)
+# What templates are recognised by, the most particular first.
+CALL_FORMATS = (
+    CallFormat(
+        name="openai",  # GPT-OSS
+        messages=_HARMONY,
+        closes=_HARMONY.closes,
+        body=JsonBody(),
+        other_tags=("<|constrain|>",),
+        hints=(("<|channel|>", "<|start|>"),),
+    ),
+    CallFormat(
+        name="minimax_m2",
+        opens=("<minimax:tool_call>",),
+        closes=("</minimax:tool_call>",),
+        body=ParameterBody(
+            call=r'<invoke name="([^"]+)">',
+            call_end="</invoke>",
+            key=r'<parameter name="([^"]+)">',
+            key_start="<parameter name=",
+            value_end="</parameter>",
+        ),
+        hints=(("minimax:tool_call",),),
+        limits=_NO_ESCAPE,
+    ),
+    CallFormat(
+        name="qwen3_coder",  # Qwen3-Coder, Qwen3.5
+        opens=("<tool_call>",),
+        closes=("</tool_call>",),
+        body=ParameterBody(
+            call=r"<function=([^<>\n]+)>",
+            call_end="</function>",
+            key=r"<parameter=([^<>\n]+)>",
+            key_start="<parameter=",
+            value_end="</parameter>",
+            strips_lines=True,
+        ),
+        hints=(("<function=", "<tool_call>"),),
+        limits=_NO_ESCAPE,
+    ),
+    CallFormat(
+        name="glm45",  # GLM-4.5 to 4.7
+        opens=("<tool_call>",),
+        closes=("</tool_call>",),
+        body=ParameterBody(
+            call=r"([^\s<]+)",
+            call_end="",
+            key=r"<arg_key>([^<]*)</arg_key>\s*<arg_value>",
+            key_start="<arg_key>",
+            value_end="</arg_value>",
+        ),
+        other_tags=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        hints=(("<arg_key>",),),
+        limits=_NO_ESCAPE,
+    ),
+    CallFormat(
+        name="kimi_k2",
+        opens=("<|tool_call_begin|>",),
+        closes=("<|tool_call_end|>",),
+        ignored=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        body=JsonBody(
+            head=r"(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*"
+            r"<\|tool_call_argument_begin\|>\s*"
+        ),
+        other_tags=("<|tool_call_argument_begin|>",),
+        hints=(("<|tool_call_begin|>",),),
+    ),
+    CallFormat(
+        name="deepseek_v3",  # V3 and R1, which write a fence around JSON, and V3.1, which do not
+        opens=("<｜tool▁call▁begin｜>",),
+        closes=("<｜tool▁call▁end｜>",),
+        ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        body=JsonBody(
+            head=r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*",
+            tail=r"`{0,3}",
+        ),
+        other_tags=("<｜tool▁sep｜>",),
+        hints=(("<｜tool▁call▁begin｜>",),),
+    ),
+    CallFormat(
+        name="mistral",  # a list up to Mistral Small 3.1, later a name before each call's arguments
+        opens=("[TOOL_CALLS]",),
+        body=JsonBody(
+            head=r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*",
+            head_brackets=("[CALL_ID]", "[ARGS]"),
+        ),
+        other_tags=("[CALL_ID]", "[ARGS]"),
+        hints=(("[TOOL_CALLS]",),),
+        id_length=9,
+    ),
+    CallFormat(
+        name="phi4_mini_json",
+        opens=("<|tool_call|>",),
+        ignored=("<|/tool_call|>",),
+        bare="functools[",
+        body=JsonBody(),
+        hints=(("functools",), ("<|tool_call|>", "<|/tool_call|>")),
+        limits=_MUST_BEGIN,
+    ),
+    CallFormat(
+        name="granite",  # 3.0 to 3.3
+        opens=("<|tool_call|>", "<tool_call>"),
+        body=JsonBody(),
+        hints=(("<|tool_call|>",),),
+    ),
+    CallFormat(
+        name="pythonic",  # Llama 3.2 and 4, ToolACE
+        opens=("<|python_start|>",),
+        ignored=("<|python_end|>",),
+        bare="[",
+        body=PythonBody(),
+        hints=(("<|python_start|>",), ("[func_name1(",)),
+        limits=f"{_MUST_BEGIN}, and arguments need names",
+    ),
+    CallFormat(
+        name="llama3_json",  # Llama 3.1 to 3.3, and 4
+        opens=("<|python_tag|>",),
+        bare="{",
+        separators=";",
+        body=JsonBody(),
+        hints=(
+            ("<|python_tag|>",),
+            ("<|start_header_id|>", '"parameters"'),
+            ("<|header_start|>", "parameters"),
+        ),
+        limits=_MUST_BEGIN,
+    ),
+    _TAGGED_JSON,
+)
+# For templates that do not say how calls are written: tags of Hermes, or JSON alone.
+UNKNOWN = replace(_TAGGED_JSON, name="json", bare="{", separators=";", hints=(), limits=_MUST_BEGIN)
+TOOL_CALL_PARSERS = ("auto", "none", *(each.name for each in (*CALL_FORMATS, UNKNOWN)))
+REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyFormat:
+    """How a model writes replies: its calls, and its thoughts. None: they are not looked for."""
+
+    calls: CallFormat | None = None
+    thoughts: Thoughts | None = None
+    markers: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Set `markers`: all tags, which a reader must see even if they are special tokens."""
+        markers: set[str] = set()
+        if (calls := self.calls) is not None:
+            markers |= {*calls.opens, *calls.closes, *calls.ignored, *calls.other_tags}
+            if calls.messages is not None:
+                markers |= {*calls.messages.starts, calls.messages.end}
+        if self.thoughts is not None:
+            markers |= {self.thoughts.open, self.thoughts.close}
+        object.__setattr__(self, "markers", frozenset(markers))
+
+    def summary(self) -> str:
+        """Return a line for people: what is read, and what the format cannot express."""
+        calls, thoughts = self.calls, self.thoughts
+        read = "are not looked for" if calls is None else f"are read as {calls.name}"
+        limits = f" ({calls.limits})" if calls is not None and calls.limits else ""
+        shown = "stay in the content"
+        if calls is not None and calls.messages is not None:
+            shown = "are messages of their own"
+        elif thoughts is not None:
+            shown = f"stand between {thoughts.open} and {thoughts.close}"
+        return f"tool calls {read}{limits}; thoughts {shown}"
+
+    def without_calls(self) -> ReplyFormat:
+        """Return the format for a request without tools: messages still have headers."""
+        keeps = self.calls is not None and self.calls.messages is not None
+        return self if keeps else ReplyFormat(thoughts=self.thoughts)
+
+    def without_thoughts(self) -> ReplyFormat:
+        """Return the format for a request whose thoughts stay in the content."""
+        return ReplyFormat(calls=self.calls)
+
+    def begun_by(self, prompt: str, content: str = "") -> str:
+        """Return the markup of a reply that the end of its prompt has begun, "" if there is none:
+        a thought, or the header of a message. content: of a message that the reply continues.
+        """
+        messages = None if self.calls is None else self.calls.messages
+        if messages is not None:
+            _, start, begun = prompt.rpartition(messages.prompt)
+            is_begun = bool(start) and not any(tag in begun for tag in messages.closes)
+            return start + begun if is_begun else ""
+        thoughts = self.thoughts
+        if thoughts is None:
+            return ""
+        is_open = content.rfind(thoughts.open) > content.rfind(thoughts.close)
+        return thoughts.open if is_open or prompt.rstrip().endswith(thoughts.open) else ""
+
+
+def format_of(
+    template: str | None, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+) -> ReplyFormat:
+    """Return the format of a chat template's model.
+
+    tool_call_parser, reasoning_parser: the names of formats, "none", or "auto": by the template's
+    text. Raises ConfigError for a name that is unknown.
+    """
+    source = template or ""
+    calls = _chosen("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS)
+    thoughts = _chosen("reasoning_parser", reasoning_parser, REASONING_PARSERS)
+    by_name = {each.name: each for each in (*CALL_FORMATS, UNKNOWN)}
+    thoughts_by_name = {each.name: each for each in THOUGHTS}
+    return ReplyFormat(
+        calls=_calls_in(source) if calls == "auto" else by_name.get(calls),
+        thoughts=_thoughts_in(source) if thoughts == "auto" else thoughts_by_name.get(thoughts),
+    )
+
+
+def _chosen(field_name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ConfigError(f"{field_name}={value!r} is unknown; known are: {', '.join(known)}")
+    return value
+
+
+def _calls_in(template: str) -> CallFormat:
+    for each in CALL_FORMATS:
+        if any(all(hint in template for hint in hints) for hints in each.hints):
+            return each
+    return UNKNOWN
+
+
+def _thoughts_in(template: str) -> Thoughts | None:
+    return next((each for each in THOUGHTS if each.hint in template), None)
+
+
+def header_of(messages: Messages, header: str) -> tuple[str | None, bool]:
+    """Return which tool a message is a call of, None for none, and whether it is a thought."""
+    recipient = re.search(messages.recipient, header)
+    is_thought = re.search(messages.thought, header) is not None
+    if recipient is None or (is_thought and "functions." not in recipient[0]):
+        return None, is_thought
+    return recipient[1], False
