@@ -63,6 +63,11 @@ class Clock:
             return False
         return True
 
+    def wait_for_stacks(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait after an abort until the process and its group have written their stacks and ended,
+        at most ABORT_S."""
+        wait_for_group(process, ABORT_S)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
@@ -117,7 +122,7 @@ class Runner:
                 process.send_signal(signal.SIGINT)
                 if not self.clock.ended_within(process, GRACE_S):
                     os.killpg(process.pid, signal.SIGABRT)
-                    wait(process, ABORT_S)
+                    self.clock.wait_for_stacks(process)
         finally:
             kill(process.pid, token)
         wait(process, REAP_S)
@@ -153,6 +158,18 @@ def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Give the process this long to end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
+
+
+def wait_for_group(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Give the process and all others of its process group this long to end."""
+    end = time.monotonic() + seconds
+    wait(process, seconds)
+    while time.monotonic() < end:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
 
 
 def kill(group: int, token: str) -> None:

@@ -264,7 +264,11 @@ def outcome_of(config: Config, seed: int) -> tuple[str, str]:
             return OTHER, repr(error)
         difference = (given_TV - expected_TV).abs().max().item()
         scale = max(1.0, expected_TV.abs().max().item())
-        if difference <= 1e-4 * scale:
+        tolerance = 1e-4 * scale
+        if difference > tolerance:  # some variants amplify rounding: that of transformers tells
+            exact_TV, _ = _reference(config, prompt, seed + draw, torch.float64)
+            tolerance += 4 * (expected_TV - exact_TV).abs().max().item()
+        if difference <= tolerance:
             return ACCEPTED, ""
         explanation = f"logits differ by {difference:.2g} of {scale:.2g}"
     return WRONG, explanation
@@ -282,15 +286,19 @@ def _logits_of(model: CausalLM, prompt: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def _reference(
-    config: Mapping[str, Any], prompt: Sequence[int], seed: int
+    config: Mapping[str, Any], prompt: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits of transformers' model of random weights, [T, V], and the weights."""
+    """Return logits [T, V] of transformers' model of random weights, and the weights.
+
+    dtype: of the computation. The weights are the same whatever it is.
+    """
     theirs = AutoConfig.for_model(**deepcopy(dict(config)))
     theirs.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").float().eval()
     randomize(model, seed=seed)
+    model.to(dtype)
     output = model(torch.tensor([list(prompt)]), use_cache=False, return_dict=True)
-    logits_TV = output.logits[0].float()
+    logits_TV = output.logits[0]
     if not logits_TV.isfinite().all():
         raise ValueError("its logits are not finite")
     return logits_TV, dict(sorted(named_weights(model).items()))

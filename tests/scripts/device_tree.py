@@ -87,7 +87,7 @@ DRIVER = """
 import os, pathlib, subprocess, sys
 sys.path.insert(0, ".")
 from scripts import gpu_check
-from scripts.gpu_processes import Clock
+from scripts.gpu_processes import Clock, wait_for_group
 class FaultClock(Clock):
     def ended_within(self, process, seconds):
         folder = pathlib.Path(os.environ["ROLLOUT_FAKE_FAULTS_FOLDER"])
@@ -101,6 +101,8 @@ class FaultClock(Clock):
             for path in folder.glob("* hangs"):
                 path.unlink()
         return process.poll() is not None
+    def wait_for_stacks(self, process):
+        wait_for_group(process, 60.0)
 gpu_check.NUM_WORKERS = 2
 sys.exit(gpu_check.main(sys.argv[1:], FaultClock()))
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from scripts.gpu_processes import (
     Part,
     Runner,
     lines_of,
+    wait_for_group,
 )
 
 DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -40,6 +42,9 @@ class PatientClock(Clock):
             assert process.poll() is None, self._log.read_text()  # type: ignore[attr-defined]
             time.sleep(0.02)
         return False
+
+    def wait_for_stacks(self, process: subprocess.Popen[bytes]) -> None:
+        wait_for_group(process, 60.0)
 
 
 @pytest.fixture

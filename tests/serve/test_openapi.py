@@ -20,6 +20,8 @@ KEY = "master"
 # What a body may be is more than JSON Schema says: ids are within a vocabulary, an update is begun
 # before it ends. Nobody logs in.
 EXCLUDED = "positive_data_acceptance,use_after_free,ensure_resource_availability"
+# /health_generate says 503 while another request has paused the engines: see test_health.py.
+EXCLUDED_PATHS = "^/health_generate$"
 
 
 @pytest.fixture(params=["openai", "vllm", "sglang"])
@@ -53,6 +55,7 @@ def test_no_request_from_the_document_gets_an_answer_that_it_does_not_name(
         "--max-time": SECONDS,
         "--header": f"Authorization: Bearer {KEY}",
         "--exclude-checks": EXCLUDED,
+        "--exclude-path-regex": EXCLUDED_PATHS,
         "--request-timeout": 60,
         "--warnings": "off",
     }
