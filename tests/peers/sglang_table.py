@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.peers.verdicts import Rule, differs, not_applicable, ours
+from tests.peers.verdicts import Rule, differs, not_applicable
 
 SGLANG_KITS = (
     "kits/abort_timeout_kit.py",
@@ -68,9 +68,5 @@ SGLANG_CASES: tuple[Rule, ...] = (
         "docs/peers.md",
         "A stop is a text or a token, not an expression.",
         "kits_over_http.py::TestMatchedStop::test_finish_stop_regex_str",
-    ),
-    *ours(
-        "`/generate` refuses `max_new_tokens: 0`",
-        "kits_over_http.py::TestRadixCache::test_radix_attention",
     ),
 )

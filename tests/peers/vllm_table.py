@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.peers.verdicts import Rule, differs, not_applicable, ours
+from tests.peers.verdicts import Rule, differs, not_applicable
 
 _CHAT = "entrypoints/openai/chat_completion/"
 _COMPLETION = "entrypoints/openai/completion/"
@@ -303,29 +303,5 @@ VLLM_CASES: tuple[Rule, ...] = (
         "Of vLLM's families of metrics those are there that clients steer by.",
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_counts*",
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_exist*",
-    ),
-    *ours(
-        "`logprobs: 0` of `/inference/v1/generate` has no entry",
-        f"{_SCALE_OUT}test_serving_tokens.py::test_generate_logprobs[0]",
-    ),
-    *ours(
-        "the sampled token is not the first of `top_logprobs`",
-        f"{_OPENAI}test_return_tokens_as_ids.py::test_completion_*[False]",
-    ),
-    *ours(
-        "`continuous_usage_stats` is refused",
-        f"{_CHAT}test_chat.py::test_chat_completion_stream_options[HuggingFaceH4/zephyr-7b-beta]",
-        f"{_COMPLETION}test_completion.py::test_completion_stream_options*",
-        f"{_OPENAI}test_chunked_prompt.py::*",
-    ),
-    *ours(
-        "the load and gauges of vLLM's names are missing",
-        f"{_RL}test_sleep.py::test_sleep_mode",
-        f"{_SERVE}instrumentator/test_basic.py::test_server_load*",
-        f"{_SERVE}instrumentator/test_metrics.py::test_abort_metrics_reset*",
-    ),
-    *ours(
-        "`token_strs` are not tokens of the vocabulary",
-        f"{_SERVE}tokenize/test_tokenization.py::test_tokenize_with_return_token_strs*",
     ),
 )

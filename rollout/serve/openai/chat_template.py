@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +163,19 @@ def _without_vocabulary() -> Any:
     return PreTrainedTokenizerBase()
 
 
-def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables of a template. Raises ApiError for the names of transformers' options."""
+@cache
+def _options_of_transformers() -> frozenset[str]:
+    """The names that apply_chat_template gives a meaning of its own; `documents` are a variable."""
     from transformers import PreTrainedTokenizerBase
 
     options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset((*options, "messages")) - {"documents"}
+
+
+def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables of a template. Raises ApiError for the names of transformers' options."""
     for name in variables:
-        if name in (*options, "messages") and name != "documents":
+        if name in _options_of_transformers():
             raise ApiError(
                 400,
                 f"chat_template_kwargs cannot set {name!r}: it is no variable of templates",
