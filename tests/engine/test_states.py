@@ -24,7 +24,7 @@ from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model
 
 # What an engine has from its start.
-SIZES = ("max_sequence_length", "num_blocks_total", "num_blocks_free")
+SIZES = ("block_size_tokens", "max_sequence_length", "num_blocks_total", "num_blocks_free")
 PARAMS = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True)
 S = EngineState
 PATHS = {

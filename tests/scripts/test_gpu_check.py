@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def tree(tmp_path: Path) -> Path:
     return make_tree(tmp_path / "tree")
 
 
-def parts_in(out: Path) -> dict[str, dict[str, object]]:
+def parts_in(out: Path) -> dict[str, dict[str, Any]]:
     content = json.loads((out / "check.json").read_text())
     return {part["name"]: part for part in content["parts"]}
 
@@ -80,7 +81,10 @@ def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
     for name, fault in faults.items():
         part, of_test = parts[name], name in WITH_TESTS
         assert part["status"] == ("timed out" if fault == "hangs" else "failed"), name
-        (failure,) = part["failures"]
+        failures = part["failures"]
+        (failure,) = [f for f in failures if not of_test or f["test"].endswith("[2]")]
+        if fault != "hangs":  # else another worker may be in another test at that moment
+            assert len(failures) == 1, (name, fault)
         error = failure["error"]
         assert any(told in error for told in TOLD[fault][of_test].split("|")), (name, fault, error)
         assert failure["frame"], (name, fault)
@@ -88,14 +92,14 @@ def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
         assert lines[0].strip()[:40] == error[:40]
         assert lines[1] == f"    at {failure['frame']}"
         if of_test:
-            failed_tests.append(failure["test"])
+            failed_tests += [each["test"] for each in failures]
             counts = [part[f"num_{what}"] for what in ("passed", "failed", "skipped", "not_run")]
             num_tests = {"kernels": 7, "memory": 6, "walks": 8}[name]
             assert sum(counts) == num_tests, name
             if fault != "hangs":
                 assert counts == [5, 1, num_tests - 6, 0], (name, fault)
     assert (out / "again.txt").read_text().splitlines() == failed_tests
-    assert [test.partition("::")[2] for test in failed_tests] == [
+    assert [test.partition("::")[2] for test in failed_tests if test.endswith("[2]")] == [
         f"test_{name}[2]" for name in WITH_TESTS
     ]
 
