@@ -78,6 +78,7 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
             *("router_config_path", "multi_stage_wake_up", "custom"),
         }
     ),
+    "Hydra's class of the settings": frozenset({"_target_"}),
     "verl's agent loops": frozenset({"agent", "multi_turn", "trace"}),
     "the actor's log-probs": frozenset(
         {
