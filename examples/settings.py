@@ -156,7 +156,7 @@ class AlgorithmSettings:
         )
 
     def sampling_params(self) -> SamplingParams:
-        """How rollouts are sampled, with the log-probs that the loss corrects by.
+        """Return how rollouts are sampled, with the log-probs that the loss needs.
 
         A rollout ends at any end token that its engine knows: those of the tokenizer, of
         config.json and of generation_config.json.

@@ -9,6 +9,7 @@ from rollout.errors import DetokenizeError
 from rollout.sampling_params import SamplingParams
 from rollout.text import (
     IncrementalDetokenizer,
+    PromptIds,
     Tokenizer,
     complete_length,
     context_of,
@@ -56,7 +57,7 @@ class StreamedText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt: PromptIds = ()
     ) -> None:
         keeps_all = params.detokenize_stop_sequence
         self._words = () if keeps_all else tuple(params.stop_words or ())
@@ -118,15 +119,13 @@ class StreamedText:
 
 
 class TextOffsets:
-    """Where the text of each token begins in the text that tokens add to that of a prompt.
+    """Character offsets of generated tokens in the generated text.
 
     A token that ends a character begins where the character does. start: of the first token.
     Without a tokenizer tokens have no text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), start: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
         self._detokenizer = None if tokenizer is None else _detokenizer_after(tokenizer, prompt)
         self._end = start
 
@@ -162,7 +161,7 @@ class _WordMatches:
 def generated_text(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
-    prompt: Sequence[int] = (),
+    prompt: PromptIds = (),
     *,
     stop_words: Sequence[str] = (),
     stop_word_ids: Sequence[Sequence[int]] = (),
@@ -193,7 +192,7 @@ def generated_text(
 def shown_text(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
-    prompt: Sequence[int] = (),
+    prompt: PromptIds = (),
     *,
     finish_reason: str | None,
     stop_word_ids: Sequence[Sequence[int]] | None,
@@ -230,7 +229,7 @@ def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, s
 class _Decoded:
     """Texts of tokens that follow a prompt. Its errors are DetokenizeErrors."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: PromptIds) -> None:
         self._tokenizer, self._context = tokenizer, _context_of(tokenizer, prompt)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -242,11 +241,11 @@ class _Decoded:
             ) from fault
 
 
-def _detokenizer_after(tokenizer: Tokenizer, prompt: Sequence[int]) -> IncrementalDetokenizer:
+def _detokenizer_after(tokenizer: Tokenizer, prompt: PromptIds) -> IncrementalDetokenizer:
     return IncrementalDetokenizer(tokenizer, _context_of(tokenizer, prompt))
 
 
-def _context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+def _context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
     """Return the context that `prompt` gives; none where the tokenizer cannot decode it."""
     try:
         return context_of(tokenizer, prompt)

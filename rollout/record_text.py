@@ -28,7 +28,7 @@ def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None)
         text = shown_text(
             tokenizer,
             [token for segment in written for token in segment.generated_tokens],
-            segments[0].prompt_tokens.tolist(),
+            segments[0].prompt_tokens,
             finish_reason=last.finish_reason,
             stop_word_ids=last.stop_word_ids,
             sampling_params=last.sampling_params.serialize(),

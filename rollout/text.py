@@ -47,6 +47,14 @@ class RenderedText(str):
     __slots__ = ()
 
 
+class PromptIds(Protocol):
+    """Token ids that can be sliced: a list, an array of numpy or a tensor."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
@@ -76,11 +84,10 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """Tokenizer over a transformers tokenizer, or one of `tokenizers`, which transformers wraps.
+    """Wraps a transformers tokenizer, or a `tokenizers.Tokenizer`, which transformers wraps first.
 
-    Ids and texts are those that transformers makes. `eos_id` and `bos_id` given here win over those
-    that the tokenizer names itself. A copy in another process imports transformers when it is first
-    used.
+    Ids and texts are what transformers makes. `eos_id` and `bos_id` override the tokenizer's own.
+    A copy in another process imports transformers when it is first used.
     """
 
     def __init__(
@@ -245,7 +252,7 @@ class HFTokenizer:
         return self.hf_tokenizer.backend_tokenizer if is_plain else None
 
     def _is_plain(self, *methods: str) -> bool:
-        """Whether these methods are those of transformers' fast tokenizers, unchanged."""
+        """Return whether these methods are unchanged from transformers' fast tokenizers."""
         fast, own = _transformers().PreTrainedTokenizerFast, type(self.hf_tokenizer)
         return issubclass(own, fast) and all(
             getattr(own, name, None) is getattr(fast, name, None) for name in methods
@@ -312,8 +319,10 @@ def as_tokenizer(source: Any) -> Tokenizer:
 
 
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
-    """Return `tokenizer` as a Tokenizer; for None that of `model`, where this is a directory with
-    one. Without transformers such a directory serves token ids alone, which is logged.
+    """Return `tokenizer` as a Tokenizer; for None the tokenizer in the directory `model`, if any.
+
+    Without transformers a directory's tokenizer is not loaded, which is logged: prompts must be
+    token ids.
     """
     if tokenizer is not None:
         return as_tokenizer(tokenizer)
@@ -326,23 +335,35 @@ def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
-    """Return the ids of a prompt that is text: those of `tokenizer(text)` in transformers, with the
-    special tokens that the tokenizer adds. To a RenderedText it adds none. A tokenizer of another
-    kind adds those of its `encode`.
+    """Encode a text prompt as transformers' `tokenizer(text)` does, with special tokens.
+
+    A RenderedText gets no special tokens. A tokenizer of another kind decides by its `encode`.
 
     add_bos: begin with the BOS token also where the tokenizer does not add it.
     """
-    if isinstance(tokenizer, HFTokenizer):
-        add_special_tokens = not isinstance(text, RenderedText)
-        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    else:
-        ids = list(tokenizer.encode(text))
+    (ids,) = encode_prompts(tokenizer, [text])
     if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         return [tokenizer.bos_id, *ids]
     return ids
 
 
-def context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of prompts that are text, each as `encode_prompt` does, in few calls."""
+    if not isinstance(tokenizer, HFTokenizer):
+        return [list(tokenizer.encode(text)) for text in texts]
+    ids: list[list[int]] = [[]] * len(texts)
+    for is_rendered in (True, False):
+        kinds = enumerate(isinstance(text, RenderedText) for text in texts)
+        places = [place for place, kind in kinds if kind is is_rendered]
+        if places:
+            own = [texts[i] for i in places]
+            encoded = tokenizer.encode_all(own, add_special_tokens=not is_rendered)
+            for place, found in zip(places, encoded, strict=True):
+                ids[place] = found
+    return ids
+
+
+def context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
     """Return the last ids of `prompt`, enough for the text of the ids that follow it.
 
     A decoder may strip the first space of a text, so the text of a completion depends on whether
@@ -350,7 +371,7 @@ def context_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
     """
     sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
     for size in sizes:
-        context = list(prompt[-size:])
+        context = [int(token_id) for token_id in prompt[-size:]]
         text = tokenizer.decode(context)
         is_broken = _REPLACEMENT in text
         if size >= len(prompt) or (text and not is_broken) or (is_broken and size > _MAX_WINDOW):
@@ -456,7 +477,7 @@ class IncrementalDetokenizer:
 
 
 def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text that `ids` add to that of `context`, as an IncrementalDetokenizer does."""
+    """Return the text that `ids` add to the `context`'s, as an IncrementalDetokenizer does."""
     before, whole = tokenizer.decode(context), tokenizer.decode([*context, *ids])
     if _REPLACEMENT not in whole or not getattr(tokenizer, "replaces_byte_runs", True):
         return whole[complete_length(before) :]

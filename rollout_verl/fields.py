@@ -1,30 +1,20 @@
-"""What each field of verl's RolloutConfig means for this backend: used, without effect, or refused.
+"""Tables of the fields of verl's RolloutConfig: used, without effect, or refused.
 
 The tables hold every field of verl 0.9.1.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.foreign_settings import RefusedSetting, unknown_changes
 
 logger = logging.getLogger(__name__)
 # The key of rollout.engine_kwargs under which fields of InferenceConfig stand.
 ENGINE_KWARGS = "rollout"
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A field that no engine here can follow. `neutral`: values that ask for nothing."""
-
-    neutral: tuple[Any, ...]
-    remedy: str
-
 
 USED = frozenset(
     {
@@ -41,28 +31,30 @@ USED = frozenset(
 
 _SAY_BUFFER = "give engine_kwargs.rollout.buffer_size_gb, an amount; it is then not read"
 
-REFUSED: Mapping[str, Refused] = {
-    "pipeline_model_parallel_size": Refused((1,), "use tensor_model_parallel_size"),
-    "expert_parallel_size": Refused(
+REFUSED: Mapping[str, RefusedSetting] = {
+    "pipeline_model_parallel_size": RefusedSetting((1,), "use tensor_model_parallel_size"),
+    "expert_parallel_size": RefusedSetting(
         (1, None), "tensor_model_parallel_size divides the experts, too; leave it at 1"
     ),
-    "moe_tensor_parallel_size": Refused(
+    "moe_tensor_parallel_size": RefusedSetting(
         (1, None), "tensor_model_parallel_size divides the experts, too; leave it at 1"
     ),
     # Both defaults of verl: 0.5, and null.
-    "gpu_memory_utilization": Refused((0.5,), _SAY_BUFFER),
-    "standalone_gpu_memory_utilization": Refused((None,), _SAY_BUFFER),
-    "cudagraph_capture_sizes": Refused(
+    "gpu_memory_utilization": RefusedSetting((0.5,), _SAY_BUFFER),
+    "standalone_gpu_memory_utilization": RefusedSetting((None,), _SAY_BUFFER),
+    "cudagraph_capture_sizes": RefusedSetting(
         (None, []), "give engine_kwargs.rollout.num_cuda_graphs, their number"
     ),
-    "quantization": Refused((None,), "the engine reads quantised checkpoints; leave it out"),
-    "quantization_config_file": Refused((None,), "leave it out"),
-    "limit_images": Refused((None,), "the engine has models of text only; leave it out"),
-    "over_sample_rate": Refused((0.0,), "it aborts the slowest requests of SGLang; leave it at 0"),
-    "load_format": Refused(
+    "quantization": RefusedSetting((None,), "the engine reads quantised checkpoints; leave it out"),
+    "quantization_config_file": RefusedSetting((None,), "leave it out"),
+    "limit_images": RefusedSetting((None,), "the engine has models of text only; leave it out"),
+    "over_sample_rate": RefusedSetting(
+        (0.0,), "it aborts the slowest requests of SGLang; leave it at 0"
+    ),
+    "load_format": RefusedSetting(
         ("dummy", "auto", "safetensors"), "the engine reads safetensors; leave it out"
     ),
-    "scheduling_policy": Refused(
+    "scheduling_policy": RefusedSetting(
         ("fcfs", "priority", None), "requests run by priority, then as they came; use 'fcfs'"
     ),
 }
@@ -110,7 +102,7 @@ def check_config(config: Any) -> None:
     own = (config.engine_kwargs or {}).get(ENGINE_KWARGS) or {}
     for name, refused in REFUSED.items():
         value = getattr(config, name, None)
-        if value is None or value in refused.neutral:
+        if not refused.is_asked_by(value):
             continue
         if refused.remedy != _SAY_BUFFER or "buffer_size_gb" not in own:
             raise ConfigError(f"rollout.{name}={value!r} is not supported: {refused.remedy}")
@@ -132,7 +124,7 @@ def check_config(config: Any) -> None:
             f"rollout.engine_kwargs.{foreign[0]} is of another backend; fields of InferenceConfig "
             f"stand under rollout.engine_kwargs.{ENGINE_KWARGS}"
         )
-    if new := _unknown_changes(config):
+    if new := unknown_changes(config, _KNOWN):
         logger.warning("RolloutConfig has fields that this backend does not know: %s", new)
 
 
@@ -151,13 +143,3 @@ def _is_on(part: Any, name: str) -> bool:
     """Whether a part of the config, a mapping, a dataclass or None, has this switch on."""
     value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, False)
     return bool(value)
-
-
-def _unknown_changes(config: Any) -> list[str]:
-    """Return the fields that no table has and that do not have their defaults."""
-    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    return [
-        field.name
-        for field in fields
-        if field.name not in _KNOWN and getattr(config, field.name) != field.default
-    ]

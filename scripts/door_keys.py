@@ -1,4 +1,4 @@
-"""Fields of requests: those of vLLM's server, of SGLang's and of the openai package, and ours.
+"""List the request fields of vLLM, SGLang and the openai package, and what becomes of each here.
 
     python scripts/door_keys.py peers          # writes tests/serve/peer_keys.json
     python scripts/door_keys.py peers --check  # exits with 1 if that is not what the packages have
@@ -36,7 +36,7 @@ _JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A released file: a source distribution, or a wheel where there is none."""
+    """A released file: a source distribution, or a wheel for a package without one."""
 
     name: str
     version: str
@@ -63,7 +63,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a package says what a request may have.
+    """A place in a package that declares the fields of a request.
 
     route: method and path, with the name of a nested object or `?` for the query. classes: the
     fields of these classes. function: the parameters of this function that are of the body, or of
@@ -219,7 +219,7 @@ _INTERNAL_BASES = ("BaseReq",)
 
 
 def _fields(tree: ast.Module, name: str) -> set[str]:
-    """Return the public fields of a class, those of its bases in the same file included."""
+    """Return the public fields of a class and of its bases in the same file."""
     found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if not found:
         raise LookupError(f"there is no class {name}")

@@ -49,7 +49,7 @@ class Pair:
         self.counts[operation] = self.counts.get(operation, 0) + 1
 
     def decoded(self, ids: Sequence[int], *, skip: bool = True) -> str:
-        """What transformers makes of ids; it never cleans up spaces, as streams cannot."""
+        """Decode ids by transformers without cleaning up spaces, which streams cannot do."""
         return str(
             self.theirs.decode(
                 list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
@@ -57,7 +57,7 @@ class Pair:
         )
 
     def added(self, prompt: Sequence[int], ids: Sequence[int], *, skip: bool = True) -> str:
-        """The text that `ids` add to that of `prompt`, both decoded whole."""
+        """Return the text that `ids` add to the prompt's text, both decoded whole."""
         before = complete_length(self.decoded(prompt, skip=skip))
         return self.decoded([*prompt, *ids], skip=skip)[before:]
 

@@ -479,7 +479,7 @@ def _write_sentencepiece(path: Path, model_type: str) -> None:
 
 
 def texts() -> Iterator[str]:
-    """What is encoded: sentences, spaces, special tokens, and nothing."""
+    """Yield the texts to encode: sentences, spaces, special tokens, and an empty text."""
     yield from SENTENCES
     yield from ("", " ", "  two  spaces ", "\n\n", "é", "e\u0301", "\ufb01ne", "Hello", " brown")
     yield from (

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCheck:
-    """What the prompt of a row must be for an engine to answer it.
+    """Checks whether an engine can answer the prompt of a row.
 
-    `encode_all`: texts to token ids. `vocab_size`, `max_sequence_length`: of the engine's model and
-    of the engine; None where they are not known. `answer_column`: a column that must hold a text or
-    a number, since a warm-up learns it; None for none.
+    `encode_all`: texts to the token ids that the engine makes of them. `vocab_size`,
+    `max_sequence_length`: of the engine's model and of the engine; None if unknown.
+    `answer_column`: a column that must hold a text or a number, since a warm-up learns it, or None.
     """
 
     encode_all: Callable[[Sequence[str]], Sequence[Sequence[int]]]
@@ -38,13 +38,13 @@ class PromptCheck:
     def faults(self, items: Sequence[PromptItem]) -> list[str | None]:
         """Return what is wrong with each row; None for a good one."""
         faults = [self._fault_of_values(item) for item in items]
-        texts = [
-            index
+        texts = {
+            index: item.prompt
             for index, item in enumerate(items)
             if faults[index] is None and isinstance(item.prompt, str)
-        ]
-        encoded = self.encode_all([str(items[index].prompt) for index in texts]) if texts else []
-        tokens: dict[int, Sequence[int]] = dict(zip(texts, encoded, strict=True))
+        }
+        encoded = self.encode_all(list(texts.values())) if texts else []
+        tokens = dict(zip(texts, encoded, strict=True))
         for index, item in enumerate(items):
             if faults[index] is None:
                 ids = tokens[index] if isinstance(item.prompt, str) else item.prompt

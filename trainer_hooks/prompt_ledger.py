@@ -357,7 +357,7 @@ def _iterated(source: Iterable[Any]) -> list[Any]:
 
 
 def item_of(rows: PromptRows, index: int) -> PromptItem:
-    """Return row `index` as a PromptItem. Raises ConfigError, naming the row, if it is none."""
+    """Return row `index` as a PromptItem. Raises ConfigError, naming the row, for another value."""
     try:
         item = as_prompt_item(rows[index])
     except ValueError as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout.chat_messages import plain_message
 from rollout.errors import ConfigError
 from rollout.utf8_lines import lone_surrogate
 from trainer_hooks.chat_format import ChatFormat, ChatTemplate
@@ -64,52 +64,18 @@ def _are_messages(value: Any) -> bool:
 
 
 def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
-    """Return a chat message as templates expect it, and as the server's chat route renders it.
-
-    Keys that are null are left out, parts of text become one text, and the arguments of tool calls
-    become objects. Raises ConfigError for parts that are no text.
-    """
-    plain = {
-        name: value for name, value in message.items() if value is not None or name == "content"
-    }
-    if isinstance(content := plain.get("content"), list):
-        plain["content"] = "".join(_text_of(part, place) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise ConfigError(
-            f"{place} holds a message whose content is {_shown(content)}; a text, or parts of type "
-            "text, are wanted"
-        )
-    if isinstance(calls := plain.pop("tool_calls", None), list) and calls:
-        # A JSON text of arguments has the nulls that somebody wrote.
-        plain["tool_calls"] = [
-            _with_object(_without_nulls(call) if is_arrow else call) for call in calls
-        ]
-    return plain
-
-
-def _text_of(part: Any, place: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type", "text") == "text":
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    raise ConfigError(
-        f"{place} holds the part {_shown(part)} in a message; the engine has models of text only: "
-        "give the message a text, or parts of type text"
-    )
-
-
-def _with_object(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, where they are the JSON of one."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
+    """Return a chat message as templates expect it. Raises ConfigError for parts that are no
+    text."""
+    if is_arrow and isinstance(calls := message.get("tool_calls"), list):
+        # A JSON text of arguments keeps the nulls that somebody wrote.
+        message = {**message, "tool_calls": _without_nulls(calls)}
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        plain = plain_message(message)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if not plain.get("tool_calls"):  # Arrow cannot tell none from an empty list
+        plain.pop("tool_calls", None)
+    return plain
 
 
 def _without_nulls(value: Any) -> Any:

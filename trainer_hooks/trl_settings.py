@@ -1,29 +1,19 @@
-"""What the settings of a TRL GRPOTrainer mean for an engine: used, without effect, or refused.
+"""Tables of a TRL GRPOTrainer's settings: used, without effect, or refused.
 
 The tables hold every field of GRPOConfig of TRL 1.16 and every setting of `generation_kwargs`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
+from rollout.foreign_settings import RefusedSetting, unknown_changes
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A setting that no engine here can follow. `neutral`: values that ask for nothing."""
-
-    neutral: tuple[Any, ...]
-    remedy: str
-
 
 # Fields of GRPOConfig that decide what is generated. GRPOTrainer copies most of them to attributes
 # of its own, and asks for each prompt as often as it wants samples of it.
@@ -37,33 +27,33 @@ USED = frozenset(
 _OWN_SERVER = "TRLRollouts generates in this process; leave it out, or pass no rollout_func"
 _OF_TRANSFORMERS = "it is a setting of transformers' generate(); leave it out"
 
-REFUSED: Mapping[str, Refused] = {
-    "use_vllm": Refused(
+REFUSED: Mapping[str, RefusedSetting] = {
+    "use_vllm": RefusedSetting(
         (False,), "it starts vLLM beside this engine; leave it out and call TRLRollouts.attach"
     ),
-    "vllm_mode": Refused(("colocate",), _OWN_SERVER),
-    "vllm_server_base_url": Refused((None,), _OWN_SERVER),
-    "vllm_server_host": Refused(("0.0.0.0",), _OWN_SERVER),
-    "vllm_server_port": Refused((8000,), _OWN_SERVER),
-    "vllm_server_timeout": Refused((240.0,), _OWN_SERVER),
-    "vllm_group_port": Refused((51216,), _OWN_SERVER),
-    "vllm_model_impl": Refused(("vllm",), "the engine has models of its own; leave it out"),
-    "vllm_structured_outputs_regex": Refused(
+    "vllm_mode": RefusedSetting(("colocate",), _OWN_SERVER),
+    "vllm_server_base_url": RefusedSetting((None,), _OWN_SERVER),
+    "vllm_server_host": RefusedSetting(("0.0.0.0",), _OWN_SERVER),
+    "vllm_server_port": RefusedSetting((8000,), _OWN_SERVER),
+    "vllm_server_timeout": RefusedSetting((240.0,), _OWN_SERVER),
+    "vllm_group_port": RefusedSetting((51216,), _OWN_SERVER),
+    "vllm_model_impl": RefusedSetting(("vllm",), "the engine has models of its own; leave it out"),
+    "vllm_structured_outputs_regex": RefusedSetting(
         (None,), "the engine cannot constrain text by a grammar; leave it out"
     ),
-    "vllm_gpu_memory_utilization": Refused(
+    "vllm_gpu_memory_utilization": RefusedSetting(
         (0.3,), "give the LLM InferenceConfig(buffer_size_gb=...), an amount"
     ),
-    "vllm_max_model_length": Refused(
+    "vllm_max_model_length": RefusedSetting(
         (None,), "give the LLM InferenceConfig(max_sequence_length=...)"
     ),
-    "vllm_tensor_parallel_size": Refused(
+    "vllm_tensor_parallel_size": RefusedSetting(
         (1,), "give the LLM InferenceConfig(tensor_parallel_size=...)"
     ),
-    "cache_implementation": Refused((None,), _OF_TRANSFORMERS),
-    "use_transformers_continuous_batching": Refused((False,), _OF_TRANSFORMERS),
-    "transformers_continuous_batching_config": Refused((None,), _OF_TRANSFORMERS),
-    "use_transformers_paged": Refused((False,), _OF_TRANSFORMERS),
+    "cache_implementation": RefusedSetting((None,), _OF_TRANSFORMERS),
+    "use_transformers_continuous_batching": RefusedSetting((False,), _OF_TRANSFORMERS),
+    "transformers_continuous_batching_config": RefusedSetting((None,), _OF_TRANSFORMERS),
+    "use_transformers_paged": RefusedSetting((False,), _OF_TRANSFORMERS),
 }
 
 # Fields without an effect on what is generated, by the reason.
@@ -192,7 +182,7 @@ _GENERATION_REMEDIES: Mapping[str, str] = {
 
 
 def sampling_params_of(trainer: Any) -> SamplingParams:
-    """Return how a GRPOTrainer wants its completions sampled, with the probabilities of the draws.
+    """Return the sampling parameters that a GRPOTrainer's settings ask for, with log-probs.
 
     The trainer recomputes the policy's own probabilities, clips around those, and weighs by the
     ratio of the two. Completions end at the trainer's end tokens, which are those of its
@@ -230,7 +220,7 @@ def check_trainer(trainer: Any) -> None:
     args = trainer.args
     for name, refused in REFUSED.items():
         value = getattr(args, name, None)
-        if value is not None and value not in refused.neutral:
+        if refused.is_asked_by(value):
             raise ConfigError(f"GRPOConfig({name}={value!r}) with TRLRollouts: {refused.remedy}")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
         raise ConfigError(
@@ -242,22 +232,12 @@ def check_trainer(trainer: Any) -> None:
             "GRPOTrainer of a vision-language model with TRLRollouts: the engine has models of "
             "text only; train it without a rollout_func"
         )
-    if new := _unknown_changes(args):
+    if new := unknown_changes(args, _KNOWN):
         logger.warning("GRPOConfig has settings that TRLRollouts does not know: %s", ", ".join(new))
 
 
-def _unknown_changes(args: Any) -> list[str]:
-    """Return the fields that no table has and that do not have their defaults."""
-    fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
-    return [
-        field.name
-        for field in fields
-        if field.name not in _KNOWN and field.init and getattr(args, field.name) != field.default
-    ]
-
-
 def _ends_of(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings of end tokens out of `given`, and return them as SamplingParams has them.
+    """Remove the end-token settings from `given` and return them as fields of SamplingParams.
 
     The trainer tells complete completions from truncated ones by its `eos_token_ids`: those of its
     tokenizer and its model. As in transformers, an `eos_token_id` of `generation_kwargs` replaces

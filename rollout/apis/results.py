@@ -52,7 +52,7 @@ def failed_request(
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_tokens=torch.tensor(ids_of(prompt, tokenizer), dtype=torch.int64),
+        prompt_tokens=torch.tensor(_ids_of(prompt, tokenizer), dtype=torch.int64),
         sampling_params=params,
         status=Status.FAILED,
     )
@@ -62,7 +62,7 @@ def failed_request(
     return request
 
 
-def ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's ids; [] for a text that the tokenizer cannot encode."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]  # of arrays of any kind

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
-from rollout.apis.results import failed_request, finished_request, ids_of
+from rollout.apis.results import failed_request, finished_request
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt
@@ -37,7 +37,7 @@ async def streamed_items(
     """
     text = None
     if as_text and tokenizer is not None:
-        text = StreamedText(tokenizer, params, ids_of(prompt, tokenizer))
+        text = StreamedText(tokenizer, params, stream.prompt_tokens)
     async with aclosing(stream):
         try:
             async for item in stream:

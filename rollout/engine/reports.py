@@ -96,9 +96,9 @@ class MemoryStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChecksums:
-    """Checksums of some of the weights, 16 hex digits each, by their sorted Hugging Face names.
+    """Checksums of a page of the weights, 16 hex digits each, by Hugging Face name in sorted order.
 
-    version: that of the weights. num_weights: how many there are in all.
+    version: the weights' version. num_weights: the number of weights in all pages.
     """
 
     checksums: Mapping[str, str]

@@ -156,8 +156,8 @@ class DynamicInferenceRequestRecord:
             self.current.add_event_add_engine()
 
     def entry_event(self) -> DynamicInferenceEvent | None:
-        """Return the ADD_ENGINE event of any segment, None if there is none. A record that came
-        over the wire has it among its events alone."""
+        """Return the request's first ADD_ENGINE event, None without one. A record that came over
+        the wire has the event in `events` alone."""
         events = (event for segment in self.requests for event in segment.events)
         entries = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         return next(entries, None)

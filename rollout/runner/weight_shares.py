@@ -91,7 +91,7 @@ def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
 
 
 def checksums_of_shares(shares: Sequence[WeightShare]) -> dict[str, str]:
-    """Return the checksum of each weight by its name, 16 hex digits: that of its values."""
+    """Return the checksum of each weight's values by the weight's name, 16 hex digits."""
     pieces = sum_of(shares).pieces
     return {piece.weight: f"{found[0] % _MODULUS:016x}" for piece, found in pieces.items()}
 

@@ -169,7 +169,7 @@ def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields
 
 
 def _given(body: bytes) -> Any:
-    """The body as JSON; None for one that is none, which msgspec tells after a wrong value."""
+    """Return the decoded body, None if it is no JSON: msgspec reports a wrong value first."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):

@@ -9,6 +9,7 @@ import re
 import reprlib
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -43,7 +44,7 @@ class Refused:
 
     @property
     def harmless(self) -> str:
-        """The values that ask for nothing beside null, as JSON."""
+        """Values beside null that ask for nothing, as JSON."""
         return " or ".join(map(json.dumps, self.unless)) or "false or empty"
 
     def takes(self, value: Any) -> bool:
@@ -87,11 +88,12 @@ class NoFields(Fields):
 
 
 def statuses(kind: type[Fields]) -> dict[str, Neutral | Refused | None]:
-    """Return the status of each field of `kind`; None for those that are served."""
+    """Return the status of each field of `kind`; None for a served field."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: _status_of(hints[name]) for name in kind.__struct_fields__}
 
 
+@cache
 def nested(kind: type[Fields]) -> dict[str, type[Fields]]:
     """Return the objects inside of `kind`, by the fields that hold them."""
     hints = typing.get_type_hints(kind)
@@ -110,12 +112,19 @@ def converted(
     Raises ApiError, which names the field, for a value of another type, for a refused field, and
     for an unknown field that is not ignored or resembles one of `kind`: probably a misspelling.
     """
-    places = {path.rpartition(".")[2]: path for path in _places(kind)}
-    known = _known_part(given, kind, "", places, ignores_unknown)
+    with suppress(msgspec.ValidationError):  # as a rule there is nothing to leave out
+        return msgspec.convert(given, kind, strict=strict, str_keys=True)
+    known = _known_part(given, kind, "", _places_by_name(kind), ignores_unknown)
     try:
         return msgspec.convert(known, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as fault:
         raise unreadable_value(fault, known) from None
+
+
+@cache
+def _places_by_name(kind: type[Fields]) -> Mapping[str, str]:
+    """Return the paths of all fields that are not refused, by their last names."""
+    return {path.rpartition(".")[2]: path for path in _places(kind)}
 
 
 def _known_part(
@@ -202,7 +211,7 @@ def _structs_in(hint: Any) -> Iterator[type[Fields]]:
 
 
 def _places(kind: type[Fields], above: str = "") -> Iterator[str]:
-    """Yield the paths of all fields that are not refused, those of outer objects last."""
+    """Yield the paths of all fields that are not refused; fields of inner objects come first."""
     for name, inner in nested(kind).items():
         yield from _places(inner, f"{above}{name}.")
     for name, status in statuses(kind).items():

@@ -39,7 +39,8 @@ class SamplingDefaults:
 
 
 def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
-    """Return the defaults: neutral ones for "vllm", those of the model's directory for "auto".
+    """Return neutral defaults for "vllm", and for "auto" the values of generation_config.json.
+
     Raises ConfigError for a file with values out of range.
     """
     if generation_config == "vllm" or directory is None:

@@ -43,7 +43,7 @@ def health_routes() -> list[Route]:
 
 
 async def _load(request: web.Request, body: Any) -> web.Response:
-    """vLLM's answer: requests that generate, and those that wait for their turn to."""
+    """Answer as vLLM does: the number of requests that generate or wait for their turn."""
     turnstile = request.app[STATE].turnstile
     return json_response({"server_load": turnstile.num_running + turnstile.num_waiting})
 

@@ -112,8 +112,8 @@ class StreamOptions(Fields, kw_only=True):
 
 
 class ReplyFields(SamplingFields, kw_only=True):
-    """Of completions and chat: also what a reply has beside text. rid, extra_key: SGLang's names of
-    request_id, and of a further cache_salt.
+    """Fields of completions and chats that choose what a reply has beside text. rid, extra_key:
+    SGLang's names of request_id and of a second cache_salt.
     """
 
     model: str | None = None

@@ -68,8 +68,8 @@ class TokenTexts:
         return text.encode("utf-8", "replace")
 
     async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens as the vocabulary writes them; a tokenizer that is none of Hugging
-        Face's has their texts alone. Others are served meanwhile.
+        """Return the tokens as the vocabulary writes them, or their texts for a tokenizer that is
+        not Hugging Face's. The event loop serves other requests meanwhile.
         """
         tokenizer, tokens = self.tokenizer, []
         for start in range(0, len(token_ids), _TOKENS_PER_TURN):

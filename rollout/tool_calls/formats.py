@@ -40,7 +40,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How one family of models writes calls.
+    """The markup in which a family of models writes tool calls.
 
     opens, closes: tags around a block of calls, anywhere in the content. Without `closes` a block
     ends with its brackets. bare: text that begins a block which has no tag; its last character, a
@@ -267,8 +267,8 @@ class ReplyFormat:
         return ReplyFormat(calls=self.calls)
 
     def begun_by(self, prompt: str, content: str = "") -> str:
-        """Return the markup of a reply that the end of its prompt has begun, "" if there is none:
-        a thought, or the header of a message. content: of a message that the reply continues.
+        """Return the markup that a prompt's end begins, which the reply goes on with: a thought or
+        a message header. Returns "" without such markup. content: the message to be continued.
         """
         messages = None if self.calls is None else self.calls.messages
         if messages is not None:

@@ -34,7 +34,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """Return the call of a message; with an index, that of a stream's delta."""
+        """Return the call as a message has it. index: for a delta of a stream."""
         call = {
             "id": self.id,
             "type": "function",

@@ -1,4 +1,4 @@
-"""Where a block of tool calls ends, found while its text comes in pieces.
+"""Scanners that find the end of a block of tool calls while its text comes in pieces.
 
 A tag inside a string or a value is text. The work per piece does not grow with the block.
 """
@@ -99,7 +99,7 @@ class BracketScan:
         return self._after_error(text, start)
 
     def _next(self, text: str, is_last: bool) -> End | bool | None:
-        """Go on to the next sign. Return None if there is none yet, True if it ends nothing."""
+        """Advance to the next bracket, quote or tag. Return an End, True to go on, None to wait."""
         if self._quote:
             match = self._inside[self._quote].search(text, self._at)
             if match is None or match.group() == "\\":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout import LLM, SamplingParams
@@ -87,8 +88,8 @@ class FakeClient:
 
     def add_group(self, params: Sequence[SamplingParams], priority: int) -> list[RequestFuture]:
         self.priorities.append(priority)
-        first = len(self.futures)
-        futures = [RequestFuture(first + i, self._loop) for i in range(len(params))]
+        first, prompt = len(self.futures), np.empty(0, np.int32)
+        futures = [RequestFuture(first + i, prompt, self._loop) for i in range(len(params))]
         self.futures |= {future.request_id: future for future in futures}
         if self.answers:
             self._reply([future.request_id for future in futures])

@@ -49,9 +49,11 @@ def prefill_logprobs(admin: httpx.Client) -> list[float]:
 
 
 def engine_load(admin: httpx.Client) -> dict[str, float]:
-    """What its metrics collector reads of the one engine, for the controller that says how many
-    episodes are in flight: by the name without `vllm:`, summed over labels but that of the engine
-    and the reason. The capacity is a label."""
+    """Return the metrics that prime-rl's collector reads of one engine, by name without `vllm:`.
+
+    Its controller bounds the episodes in flight by them. Values are summed over labels other than
+    engine and reason. The capacity is a label.
+    """
     response = admin.get("/metrics", timeout=5.0)
     response.raise_for_status()
     load: dict[str, float] = defaultdict(float)
@@ -71,7 +73,7 @@ def engine_load(admin: httpx.Client) -> dict[str, float]:
 
 
 def check_load(admin: httpx.Client) -> None:
-    """Of an engine without requests, that has had some."""
+    """Check the load of an idle engine that has served requests."""
     load = engine_load(admin)
     assert load["capacity"] > 0, "without it one episode is in flight for ever"
     gauges = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")

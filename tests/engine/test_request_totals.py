@@ -1,4 +1,4 @@
-"""What an engine counts of its requests: tokens, ends and latencies, and who has no room."""
+"""RequestTotals of an engine: tokens, ends and latencies, and requests without room."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ costs = st.floats(0.0, 10.0)
 def test_longest_s_bounds_a_step_of_all_tokens_whatever_was_measured(
     sizes: list[int], fixed_s: float, per_token_s: float
 ) -> None:
-    """Of steps with a cost of their own, and one for each token."""
+    """Steps cost a fixed time and a time for each token."""
     times = StepTimes()
     for size in sizes:
         times.add(size, fixed_s + per_token_s * size)

@@ -14,7 +14,7 @@ from tests.peers.vllm_table import VLLM_CASES, VLLM_FILES, VLLM_UNRUN_FILES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The tests of one distribution.
+    """The test suite of one distribution.
 
     version, kind: as for `find_source`. tests: the folder of tests in the distribution.
     test_files: how their files are called.

@@ -1,4 +1,4 @@
-"""What the tables of cases say, and what a run makes of them."""
+"""Verdicts of the tables of cases, and their comparison with a run's outcomes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAULTS = (Verdict.UNLISTED, Verdict.STALE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What cases, or files, are known to do.
+    """The known verdict of cases or files.
 
     pattern: of ids, below the suite's folder of tests. `*` stands for any text.
     verdict: DIFFERS and OURS are run, and must fail; NOT_APPLICABLE are not run.
@@ -66,8 +66,8 @@ def expression_of(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What pytest reports of a case: "passed", "failed", "skipped", or "unrun" if a rule kept it
-    from being run."""
+    """The outcome of a case in pytest: "passed", "failed" or "skipped"; "unrun" if a rule kept it
+    from running."""
 
     case: str
     outcome: str
@@ -115,7 +115,7 @@ def judge(outcomes: Iterable[Outcome], rules: Sequence[Rule]) -> Judged:
 
 
 def _one_of_each(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """One outcome of each case: that of a phase that failed, if one did."""
+    """Return one outcome of each case: of the phase that failed, if a phase failed."""
     cases: dict[str, Outcome] = {}
     for outcome in outcomes:
         if outcome.case not in cases or outcome.outcome == "failed":

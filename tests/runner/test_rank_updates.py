@@ -57,7 +57,7 @@ class Group:
         return checksum_of_shares([sent(rank.fingerprint_share()) for rank in self.ranks])
 
     def checksums(self) -> dict[str, str]:
-        """Of each weight, in two pages."""
+        """Return the checksum of each weight, computed in two pages."""
         names, found = self.ranks[0].names, dict[str, str]()
         for page in (names[:3], names[3:]):
             shares = [sent(rank.fingerprint_share(page)) for rank in self.ranks]

@@ -1,4 +1,4 @@
-"""What every chunk of a stream has beside its text: usage, and no keys that nobody asked for."""
+"""Chunks of streams have usage where it is asked for, and no keys that nobody asked for."""
 
 from __future__ import annotations
 

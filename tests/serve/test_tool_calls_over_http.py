@@ -111,7 +111,7 @@ def of_format(written: Written) -> dict[str, Any]:
 
 
 def told(choice: dict[str, Any]) -> tuple[Any, ...]:
-    """What a choice says: content, reasoning, calls, why it ended."""
+    """Return the content, reasoning, calls and finish reason of a choice."""
     message = choice["message"]
     assert message["role"] == "assistant"
     assert message.get("reasoning") == message.get("reasoning_content")

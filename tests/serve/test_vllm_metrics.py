@@ -69,7 +69,7 @@ class Metrics:
         return self.samples[f"vllm:{name}", tuple(sorted(labels.items()))]
 
     def count(self, name: str) -> float:
-        """The number of latencies that a histogram has; that of its last bucket is the same."""
+        """Return the number of latencies in a histogram. Its last bucket has the same number."""
         number = self(f"{name}_count")
         assert number == self(f"{name}_bucket", le="+Inf")
         return number

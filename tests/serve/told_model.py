@@ -1,4 +1,4 @@
-"""A tiny model that answers each of several prompts with a reply that it is told.
+"""A tiny model that answers each of several prompts with a prescribed reply.
 
 Every token is a direction of the hidden state, which the layers leave as it is, and the output
 layer turns each token of a reply into the next. So each token stands in one reply, once: replies

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from rollout.errors import ConfigError
+from rollout.text import RenderedText
+from tests.tokenizer_layouts import LAYOUTS
 from tests.trainer_hooks.test_prompt_sources import write_lines
+from trainer_hooks.jobs.settings import ModelSettings
+from trainer_hooks.jobs.task import prompt_check
 from trainer_hooks.prompt_checks import CheckedWhenRead, PromptCheck, check_rows, place_of
 from trainer_hooks.prompt_ledger import as_prompt_item
 from trainer_hooks.prompt_sources import JsonlPrompts
@@ -110,3 +115,20 @@ def test_checks_encode_prompts_in_batches() -> None:
     assert sum(calls) == 1000
     assert len(calls) < 5
     assert check.faults([as_prompt_item([1, 2])]) == [None]
+
+
+def test_a_prompt_check_counts_the_tokens_that_the_engine_makes_of_a_prompt(
+    tmp_path: Path,
+) -> None:
+    LAYOUTS["llama bpe with bos"](tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 1000}')
+    text = "The quick brown fox"
+    with_bos, without = len(tokenizer(text).input_ids), len(tokenizer.tokenize(text))
+    assert with_bos == without + 1
+    check = prompt_check(ModelSettings(path=str(tmp_path)), tokenizer, with_bos)
+    items = [as_prompt_item(text), as_prompt_item(RenderedText(text))]
+    raw, rendered = check.faults(items)
+    assert raw is not None
+    assert f"a prompt of {with_bos} tokens leaves no room" in raw
+    assert rendered is None

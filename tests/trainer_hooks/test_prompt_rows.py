@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from rollout.errors import ConfigError
+from rollout.serve.openai.chat_template import ChatTemplate
 from tests.trainer_hooks.test_prompt_sources import MESSAGES, joined, write_parquet
 from trainer_hooks.chat_format import ChatFormat
 from trainer_hooks.prompt_ledger import PromptItem, PromptLedger
@@ -65,7 +67,9 @@ def test_parts_of_text_become_the_content_and_other_parts_are_refused(tmp_path: 
     assert JsonlPrompts(path, chat_template=joined)[0].prompt == joined(MESSAGES)
     parts += [{"type": "image", "image": "picture.png"}]
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}]}))
-    with pytest.raises(ConfigError, match=r"line 1.*part \{'type': 'image'.*text only"):
+    with pytest.raises(
+        ConfigError, match=r"line 1.*part that is no text, \{'type': 'image'.*text only"
+    ):
         JsonlPrompts(path, chat_template=joined)[0]
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": 4}]}))
     with pytest.raises(ConfigError, match=r"line 1.*whose content is 4"):
@@ -106,6 +110,36 @@ def test_arguments_of_a_tool_call_as_json_text_become_an_object_with_its_nulls(
     (read,) = json.loads(str(ParquetPrompts(path, chat_template=as_json)[0].prompt))
     assert read["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn", "unit": None}
     assert "name" not in read
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "name": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": [{"type": None, "text": "a"}, {"text": "b"}]},
+        {"role": "assistant", "content": "a", "tool_calls": [{"function": {"arguments": ""}}]},
+        {"role": "assistant", "content": "", "reasoning_content": None},
+    ],
+)
+def test_a_row_and_a_request_with_one_message_have_one_text(
+    tmp_path: Path, message: dict[str, Any]
+) -> None:
+    source = "{% for m in messages %}{{ m.content }}|{{ m | tojson }}{% endfor %}"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": [message]}))
+
+    def by_server(messages: Any) -> str:
+        return ChatTemplate(None, source).render(messages, add_generation_prompt=True)
+
+    def by_row(messages: Any) -> str:
+        return str(
+            PreTrainedTokenizerBase().apply_chat_template(
+                messages, chat_template=source, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    assert JsonlPrompts(tmp_path / "p.jsonl", chat_template=by_row)[0].prompt == by_server(
+        [message]
+    )
 
 
 def test_a_template_that_refuses_a_row_is_named_with_file_and_line(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ WISHES = {
 
 
 def trainer_with(**settings: Any) -> Any:
-    """What a GRPOTrainer with these settings has: its config, and its own copies of some of them.
+    """Return a stand-in for a GRPOTrainer: its config, and its own copies of some settings.
 
     The config is not checked by TRL, which refuses or replaces some of the wishes itself.
     """

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.chat_messages import joined_parts
 from rollout.errors import ConfigError, MaxSequenceLengthOverflowError, RolloutError
 from rollout.requests import DynamicInferenceRequest
 from trainer_hooks.environments.conversation import Conversation
@@ -230,9 +231,10 @@ def _plain(message: Message) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, (list, tuple)):
-        if other := [part for part in content if dict(part).get("type") != "text"]:
-            raise ConfigError(f"a message has a part that is no text: {other[0]!r:.200}")
-        plain["content"] = "".join(part["text"] for part in content)
+        try:
+            plain["content"] = joined_parts([dict(part) for part in content])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return plain
 
 

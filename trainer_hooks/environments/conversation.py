@@ -204,7 +204,7 @@ def _as_object(call: ToolCall) -> dict[str, Any]:
 
 
 def _is_of(message: Message, turn: ModelTurn) -> bool:
-    """Whether a message is that of a turn."""
+    """Return whether `message` is the message of `turn`."""
     return message.get("role") == "assistant" and _key(message) == _key(turn.message)
 
 

@@ -92,7 +92,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
 def _mixed(
     rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
 ) -> PromptRows:
-    """Return the rows of all sources; those of `data.sources` with the source's name."""
+    """Return the rows of all sources. Rows of `data.sources` have their source's name."""
     if not data.sources:
         return next(iter(rows.values()))
     return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})
@@ -130,8 +130,10 @@ def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
 def held_out_of_file(
     rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
 ) -> list[PromptItem]:
-    """Return the prompts of `data.held_out_path`; those that are trained on, too, are counted in
-    the log. Raises ConfigError for bad rows."""
+    """Return the prompts of `data.held_out_path`, and log how many of them are trained on as well.
+
+    Raises ConfigError for bad rows.
+    """
     checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
     count = min(data.num_held_out or len(checked.rows), len(checked.rows))
     trained = set(train.keys)

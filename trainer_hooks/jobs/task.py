@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import (
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
-from rollout.text import HFTokenizer, as_tokenizer
+from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
 from trainer_hooks.chat_format import ChatFormat
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
@@ -242,8 +243,8 @@ class Task:
 def prompt_check(
     model: ModelSettings, tokenizer: Any, max_sequence_length: int | None
 ) -> PromptCheck:
-    """What prompts must be for the engine of a job. `max_sequence_length`: of the engine; None is
-    what the model has positions for."""
+    """Return the check of a job's prompts. `max_sequence_length`: of the engine; None takes the
+    model's number of positions."""
     if model.path is not None:
         config = load_pretrained(AutoConfig, "model.path", model.path).get_text_config()
         vocab_size = getattr(config, "vocab_size", None)
@@ -251,7 +252,7 @@ def prompt_check(
     else:
         vocab_size, positions = len(tokenizer), model.max_position_embeddings
     return PromptCheck(
-        encode_all=HFTokenizer(tokenizer).encode_all,
+        encode_all=partial(encode_prompts, HFTokenizer(tokenizer)),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length or positions,
     )

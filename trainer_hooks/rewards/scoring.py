@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.generated_text import generated_text
-from rollout.text import Tokenizer
+from rollout.text import PromptIds, Tokenizer
 from trainer_hooks.prompt_ledger import PromptItem
 from trainer_hooks.rewards.adapters import WeightedReward
 from trainer_hooks.rewards.runner import RewardRunner
@@ -88,5 +88,5 @@ def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[i
     return ids if tokenizer is None else generated_text(tokenizer, ids, _prompt_of(rollout))
 
 
-def _prompt_of(rollout: Rollout) -> list[int]:
-    return rollout.requests[0].prompt_tokens.tolist() if rollout.requests else []
+def _prompt_of(rollout: Rollout) -> PromptIds:
+    return rollout.requests[0].prompt_tokens if rollout.requests else ()

@@ -15,7 +15,7 @@ Results = Mapping[str, Any]
 
 
 def engine_stats(results: Results) -> EngineStats:
-    """Sums over the engines; state and version are those of the fleet, and ranks those of all."""
+    """Return the counters of all engines together: sums, and the fleet's own state and version."""
     reports = [report for report in results["ranks"].values() if report]
     each = stats_by_engine(results).values()
     values: dict[str, Any] = {
@@ -32,7 +32,7 @@ def engine_stats(results: Results) -> EngineStats:
 
 
 def stats_by_engine(results: Results) -> dict[int, EngineStats]:
-    """The state and counters of each engine by its rank, in order."""
+    """Return the state and counters of each engine by its rank, in order."""
     ranks = sorted((int(rank), report) for rank, report in results["ranks"].items() if report)
     engines = {}
     for rank, report in ranks:

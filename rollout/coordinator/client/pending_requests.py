@@ -109,7 +109,7 @@ class PendingRequests:
         deadline_s = message.deadline_s
         num_bytes = _num_bytes(message) // len(message.samples)
         for sample in message.samples:
-            future = RequestFuture(sample.request_id, loop)
+            future = RequestFuture(sample.request_id, message.prompt_tokens, loop)
             futures.append(future)
             tokens = StreamedTokens() if message.streaming else None
             request = _Request(future, submission.text, num_bytes, tokens, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.coordinator.protocol.packed import token_run
 from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
+from rollout.coordinator.protocol.wire import TokenIds
 from rollout.errors import RolloutError
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -17,11 +18,16 @@ Record = DynamicInferenceRequestRecord
 
 
 class RequestFuture(asyncio.Future[Record]):
-    """The future of a request's record. Cancelling it aborts the request."""
+    """The future of a request's record. Cancelling it aborts the request.
 
-    def __init__(self, request_id: int, loop: asyncio.AbstractEventLoop) -> None:
+    prompt_tokens: the ids that were submitted.
+    """
+
+    def __init__(
+        self, request_id: int, prompt_tokens: TokenIds, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(loop=loop)
-        self.request_id = request_id
+        self.request_id, self.prompt_tokens = request_id, prompt_tokens
 
 
 def set_exception(future: asyncio.Future[Any], error: RolloutError) -> None:
@@ -58,7 +64,7 @@ class RequestStream:
     """
 
     def __init__(self, future: RequestFuture, tokens: StreamedTokens, interval: int) -> None:
-        self.request_id = future.request_id
+        self.request_id, self.prompt_tokens = future.request_id, future.prompt_tokens
         self._future = future
         self._items = _items_of(future, tokens, interval)
 

@@ -123,7 +123,7 @@ class EngineSession:
 
     @property
     def longest_step_s(self) -> float:
-        """What its longest step takes, by its last heartbeat."""
+        """Seconds that the engine's longest step takes, by its last heartbeat; 0 if unknown."""
         return 0.0 if self.status is None else self.status.longest_step_s
 
     def __str__(self) -> str:

@@ -7,8 +7,10 @@ from rollout.serve.errors import ApiError
 
 
 async def weight_checksums(client: InferenceClient) -> dict[str, str]:
-    """Return the checksums by name, asked from all engines in pages. Raises ApiError if engines
-    differ, if there is none, or if other weights came meanwhile."""
+    """Ask all engines for their weights' checksums, page by page. Returns checksums by weight name.
+
+    Raises ApiError if engines differ, if there is no engine, or if an update came meanwhile.
+    """
     found: dict[str, str] = {}
     versions: set[int] = set()
     num_weights = 1

@@ -72,8 +72,10 @@ class UpdateInfo(Fields, kw_only=True):
 
 
 class UpdateBody(Fields, kw_only=True):
-    """Of vLLM's update: `update_info`, or a list with one for each rank, of which there is one
-    here. Of prime-rl's: `weight_dir`."""
+    """An update as vLLM's clients send it (update_info) or as prime-rl does (weight_dir).
+
+    update_info: also a list with one entry, for the one rank of this server.
+    """
 
     update_info: UpdateInfo | list[UpdateInfo] | None = None
     weight_dir: str | None = None

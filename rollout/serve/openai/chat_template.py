@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rollout.chat_messages import plain_message
 from rollout.errors import ConfigError
 from rollout.serve.errors import ApiError
 from rollout.text import INSTALL_TEXT, HFTokenizer, RenderedText, Tokenizer
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template's text, without tools; None if there is none."""
+        """Text of the template that is used without tools, None without a template."""
         if self._given is not None:
             return self._given
         templates = self._tokenizer.chat_template
@@ -70,9 +70,9 @@ class ChatTemplate:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedText:
-        """Return the conversation's text, that of the tokenizer's `apply_chat_template`.
+        """Render a conversation as the tokenizer's `apply_chat_template` does.
 
-        `template`, a text or a name, is used in place of this one. Nulls of a message are absent
+        template: the text or the name of another template. Nulls of a message are absent
         keys, arguments of calls may be JSON, and parts of text are joined for a template that reads
         no parts. Raises ApiError for a conversation that the template refuses.
         """
@@ -85,7 +85,7 @@ class ChatTemplate:
         try:
             return RenderedText(
                 self._tokenizer.apply_chat_template(
-                    [_plain(message, reads_parts=reads_parts(source)) for message in messages],
+                    [_plain(message, keeps_parts=reads_parts(source)) for message in messages],
                     tools=tools,
                     chat_template=source,
                     add_generation_prompt=add_generation_prompt,
@@ -102,8 +102,10 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplate | None:
-    """Return the template that is `given`, a file, a text or the name of one of the tokenizer's,
-    else the tokenizer's own; None if there is none. Raises ConfigError for one that is no template.
+    """Return the template `given`: a file, a text, or the name of a tokenizer's template.
+
+    given: None for the tokenizer's own template. Returns None if the tokenizer has no template.
+    Raises ConfigError for a text that is no template.
     """
     own = tokenizer.hf_tokenizer.chat_template if isinstance(tokenizer, HFTokenizer) else None
     named = own if isinstance(own, dict) else {}
@@ -184,39 +186,8 @@ def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
     return dict(variables)
 
 
-# ---- messages
-
-
-def _plain(message: Message, *, reads_parts: bool) -> dict[str, Any]:
-    """Return a message as templates expect it. Raises ApiError for parts that are no text."""
-    plain = {name: value for name, value in message.items() if value is not None}
-    if not isinstance(plain.get("role"), str):
-        raise ApiError(400, "each message needs a role", param="messages")
-    content = plain.get("content")
-    if isinstance(content, list):
-        texts = [_text_of_part(part) for part in content]
-        plain["content"] = content if reads_parts else "".join(texts)
-    elif content is not None and not isinstance(content, str):
-        raise ApiError(400, "the content of a message must be text", param="messages")
-    if isinstance(calls := plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _text_of_part(part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") in ("text", None):
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    raise ApiError(400, "messages may have text parts alone", param="messages")
-
-
-def _plain_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+def _plain(message: Message, *, keeps_parts: bool) -> dict[str, Any]:
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call  # the template writes the text
-    return {**call, "function": {**function, "arguments": arguments}}
+        return plain_message(message, reads_parts=keeps_parts)
+    except ValueError as fault:
+        raise ApiError(400, str(fault), param="messages") from None

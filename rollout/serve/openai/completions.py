@@ -158,7 +158,7 @@ def _max_tokens(body: CompletionBody) -> int:
 async def _prompts_of(
     state: ServerState, body: CompletionBody, max_tokens: int
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Return the ids of all prompts, and the texts of those that are texts, and not truncated."""
+    """Return the ids of all prompts, and the text of each text prompt that is not truncated."""
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
     texts: list[str | None] = [prompt if isinstance(prompt, str) else None for prompt in given]
     cut = truncation_of(state, body, max_tokens)
@@ -289,8 +289,7 @@ def _ending(job: _Job, request: Request) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Progress:
-    """What turns the tokens of one choice into text, where that begins, and whether any chunk was
-    sent. offsets: None without log-probs."""
+    """State of a streamed choice. offsets: None without log-probs. has_begun: a chunk was sent."""
 
     text: StreamedText | None
     offsets: TextOffsets | None

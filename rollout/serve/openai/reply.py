@@ -122,7 +122,7 @@ def text_of(
     return shown_text(
         tokenizer or state.texts.verbatim,
         request.generated_tokens,
-        request.prompt_tokens.tolist(),
+        request.prompt_tokens,
         finish_reason=request.finish_reason,
         stop_word_ids=request.stop_word_ids,
         sampling_params=params.serialize(),
@@ -207,7 +207,7 @@ async def stream_reply(
 def _add_usage(
     chunks: Sequence[dict[str, Any]], num_prompt: int, num_before: int, num_generated: int
 ) -> None:
-    """Add the usage of their sample so far to chunks, the last of which has the new tokens."""
+    """Add the usage of a sample so far to its chunks. The last chunk has the new tokens."""
     for chunk in chunks:
         chunk["usage"] = _usage(num_prompt, num_generated if chunk is chunks[-1] else num_before)
 

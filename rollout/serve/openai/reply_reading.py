@@ -17,9 +17,9 @@ _NUM_LAST = 32  # tokens of a prompt in which it begins a reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyReading:
-    """How the replies to one request are read.
+    """Reads the replies to one request.
 
-    tokenizer: what decodes them, with tags that are special tokens; None: that of other texts.
+    tokenizer: decodes replies with their special-token tags; None: the server's tokenizer does.
     begun: markup that the prompt has begun. max_calls: None for all. shows_reasoning: whether
     clients get the thoughts.
     """

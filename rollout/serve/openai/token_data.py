@@ -65,8 +65,8 @@ def _top(
 
 
 def _ranks(token_id: int, rank: int | None, top: dict[int, float]) -> dict[int, int]:
-    """Return the rank of each entry of a row of `each`. `rank`: that of the token itself; without
-    it, its place among the entries by their log-probs."""
+    """Return the rank of each entry of a row of `each`. rank: the token's own rank; without it the
+    token is ranked among the entries by log-prob."""
     others = [key for key in top if key != token_id]
     own = rank or 1 + sum(top[key] > top[token_id] for key in others)
     # The others are in the order of their ranks, which leave out the token's own.
@@ -124,9 +124,7 @@ def spelling(texts: Texts, as_token_ids: bool) -> Texts:
 def completion_logprobs(
     data: TokenData, num_top: int, spell: Texts, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion. offsets: where the text of each token begins in that of
-    the choice.
-    """
+    """Return `logprobs` of a completion. offsets: of each token's text in the choice's text."""
     rows = data.each(num_top)
     return {
         "tokens": [spell(token_id) for token_id in data.token_ids],

@@ -78,7 +78,8 @@ async def chat_ids(
             param="chat_template",
         )
     template = state.template or ChatTemplate(state.llm.tokenizer)
-    _check_template_reads(body, template.source_for(body.tools, body.chat_template))
+    if body.documents or body.reasoning_effort is not None:
+        _check_template_reads(body, template.source_for(body.tools, body.chat_template))
     text = template.render(
         body.messages,
         tools=body.tools,

@@ -1,0 +1,67 @@
+"""Chat messages as templates expect them, whoever sent or stored them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MAX_SHOWN = 60  # characters of a refused value
+
+
+def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> dict[str, Any]:
+    """Return a message as chat templates expect it.
+
+    Keys that are null are left out, parts of text become one text, and arguments of tool calls that
+    are the JSON of an object become the object. reads_parts: parts stay, for a template that reads
+    them. Raises ValueError, whose text says what is wrong with the message.
+    """
+    plain = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(plain.get("role"), str):
+        raise ValueError("a message needs a role")
+    content = plain.get("content")
+    if isinstance(content, list):
+        text = joined_parts(content)
+        plain["content"] = content if reads_parts else text
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(
+            f"a message whose content is {_shown(content)}; give it a text, or parts of type text"
+        )
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_object(call) for call in calls]
+    return plain
+
+
+def joined_parts(parts: Sequence[Any]) -> str:
+    """Return the text of content in parts. Raises ValueError for a part that is no text."""
+    return "".join(map(_text_of, parts))
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", None):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ValueError(
+        f"a message has a part that is no text, {_shown(part)}; the engine has models of text "
+        "only: give the message a text, or parts of type text"
+    )
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call whose arguments are an object, where they are the JSON of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call  # the template writes the text
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
