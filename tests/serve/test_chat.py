@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,8 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    server = chat_model.served_chat(trust_request_chat_template=True)
-    try:
-        yield server
-    finally:
-        server.close()
+def served(chat_server: Served) -> Served:
+    return chat_server
 
 
 def ids_of(text: str) -> list[int]:

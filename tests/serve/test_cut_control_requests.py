@@ -8,21 +8,16 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
-from rollout import AsyncLLM, ServeConfig
 from rollout.engine.state import EngineState
-from tests.apis.fleets import directory
 from tests.run_seed import run_seed
 from tests.serve.raw_client import connected, request_bytes
-from tests.serve.served import CONFIG, Served
-from tests.serve.test_vllm_updates import tensors_of
+from tests.serve.served import Served
 from tests.tiny_models import prompt_of
 
 pytestmark = pytest.mark.distributed
@@ -34,20 +29,13 @@ COMPLETION = {"prompt": prompt_of(9), "max_tokens": 3, "seed": 1}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoint")
-    save_file(tensors_of(0), root / "model.safetensors")
-    return root
+def root(checkpoint: Path) -> Path:
+    return checkpoint
 
 
 @pytest.fixture(scope="module")
-def served(root: Path) -> Iterator[Served]:
-    make = partial(AsyncLLM, directory(), None, CONFIG)
-    server = Served(make, ServeConfig(port=0, checkpoint_roots=(str(root),)))
-    try:
-        yield server
-    finally:
-        server.close()
+def served(checkpoint_server: Served) -> Served:
+    return checkpoint_server
 
 
 def operations(root: Path) -> list[tuple[str, Any]]:

@@ -17,7 +17,6 @@ from rollout.serve import app
 from rollout.serve.config import DOORS
 from rollout.serve.fields import Fields, Neutral, Refused, nested, statuses
 from rollout.serve.state import Route
-from tests.serve import chat_model
 from tests.serve.served import Served
 
 pytestmark = pytest.mark.distributed
@@ -197,12 +196,8 @@ def test_every_operation_declares_body_and_query() -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    server = chat_model.served_chat(trust_request_chat_template=True)
-    try:
-        yield server
-    finally:
-        server.close()
+def served(chat_server: Served) -> Served:
+    return chat_server
 
 
 def objects(route: str) -> Iterator[tuple[str, type[Fields]]]:

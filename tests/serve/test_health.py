@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from rollout import AsyncLLM, ServeConfig
-from tests.apis.fleets import directory, weights
-from tests.serve.served import CONFIG, Served
-from tests.serve.test_vllm_updates import tensors_of
+from tests.apis.fleets import weights
+from tests.serve.served import Served
 
 pytestmark = pytest.mark.distributed
 
@@ -21,20 +16,13 @@ READINESS = ("/health", "/health/", "/ping", "/ready")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoint")
-    save_file(tensors_of(0), root / "model.safetensors")
-    return root
+def root(checkpoint: Path) -> Path:
+    return checkpoint
 
 
 @pytest.fixture(scope="module")
-def served(root: Path) -> Iterator[Served]:
-    make = partial(AsyncLLM, directory(), None, CONFIG)
-    server = Served(make, ServeConfig(port=0, checkpoint_roots=(str(root),)))
-    try:
-        yield server
-    finally:
-        server.close()
+def served(checkpoint_server: Served) -> Served:
+    return checkpoint_server
 
 
 def reason(served: Served, path: str) -> str:

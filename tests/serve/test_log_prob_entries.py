@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.serve import chat_model
 from tests.serve.served import Served
 
 pytestmark = pytest.mark.distributed
@@ -17,13 +16,9 @@ SAMPLING = {"max_tokens": 8, "seed": 3, "temperature": 3.0}
 NUM_TOP = (0, 1, 4)
 
 
-@pytest.fixture(scope="module", name="served")
-def served_chat() -> Any:
-    server = chat_model.served_chat()
-    try:
-        yield server
-    finally:
-        server.close()
+@pytest.fixture(scope="module")
+def served(chat_server: Served) -> Served:
+    return chat_server
 
 
 def reply(served: Served, path: str, **body: Any) -> Any:

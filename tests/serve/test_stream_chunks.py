@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.serve import chat_model
 from tests.serve.served import Served
 
 pytestmark = pytest.mark.distributed
@@ -20,13 +19,9 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module", name="served")
-def served_chat() -> Any:
-    server = chat_model.served_chat()
-    try:
-        yield server
-    finally:
-        server.close()
+@pytest.fixture(scope="module")
+def served(chat_server: Served) -> Served:
+    return chat_server
 
 
 def chunks(served: Served, path: str, **body: Any) -> list[Any]:
