@@ -18,9 +18,12 @@ from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.arithmetic import SYSTEM_PROMPT, all_sums, write_checkpoint, write_questions
+from examples.learner import Learner
 from examples.settings import JobSettings
 from examples.train_grpo import run_seed
 from rollout import ConfigError
+from tests.serve import test_text_doors as text_doors
+from trainer_hooks import RolloutBatch
 from trainer_hooks.jobs import RewardSettings, RewardTerm, checked_overrides, load_dataclass
 from trainer_hooks.jobs.task import Task, reward_runner
 from trainer_hooks.metrics import read_jsonl
@@ -77,6 +80,43 @@ def test_a_job_on_own_model_data_and_reward_runs_by_overrides_alone(
     assert [r["trainer/step"] for r in rows if "eval/greedy_reward" in r] == [0, 1, 2]
     saved = AutoTokenizer.from_pretrained(tmp_path / "own" / "checkpoints" / "step_000002")
     assert saved.chat_template, "the checkpoint can be chatted with"
+
+
+@pytest.mark.parametrize("has_chat", [False, True])
+def test_a_job_trains_on_the_prompt_ids_that_transformers_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_chat: bool
+) -> None:
+    """The checkpoint's tokenizer adds a BOS token to raw text, and its chat template writes one."""
+    tokenizer = AutoTokenizer.from_pretrained(text_doors.directory())
+    rows = [{"prompt": f"The quick brown fox {i}", "answer": str(i)} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    trained: list[list[int]] = []
+    update = Learner.update
+
+    def recorded(self: Learner, batch: RolloutBatch, *given: Any) -> Any:
+        trained.extend(batch.tokens_BT.tolist())
+        return update(self, batch, *given)
+
+    monkeypatch.setattr(Learner, "update", recorded)
+    settings = settings_of(
+        f"model.path={text_doors.directory()}", "engine.max_sequence_length=64",
+        "data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}",
+        f"data.chat={str(has_chat).lower()}", "data.num_held_out=0", REWARD, *SMALL,
+        "trainer.num_steps=1", "trainer.eval_interval=0",
+    )  # fmt: skip
+    run_seed(tmp_path / "run", settings, seed=0)
+    expected = []
+    for row in rows:
+        chat = [{"role": "user", "content": row["prompt"]}]
+        expected.append(
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            if has_chat
+            else tokenizer(row["prompt"]).input_ids
+        )
+    assert trained
+    for tokens in trained:
+        assert any(tokens[: len(ids)] == ids for ids in expected)
+        assert tokens[0] == tokenizer.bos_token_id
 
 
 def test_rewards_of_several_conventions_are_summed_by_weight(own: Path) -> None:
