@@ -27,7 +27,7 @@ SEEDS ?= 1
 LIVES ?= 2000
 # Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
 PRODUCTS ?= 0 plain onednn mkl native
-PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/runner \
+PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/worker tests/weights \
 	$(addprefix tests/engine/test_,families.py lockstep.py logprobs.py parity.py versions.py) \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.

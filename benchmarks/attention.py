@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.one_thread import restart_with_one_thread
-from rollout.backends.attention.native import NativePlan, set_tensors, set_traits
+from rollout.backends.cpu.attention import NativePlan, set_tensors, set_traits
+from rollout.backends.cpu.kernels import AttentionArgs, Kernels
+from rollout.backends.cpu.library import load_library
 from rollout.backends.forward_batch import PLAIN, ForwardBatch
-from rollout.backends.native.kernels import AttentionArgs, Kernels
-from rollout.backends.native.library import load_library
 
 NUM_KV_HEADS = 4
 GROUPS = (1, 4, 7)

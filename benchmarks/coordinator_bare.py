@@ -26,6 +26,7 @@ from benchmarks.coordinator_load import (
     registration,
 )
 from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
+from rollout.coordinator.net.router import Router
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -39,8 +40,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
-from rollout.coordinator.router import Router
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 _BATCH = 256
 _WAIT_MS = 20_000  # for one message; longer is a fault

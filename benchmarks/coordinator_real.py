@@ -17,7 +17,7 @@ from benchmarks.coordinator_load import (
     registration,
 )
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.link import Link
+from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import (
     AssignRequest,
     EngineReply,

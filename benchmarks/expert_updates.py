@@ -32,8 +32,8 @@ from rollout import InferenceConfig
 from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.backends.select import create_backend
 from rollout.models import CausalLM, ModelSpec
-from rollout.runner.weight_update import checksum_of
-from rollout.runner.weights import ServedWeights
+from rollout.weights.served import ServedWeights
+from rollout.weights.update import checksum_of
 
 ROOT = Path(__file__).parent
 CONFIG = InferenceConfig(num_threads=1)

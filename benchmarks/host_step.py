@@ -29,7 +29,7 @@ from benchmarks.gpu_shapes import NEAR_NOTHING
 from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from rollout.coordinator.engine_side.agent import EngineAgent
+from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.messages import (
     AssignRequest,
@@ -37,9 +37,9 @@ from rollout.coordinator.protocol.messages import (
     Sample,
 )
 from rollout.coordinator.protocol.packed import pack_params
+from rollout.engine.counters import EngineCounters
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
-from rollout.engine.reports import EngineCounters
 from rollout.models import CausalLM
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.scheduler import Scheduler

@@ -39,11 +39,11 @@ from benchmarks.machine import describe, status_bytes
 from benchmarks.models import M45, QWEN_05B
 from benchmarks.pages import publish
 from rollout import InferenceConfig
-from rollout.backends.native.library import load_library
+from rollout.backends.cpu.library import load_library
 from rollout.backends.select import create_backend
 from rollout.models import CausalLM, ModelSpec, save_hf_directory
-from rollout.models.loading import open_model
-from rollout.runner.weights import ServedWeights
+from rollout.models.checkpoints.loading import open_model
+from rollout.weights.served import ServedWeights
 
 # A Qwen2.5 0.5B with fewer layers and a smaller vocabulary: 0.8 GB in float32, of which 28% are the
 # table of embeddings, which is also the head.

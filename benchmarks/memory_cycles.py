@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.machine import status_bytes
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from rollout.backends.memory.mapping import map_bytes
+from rollout.backends.cpu.mapping import map_bytes
 from rollout.blocks.kv_cache_manager import BlockTable
-from rollout.engine.muscle import Muscle
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 from rollout.scheduling.scheduler import Scheduler
+from rollout.worker.worker import Muscle
 
 BLOCK_SIZE = 16
 MIB = 1 << 20

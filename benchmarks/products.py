@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.models import MODELS
 from rollout import InferenceConfig
-from rollout.backends.native.kernels import Kernels
-from rollout.backends.native.library import load_library
-from rollout.backends.products.candidates import (
+from rollout.backends.cpu.kernels import Kernels
+from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.products import (
     LinearHandle,
     Product,
     available_products,

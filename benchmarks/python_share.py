@@ -21,7 +21,7 @@ import torch
 from benchmarks.models import M45
 from benchmarks.one_thread import restart_with_one_thread
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from rollout.backends.native import kernels as native
+from rollout.backends.cpu import kernels as native
 from rollout.models import CausalLM
 
 BATCHES = (1, 64)

@@ -23,7 +23,7 @@ import torch
 from examples.settings import JobSettings
 from examples.train_trl import demo_settings, make_trainer, require_trl, warm_up_to_the_end
 from rollout import LLM, ConfigError
-from trainer_hooks.jobs.task import Task
+from trainer_hooks.train.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 

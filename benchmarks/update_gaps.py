@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from rollout import LLM, AsyncLLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
+from rollout.control.reports import WeightUpdateReport
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
-from rollout.runner.weight_update import WeightUpdateReport
 
 _TOKENS_BEFORE = 20  # each update
 _PROMPT = list(range(1, 33))

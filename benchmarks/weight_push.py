@@ -30,11 +30,11 @@ from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.pages import publish
 from rollout import InferenceConfig
-from rollout.coordinator.weights.collective import CollectiveTransport
-from rollout.coordinator.weights.directory import DirectoryTransport
-from rollout.coordinator.weights.fetching import WeightFetcher
-from rollout.coordinator.weights.shared import SharedTransport
-from rollout.coordinator.weights.transport import WeightTransport
+from rollout.weights.transports.base import WeightTransport
+from rollout.weights.transports.collective import CollectiveTransport
+from rollout.weights.transports.directory import DirectoryTransport
+from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.shared import SharedTransport
 
 ROOT = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from examples.settings import CriticSettings
 from trainer_hooks import RolloutBatch, UpdateSettings, gae_advantages, split_by_tokens, value_loss
-from trainer_hooks.advantages import whitened
+from trainer_hooks.losses.advantages import whitened
 
 Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
 

@@ -37,12 +37,12 @@ from trainer_hooks import (
     take_part,
     token_rewards,
 )
-from trainer_hooks.fsdp2 import WholeOptimizer, savable, shard
 from trainer_hooks.guarded_step import GuardedStep
-from trainer_hooks.jobs import ModelSettings
-from trainer_hooks.jobs.adapter import load_adapter
-from trainer_hooks.jobs.import_paths import import_object
-from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
+from trainer_hooks.train import ModelSettings
+from trainer_hooks.train.adapter import load_adapter
+from trainer_hooks.train.import_paths import import_object
+from trainer_hooks.weight_sync.fsdp2 import WholeOptimizer, savable, shard
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 
 class Learner:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from trainer_hooks import PromptItem
-from trainer_hooks.prompt_sources import ReasoningGymPrompts
+from trainer_hooks.prompts.sources import ReasoningGymPrompts
 
 # Items of the dataset: far more per seed than a run needs, so that runs of other seeds share none.
 ITEMS_PER_SEED = 1_000_000

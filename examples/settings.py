@@ -20,9 +20,10 @@ from rollout.ranges import (
 )
 from rollout.sampling_params import TrainedTemperature
 from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
-from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
-from trainer_hooks.jobs import (
+from trainer_hooks.losses import POLICY_LOSS_KINDS
+from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
+from trainer_hooks.train import (
     DataSettings,
     EvaluationSettings,
     FunctionSettings,
@@ -33,9 +34,8 @@ from trainer_hooks.jobs import (
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.jobs.environment import EnvironmentSettings
-from trainer_hooks.jobs.selection import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
-from trainer_hooks.losses import POLICY_LOSS_KINDS
+from trainer_hooks.train.environment import EnvironmentSettings
+from trainer_hooks.train.selection import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
 
 _Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 _MAX_SEED = 2**32 - 1  # of numpy's generators

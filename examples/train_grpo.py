@@ -53,18 +53,23 @@ from trainer_hooks import (
     WeightSync,
     find_checkpoint,
     generation_phase,
-    jobs,
     metrics,
     read_trainer_state,
 )
+from trainer_hooks import train as jobs
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
-from trainer_hooks.jobs.adapter import new_adapter
-from trainer_hooks.jobs.report import REPORT_NAME, write_report
-from trainer_hooks.jobs.selection import TORCHRUN_LAUNCHER, new_launcher, producer_options
-from trainer_hooks.jobs.task import Task
-from trainer_hooks.jobs.warm_up import warm_up
-from trainer_hooks.trainer_ranks import ALONE, TrainerRanks, torchrun_place, torchrun_ranks
+from trainer_hooks.train.adapter import new_adapter
+from trainer_hooks.train.report import REPORT_NAME, write_report
+from trainer_hooks.train.selection import TORCHRUN_LAUNCHER, new_launcher, producer_options
+from trainer_hooks.train.task import Task
+from trainer_hooks.train.warm_up import warm_up
+from trainer_hooks.weight_sync.trainer_ranks import (
+    ALONE,
+    TrainerRanks,
+    torchrun_place,
+    torchrun_ranks,
+)
 
 INTERRUPTED_EXIT_CODE = 130
 NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel, PrinterCallback
 
 from examples.settings import JobSettings
 from rollout import LLM, ConfigError
-from trainer_hooks.jobs import load_dataclass
-from trainer_hooks.jobs.task import Task
-from trainer_hooks.jobs.warm_up import warm_up
 from trainer_hooks.rewards import reasoning_gym_reward
+from trainer_hooks.train import load_dataclass
+from trainer_hooks.train.task import Task
+from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 LEARNING_RATE = 2e-4

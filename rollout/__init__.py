@@ -16,8 +16,8 @@ _HOMES = {
     "rollout.coordinator.client.inference_client": "InferenceClient",
     "rollout.coordinator.coordinator": "DataParallelInferenceCoordinator",
     "rollout.engine.build": "DynamicInferenceEngine",
-    "rollout.engine.reports": "EngineStats ResumeReport SuspendReport",
-    "rollout.engine.state": "EngineState",
+    "rollout.control.reports": "EngineStats ResumeReport SuspendReport WeightUpdateReport",
+    "rollout.control.state": "EngineState",
     "rollout.errors": (
         "BlockOverflowError ConfigError ContextOverflowError DetokenizeError EngineStateError "
         "EventPayloadError InvalidRequestError MaxSequenceLengthOverflowError ModelError "
@@ -25,14 +25,13 @@ _HOMES = {
         "RequestOverflowError RolloutError TokenLimitClamped TokenOverflowError "
         "WeightUpdateError"
     ),
-    "rollout.models.lora": "LoraAdapter",
+    "rollout.weights.lora": "LoraAdapter",
     "rollout.requests.block_hash": "compute_block_hashes_batched",
     "rollout.requests.codec": "deserialize_tensor serialize_tensor",
     "rollout.requests.dynamic_request": "DynamicInferenceRequest",
     "rollout.requests.event": "DynamicInferenceEvent DynamicInferenceEventType",
     "rollout.requests.record": "DynamicInferenceRequestRecord",
     "rollout.requests.request": "InferenceRequest Status VLMInferenceRequest",
-    "rollout.runner.weight_update": "WeightUpdateReport",
     "rollout.sampling_params": "SamplingParams",
     "rollout.serve.config": "ServeConfig",
     "rollout.text": "HFTokenizer Tokenizer",

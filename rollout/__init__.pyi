@@ -8,15 +8,16 @@ from rollout.config import KVCacheManagementMode as KVCacheManagementMode
 from rollout.config import MambaInferenceStateConfig as MambaInferenceStateConfig
 from rollout.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
 from rollout.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
+from rollout.control.reports import EngineStats as EngineStats
+from rollout.control.reports import ResumeReport as ResumeReport
+from rollout.control.reports import SuspendReport as SuspendReport
+from rollout.control.reports import WeightUpdateReport as WeightUpdateReport
+from rollout.control.state import EngineState as EngineState
 from rollout.coordinator.client.inference_client import InferenceClient as InferenceClient
 from rollout.coordinator.coordinator import (
     DataParallelInferenceCoordinator as DataParallelInferenceCoordinator,
 )
 from rollout.engine.build import DynamicInferenceEngine as DynamicInferenceEngine
-from rollout.engine.reports import EngineStats as EngineStats
-from rollout.engine.reports import ResumeReport as ResumeReport
-from rollout.engine.reports import SuspendReport as SuspendReport
-from rollout.engine.state import EngineState as EngineState
 from rollout.errors import BlockOverflowError as BlockOverflowError
 from rollout.errors import ConfigError as ConfigError
 from rollout.errors import ContextOverflowError as ContextOverflowError
@@ -35,7 +36,6 @@ from rollout.errors import RolloutError as RolloutError
 from rollout.errors import TokenLimitClamped as TokenLimitClamped
 from rollout.errors import TokenOverflowError as TokenOverflowError
 from rollout.errors import WeightUpdateError as WeightUpdateError
-from rollout.models.lora import LoraAdapter as LoraAdapter
 from rollout.requests.block_hash import compute_block_hashes_batched as compute_block_hashes_batched
 from rollout.requests.codec import deserialize_tensor as deserialize_tensor
 from rollout.requests.codec import serialize_tensor as serialize_tensor
@@ -46,11 +46,11 @@ from rollout.requests.record import DynamicInferenceRequestRecord as DynamicInfe
 from rollout.requests.request import InferenceRequest as InferenceRequest
 from rollout.requests.request import Status as Status
 from rollout.requests.request import VLMInferenceRequest as VLMInferenceRequest
-from rollout.runner.weight_update import WeightUpdateReport as WeightUpdateReport
 from rollout.sampling_params import SamplingParams as SamplingParams
 from rollout.serve.config import ServeConfig as ServeConfig
 from rollout.text import HFTokenizer as HFTokenizer
 from rollout.text import Tokenizer as Tokenizer
+from rollout.weights.lora import LoraAdapter as LoraAdapter
 
 __all__: list[str]
 __version__: str

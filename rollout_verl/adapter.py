@@ -12,7 +12,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollout.errors import ConfigError
 from rollout_verl.replica import actor_name
-from trainer_hooks.weight_files import WeightFiles, weight_directory
+from trainer_hooks.weight_sync.weight_files import WeightFiles, weight_directory
 
 
 class ServerAdapter(BaseRollout):

@@ -21,10 +21,10 @@ from rollout import (
 from rollout.coordinator.client.submission import params_of_sample
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import RolloutError
-from rollout.models.checkpoint import Checkpoint
+from rollout.models.checkpoints.reader import Checkpoint
 from rollout.step.seeds import mix_seed
 from rollout_verl.settings import engine_fields, sampling_params_of
-from trainer_hooks.routing_forms import without_unknown
+from trainer_hooks.losses.routing_forms import without_unknown
 
 
 class EngineServer:

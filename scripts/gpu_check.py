@@ -40,7 +40,7 @@ SUITES = ("tests/contracts", "tests/backends")
 WALKS = (
     "tests/walks/test_on_a_device.py",
     "tests/walks/test_device_sharing.py",
-    "tests/coordinator/weights/test_cuda_ipc_transport.py",
+    "tests/weights/transports/test_cuda_ipc_transport.py",
 )
 
 

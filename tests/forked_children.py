@@ -33,7 +33,7 @@ from rollout import child_process
 MODULES = {
     "rollout.coordinator": "rollout.coordinator.__main__",
     "rollout.apis.engine_process": "rollout.apis.engine_process",
-    "rollout.engine.follower_process": "rollout.engine.follower_process",
+    "rollout.tensor_parallel.rank_process": "rollout.tensor_parallel.rank_process",
 }
 ROOT = Path(__file__).parents[1]
 _MAX_REQUEST_BYTES = 1 << 17

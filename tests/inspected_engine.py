@@ -11,8 +11,8 @@ import pytest
 from rollout import DynamicInferenceEngine
 from rollout.backends.base import Backend
 from rollout.backends.select import create_backend
-from rollout.engine.muscle import Muscle
 from rollout.scheduling.scheduler import Scheduler
+from rollout.worker.worker import Muscle
 
 ChangeBackend = Callable[[Backend], Backend]
 
@@ -30,7 +30,7 @@ def changed_backends(change: ChangeBackend) -> Iterator[None]:
     """Engines that are built meanwhile use the backend that `change` returns for theirs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "rollout.engine.rank.create_backend",
+            "rollout.worker.loading.create_backend",
             lambda config, *ranks: change(create_backend(config, *ranks)),
         )
         yield

@@ -31,9 +31,9 @@ from rollout import (
 from rollout.apis.arguments import config_with
 from rollout.backends.select import block_size_of
 from rollout.config import CONFIG_HINTS
-from rollout.engine.lead_muscle import LeadMuscle
 from rollout.errors import LockstepError
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
+from rollout.tensor_parallel.executor import LeadMuscle
 from tests.inspected_engine import InspectedEngine
 from tests.tiny_mixtures import tiny_mixture
 from tests.tiny_models import (
@@ -184,9 +184,9 @@ def long_model() -> Any:
 def test_without_a_longest_sequence_it_is_the_longest_that_the_pool_holds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("INFO", logger="rollout.engine.rank"):
+    with caplog.at_level("INFO", logger="rollout.worker.loading"):
         engine = tiny_engine(long_model(), max_sequence_length=None, num_blocks=5)
-    (message,) = [r.getMessage() for r in caplog.records if r.name == "rollout.engine.rank"]
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "rollout.worker.loading"]
     assert "max_sequence_length=40" in message
     assert "131072; raise buffer_size_gb" in message
     engine.add_request(prompt_of(7), SamplingParams(ignore_eos=True))

@@ -30,7 +30,7 @@ from rollout.ranges import (
     ranges_of,
 )
 from trainer_hooks import PolicyLossConfig, clip_gradients
-from trainer_hooks.jobs import (
+from trainer_hooks.train import (
     DataSettings,
     EvaluationSettings,
     FunctionSettings,
@@ -41,7 +41,7 @@ from trainer_hooks.jobs import (
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.jobs.settings import CurriculumSettings, LoraSettings, RewardTerm
+from trainer_hooks.train.settings import CurriculumSettings, LoraSettings, RewardTerm
 
 SUFFIXES = ("Config", "Settings", "Params", "Limits", "Load", "Correction", "Bound", "Bounds")
 # Dataclasses with such a name that nobody sets: the engine computes them.

@@ -25,10 +25,10 @@ import pytest
 import torch
 
 from rollout import LLM, InferenceConfig, SamplingParams
+from rollout.apis.threaded_llm import ThreadedLLM
 from tests.tiny_models import tiny_model
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import InProcessWeightSync, MetricsLogger, collate_rollouts
-from trainer_hooks.threaded_llm import ThreadedLLM
 
 ROOT = Path(__file__).parents[1]
 CONFIG = InferenceConfig(block_size_tokens=8, max_sequence_length=16, buffer_size_gb=0.01)

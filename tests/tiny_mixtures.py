@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.tiny_models import tiny_model
-from trainer_hooks.replay_routing import find_routers
+from trainer_hooks.losses.replay_routing import find_routers
 
 NUM_EXPERTS, TOP_K = 8, 2
 _OF_MIXTURE = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K}

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
 from rollout.models.plain_tensors import named_weights
 from rollout.step.seeds import uniforms
 from rollout.text import Tokenizer

@@ -1,6 +1,6 @@
 """What a training loop calls, in the order of a loop.
 
-    prompts    PromptItem, PromptLedger, Curriculum; files: trainer_hooks.prompt_sources
+    prompts    PromptItem, PromptLedger, Curriculum; files: trainer_hooks.prompts.sources
     generate   generation_phase around LLM.submit and LLM.collect, or AsyncRolloutProducer, which
                makes batches beside the training; ThreadedLLM for an LLM in this process
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
@@ -15,16 +15,10 @@
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
 
 examples/grpo_minimal.py and examples/async_minimal.py are whole loops. What only jobs need (Hydra
-configs, a dashboard, files of a run) is in trainer_hooks.jobs.
+configs, a dashboard, files of a run) is in trainer_hooks.train.
 """
 
-from trainer_hooks.advantages import (
-    gae_advantages,
-    group_advantages,
-    has_reward_spread,
-    overlong_penalties,
-    reinforce_plus_plus_advantages,
-)
+from rollout.apis.threaded_llm import ThreadedLLM
 from trainer_hooks.checkpoint import (
     TrainerState,
     WeightsVersionCounter,
@@ -35,10 +29,8 @@ from trainer_hooks.checkpoint import (
     save_checkpoint,
 )
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
-from trainer_hooks.curriculum import Curriculum, learnability
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.guarded_step import GuardedStep, NonFiniteGradientError, clip_gradients
-from trainer_hooks.logprobs import head_logits, token_entropies, token_logprobs
 from trainer_hooks.losses import (
     OffPolicyCorrection,
     PolicyLossConfig,
@@ -48,6 +40,16 @@ from trainer_hooks.losses import (
     token_rewards,
     value_loss,
 )
+from trainer_hooks.losses.advantages import (
+    gae_advantages,
+    group_advantages,
+    has_reward_spread,
+    overlong_penalties,
+    reinforce_plus_plus_advantages,
+)
+from trainer_hooks.losses.logprobs import head_logits, token_entropies, token_logprobs
+from trainer_hooks.losses.reference import ReferencePolicy, ReferenceSettings
+from trainer_hooks.losses.replay_routing import replay_routing
 from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.micro_batches import (
     UpdateSettings,
@@ -65,13 +67,11 @@ from trainer_hooks.producer import (
     TrainingBatch,
 )
 from trainer_hooks.producer.filters import RewardBounds
-from trainer_hooks.prompt_history import PromptHistory
-from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
-from trainer_hooks.reference import ReferencePolicy, ReferenceSettings
-from trainer_hooks.replay_routing import replay_routing
+from trainer_hooks.prompts.curriculum import Curriculum, learnability
+from trainer_hooks.prompts.history import PromptHistory
+from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
-from trainer_hooks.threaded_llm import ThreadedLLM
 from trainer_hooks.weight_sync import (
     InProcessWeightSync,
     SharedMemoryWeightSync,

@@ -21,7 +21,7 @@ from trainer_hooks.producer.groups import (
     sample_turns,
     tokenizer_for,
 )
-from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptRows
+from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rewards.scoring import completion_of

@@ -17,7 +17,7 @@ from rollout.models.plain_tensors import full_tensor
 from rollout.ranges import Interval, PositiveFloat, check_value
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.doctor.files import save_rollouts
-from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 MaxSkippedSteps = Annotated[int, Interval(1, 1_000_000)]
 DEFAULT_MAX_SKIPPED_STEPS = 5

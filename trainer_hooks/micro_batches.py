@@ -23,13 +23,13 @@ from trainer_hooks.guarded_step import (
     GuardedStep,
     MaxSkippedSteps,
 )
-from trainer_hooks.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
+from trainer_hooks.losses.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses.merging import merged_metrics
+from trainer_hooks.losses.replay_routing import replay_routing
 from trainer_hooks.losses.terms import aggregation_denominator
 from trainer_hooks.packing import require_separate_rollouts
-from trainer_hooks.replay_routing import replay_routing
-from trainer_hooks.trainer_ranks import ALONE, TrainerRanks
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollout.config import KVCacheManagementMode
-from rollout.engine.reports import ResumeReport, SuspendReport
-from rollout.engine.state import EngineState
+from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.state import EngineState
 from rollout.errors import ConfigError
-from rollout.runner.weight_update import WeightUpdateReport
 from trainer_hooks.weight_sync import NamedParameters
 
 Command = tuple[str, Callable[[], Any]]

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollout.addresses import host_towards, own_host
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
 from rollout.apis.results import (
@@ -23,26 +24,26 @@ from rollout.apis.serving import Serving
 from rollout.apis.streaming import LOST, abort_requests, streamed_items, wait_for_requests
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.state import EngineState
+from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.fleet_stats import engine_stats
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.pending_commands import CommandFuture
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.dealer import CoordinatorLostError, address_of
-from rollout.coordinator.security import CurveKeys, host_towards, own_host
-from rollout.coordinator.weights.transport import WeightTransport
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
-from rollout.engine.state import EngineState
+from rollout.coordinator.net.dealer import CoordinatorLostError, address_of
+from rollout.coordinator.net.security import CurveKeys
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer, tokenizer_of
+from rollout.weights.transports.base import WeightTransport
+from rollout.weights.update import NamedTensors
 
 _NOTICE_S = 1.0  # between the end of a connection and that of the coordinator's process
 

@@ -11,16 +11,16 @@ from contextlib import suppress
 
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.fleet_runtime import FleetRuntime
+from rollout.control.state import EngineState
+from rollout.coordinator.agent.agent import EngineAgent
+from rollout.coordinator.agent.loop import serve
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.serve import serve
-from rollout.coordinator.link import Link, LinkClosedError
-from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.text import Tokenizer
+from rollout.weights.transports.fetching import WeightFetcher
 
 _logger = logging.getLogger(__name__)
 _REGISTER_S = 60.0

@@ -14,14 +14,14 @@ from typing import Any
 
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
-from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.serve import serve
-from rollout.coordinator.link import Link
-from rollout.coordinator.security import CurveKeys
-from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.coordinator.agent.agent import EngineAgent
+from rollout.coordinator.agent.loop import serve
+from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.coordinator.net.link import Link
+from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.text import Tokenizer, tokenizer_of
+from rollout.weights.transports.fetching import WeightFetcher
 
 REGISTER_S = 600.0
 

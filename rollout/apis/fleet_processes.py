@@ -9,22 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
+from rollout.addresses import listening_host
 from rollout.backends.select import block_size_of, needs_gpu
 from rollout.child_process import end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.coordinator.net.security import CurveKeys, CurveServerKeys, remove_private_address
 from rollout.coordinator.routing.policies import find_policy
-from rollout.coordinator.security import (
-    CurveKeys,
-    CurveServerKeys,
-    listening_host,
-    remove_private_address,
-)
 from rollout.errors import ConfigError
 from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.supervised_process import SupervisedProcess
-from rollout.models.loading import without_shards
+from rollout.models.checkpoints.loading import without_shards
 from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)

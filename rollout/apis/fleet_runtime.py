@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollout.apis.async_llm import AsyncLLM
+from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.client.submission import Prompt
-from rollout.engine.state import EngineState
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams

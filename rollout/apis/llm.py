@@ -24,18 +24,18 @@ from rollout.apis.groups import Groups, OneThread, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
 from rollout.config import InferenceConfig, KVCacheManagementMode
+from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.state import EngineState
 from rollout.coordinator.client.submission import Prompt
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
-from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.telemetry import ObserverGuard
 from rollout.text import Tokenizer, tokenizer_of
+from rollout.weights.update import NamedTensors
 
 
 class LLM:

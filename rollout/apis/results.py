@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.coordinator.client.submission import Prompt
-from rollout.engine.reports import ResumeReport, SuspendReport
 from rollout.errors import RequestAbortedError
 from rollout.record_text import add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
-from rollout.runner.weight_update import WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer, encode_prompt
 

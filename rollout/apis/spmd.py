@@ -17,14 +17,14 @@ from torch import nn
 from rollout.apis.in_process import InProcessRuntime
 from rollout.child_process import pickled
 from rollout.config import InferenceConfig
+from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
-from rollout.engine.spmd_follower import SpmdFollower
-from rollout.engine.spmd_group import num_spmd_ranks
-from rollout.engine.spmd_muscle import SpmdMuscle, VerbCall, VerbOutcome
-from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, encode_error
-from rollout.runner.weight_update import NamedTensors
+from rollout.tensor_parallel.spmd_follower import SpmdFollower
+from rollout.tensor_parallel.spmd_group import num_spmd_ranks
+from rollout.tensor_parallel.spmd_muscle import SpmdMuscle, VerbCall, VerbOutcome
 from rollout.text import Tokenizer
+from rollout.weights.update import NamedTensors
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _SOURCE = "named_tensors"

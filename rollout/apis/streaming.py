@@ -10,7 +10,7 @@ from rollout.apis.results import failed_request, finished_request
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.client.submission import Prompt
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import RequestAbortedError, RolloutError
 from rollout.generated_text import StreamedText

@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from rollout.apis.results import Results, weight_update_report
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights.kinds import transport_of
-from rollout.coordinator.weights.transport import WeightTransport
+from rollout.control.reports import WeightUpdateReport
 from rollout.errors import WeightUpdateError
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.weights.source import WeightsSource
+from rollout.weights.transports.base import WeightTransport
+from rollout.weights.transports.registry import transport_of
+from rollout.weights.update import NamedTensors
 
 _logger = logging.getLogger(__name__)
 PUBLISH_S = 60.0  # how long `close` waits for an update that is copying its tensors

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from rollout.backends.base import Backend
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cpu.forks import prepare_for_forks
 from rollout.backends.devices import parse_device, require_device
-from rollout.backends.forks import prepare_for_forks
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
@@ -132,7 +132,7 @@ def _cuda_backend(
     config: InferenceConfig, index: int | None, memory_kind: str, collectives: Collectives
 ) -> Backend:
     try:
-        from rollout.backends.cuda import cuda_backend
+        from rollout.backends.cuda.backend import cuda_backend
     except ImportError as error:
         raise ConfigError(
             f"device='cuda' needs Triton ({error}): pip install triton, or use device='cpu'"

@@ -12,7 +12,7 @@ from rollout.apis.engine_process import REGISTER_S, run_engine
 from rollout.cli.models import CONFIG_KINDS, MODEL_KINDS, model_of, with_model
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
 from rollout.config import CONFIG_HINTS
-from rollout.coordinator.key_folder import ENGINE, peer_keys
+from rollout.coordinator.net.key_folder import ENGINE, peer_keys
 
 _KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
 

@@ -11,15 +11,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rollout.backends.ops.native_experts import key_of
-from rollout.backends.products.choice import FORWARD_PASS
+from rollout.backends.cpu.experts import key_of
+from rollout.backends.cpu.product_choice import FORWARD_PASS
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm, with_model
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
 from rollout.engine.build import EngineBuild
-from rollout.engine.rank import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
-from rollout.kv.layout import bytes_per_block
 from rollout.layers.experts import Experts
+from rollout.worker.kv_layout import bytes_per_block
+from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.cli.settings import Parser, UsageError
-from rollout.coordinator.key_folder import CLIENT, ENGINE, create_key_folder
+from rollout.coordinator.net.key_folder import CLIENT, ENGINE, create_key_folder
 
 
 def run(words: Sequence[str]) -> int:

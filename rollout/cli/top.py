@@ -18,8 +18,8 @@ from rich.text import Text
 from rollout.cli.http_faults import named_http_faults
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.key_folder import CLIENT, peer_keys
-from rollout.coordinator.security import CurveKeys
+from rollout.coordinator.net.key_folder import CLIENT, peer_keys
+from rollout.coordinator.net.security import CurveKeys
 from rollout.errors import RolloutError
 from rollout.serve.page.fleet import FleetSnapshot, FleetView
 

@@ -22,16 +22,16 @@ from rollout.coordinator.core.context import Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.key_gate import Refusals
+from rollout.coordinator.net.key_gate import Refusals
+from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.security import CurveServerKeys
+from rollout.coordinator.net.waker import Waker
 from rollout.coordinator.protocol.codec import batched, encode
 from rollout.coordinator.protocol.messages import Message
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
-from rollout.coordinator.router import Router
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
-from rollout.coordinator.security import CurveServerKeys
-from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -12,29 +12,29 @@ from rollout.backends.base import Backend
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.blocks.routing_record import RoutingRecord
 from rollout.config import InferenceConfig, PrefixCachingEvictionPolicy
+from rollout.engine.counters import EngineCounters
 from rollout.engine.engine import Engine
 from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import InputProcessor
-from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
-from rollout.engine.rank import EngineSizes, LoadedModel, load_model, runner_of
-from rollout.engine.ranks import start_group
-from rollout.engine.reports import EngineCounters
 from rollout.engine.shared_settings import shared_settings
-from rollout.engine.spmd_follower import SpmdFollower
-from rollout.engine.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
-from rollout.engine.spmd_muscle import SpmdMuscle
 from rollout.engine.suspension import Suspension
 from rollout.errors import ConfigError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.spec import ModelSpec, union_of_ids
-from rollout.runner.weight_update import MAX_VERSION
-from rollout.runner.weights import ServedWeights
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.seeds import given_or_drawn, mix_seed
+from rollout.tensor_parallel.spmd_follower import SpmdFollower
+from rollout.tensor_parallel.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
+from rollout.tensor_parallel.spmd_muscle import SpmdMuscle
+from rollout.tensor_parallel.start import start_group
 from rollout.text import Tokenizer
+from rollout.weights.served import ServedWeights
+from rollout.weights.update import MAX_VERSION
+from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of
+from rollout.worker.worker import Muscle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

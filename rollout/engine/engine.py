@@ -9,29 +9,30 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
-from rollout.engine.guard import CallGuard
-from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
-from rollout.engine.muscle import Muscle
-from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.pipeline import StepPipeline
-from rollout.engine.reports import (
-    EngineCounters,
+from rollout.control.reports import (
     EngineStats,
     MemoryStatus,
     ResumeReport,
     SuspendReport,
     WeightChecksums,
+    WeightUpdateReport,
 )
-from rollout.engine.state import EngineState, StateMachine
+from rollout.control.state import EngineState, StateMachine
+from rollout.engine.counters import EngineCounters
+from rollout.engine.guard import CallGuard
+from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
+from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.pipeline import StepPipeline
 from rollout.engine.suspension import Suspension
 from rollout.errors import RequestAbortedError
 from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.runner.staged_weights import StagedWeights
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, next_version
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
+from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.update import NamedTensors, next_version
+from rollout.worker.worker import Muscle
 
 logger = logging.getLogger(__name__)
 _CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
-from rollout.engine.muscle import Muscle
 from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.reports import EngineCounters
 from rollout.errors import LockstepError
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import EMPTY, StepPlan
+from rollout.worker.worker import Muscle
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 
 from rollout.config import KVCacheManagementMode, as_enum
-from rollout.engine.muscle import Muscle
+from rollout.control.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.errors import ConfigError
 from rollout.scheduling.scheduler import Scheduler
+from rollout.worker.worker import Muscle
 
 KV_CACHE, WEIGHTS = OWNERS = ("kv_cache", "weights")
 _Mode = KVCacheManagementMode

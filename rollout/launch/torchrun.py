@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
+from rollout.addresses import resolve_host
+from rollout.backends.cpu.user_cache import private_folder
 from rollout.backends.limits import num_usable_cpus
-from rollout.backends.user_cache import private_folder
 from rollout.child_process import pickled
-from rollout.coordinator.security import resolve_host
 from rollout.errors import ConfigError
 from rollout.launch.launcher import EngineJob
 from rollout.launch.local import LocalLauncher

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from rollout.coordinator.client.inference_client import ClientStateError
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.errors import (
     ConfigError,
     ContextOverflowError,

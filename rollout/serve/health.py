@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.engine.reports import EngineStats
-from rollout.engine.state import EngineState
+from rollout.control.reports import EngineStats
+from rollout.control.state import EngineState
 from rollout.sampling_params import SamplingParams
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError, json_response

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rollout.config import KVCacheManagementMode
+from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.coordinator.client.submission import Prompt
-from rollout.engine.reports import EngineStats, ResumeReport, SuspendReport
-from rollout.engine.state import EngineState
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.sampling_params import SamplingParams
 from rollout.text import Tokenizer
+from rollout.weights.update import NamedTensors
 
 
 class ServedLLM(Protocol):

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from rollout.control.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
 from rollout.coordinator.client.fleet_stats import engine_stats, stats_by_engine
-from rollout.engine.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
 from rollout.serve.state import STATE, Route, ServerState

@@ -15,9 +15,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from rollout.engine.reports import EngineStats
+from rollout.control.reports import EngineStats
+from rollout.control.state import EngineState
 from rollout.engine.request_totals import FINISH_REASONS, LATENCY_BOUNDS_S
-from rollout.engine.state import EngineState
 
 _LABELS = ("model_name", "engine")
 _BOUNDS = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]

@@ -20,13 +20,13 @@ from typing import Any
 
 from rollout import InferenceConfig
 from rollout.apis import engine_process
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.link import Link
+from rollout.coordinator.agent.agent import EngineAgent
+from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import Ack, AssignRequest, Commit, Message, Rollback
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights.fetching import WeightFetcher
 from rollout.engine.engine import Engine
-from rollout.runner.weight_update import NamedTensors, by_name
+from rollout.weights.source import WeightsSource
+from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.update import NamedTensors, by_name
 from tests.processes import PROCESSES
 
 WAIT_S = 150.0
@@ -98,7 +98,7 @@ def _live(
         tell, book = staticmethod(words.send), _Diary(diary)
 
     engine_process.EngineAgent = Agent  # type: ignore[misc]
-    logging.getLogger("rollout.coordinator.engine_side").addHandler(_Teller(words))
+    logging.getLogger("rollout.coordinator.agent").addHandler(_Teller(words))
     BEHAVIOURS[behaviour](Agent)
     try:
         engine_process.run_engine(

@@ -26,7 +26,7 @@ from rollout.apis.fleet_processes import coordinator_arguments
 from rollout.child_process import ChildProcess
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.models.causal_lm import CausalLM
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
 from tests.apis.fake_fleet import memory_files
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights, with_fleet
 from tests.apis.history_oracle import HistoryOracle

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollout import LLM, InferenceConfig, WeightUpdateError
-from tests.runner.expert_dialects import checksum_of, dialects, last_of, trainer, without
+from tests.weights.expert_dialects import checksum_of, dialects, last_of, trainer, without
 
 CONFIG = InferenceConfig(
     block_size_tokens=8, max_sequence_length=128, buffer_size_gb=0.01, num_threads=1

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from rollout import AsyncLLM, InferenceClient
-from rollout.coordinator.key_folder import CLIENT, coordinator_keys, create_key_folder, peer_keys
+from rollout.coordinator.net.key_folder import (
+    CLIENT,
+    coordinator_keys,
+    create_key_folder,
+    peer_keys,
+)
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until
 from tests.apis.shells import shell_engine
 from tests.tiny_models import prompt_of

@@ -13,7 +13,7 @@ import torch
 
 from rollout import LLM, AsyncLLM, EngineStateError
 from rollout.apis import fleet_runtime, weight_push
-from rollout.coordinator.weights import shared
+from rollout.weights.transports import shared
 from tests.apis.fake_fleet import WAIT_S, Caller, fake_fleet, memory_files
 
 

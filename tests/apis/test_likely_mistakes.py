@@ -21,7 +21,7 @@ from rollout import (
 )
 from rollout.apis.arguments import as_groups
 from rollout.errors import ProtocolError
-from rollout.runner.weight_update import by_name
+from rollout.weights.update import by_name
 from tests.tiny_models import tiny_engine, tiny_model
 
 

@@ -25,7 +25,7 @@ from rollout.errors import (
     RemoteError,
     WeightUpdateError,
 )
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
 from tests.apis.spmd_ranks import TrainerRanks, trainer_ranks
 from tests.engine.random_engines import VOCAB
 from tests.tiny_models import BLOCK_SIZE, pool_gb, prompt_of, tiny_model

@@ -19,8 +19,8 @@ from rollout import (
     WeightUpdateError,
 )
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
-from rollout.coordinator.weights.transport import WeightTransport
+from rollout.weights.transports.base import WeightTransport
+from rollout.weights.transports.cuda_ipc import CudaIpcTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet

@@ -29,7 +29,7 @@ FLOORS: dict[str, int] = {
 }
 # rollout/__init__.py lists the public names: above every package of rollout, below trainer_hooks.
 PUBLIC_DOOR = "rollout"
-PUBLIC_DOOR_FLOOR = 10.5
+PUBLIC_DOOR_FLOOR = 14.5
 CONFIG = "rollout.config"
 MAY_READ_CONFIG = ("rollout.backends", "rollout.blocks", "rollout.requests")
 

@@ -106,7 +106,7 @@ def test_seed_is_that_of_the_option_or_the_variable_or_a_fresh_one(
     assert seed_of(None, variable="") != seed_of(None, variable="")
 
 
-@pytest.mark.parametrize("module", ["rollout", "rollout.kv.cache", "trainer_hooks.losses"])
+@pytest.mark.parametrize("module", ["rollout", "rollout.worker.kv_cache", "trainer_hooks.losses"])
 def test_warning_of_our_own_packages_is_an_error(module: str) -> None:
     with pytest.raises(UserWarning, match="careless"):
         warnings.warn_explicit("careless", UserWarning, "file.py", 1, module=module)

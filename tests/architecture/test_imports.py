@@ -45,51 +45,51 @@ def test_no_import_hides_behind_type_checking(modules: list[Module]) -> None:
     ("path", "source", "message"),
     [
         pytest.param(
-            "rollout/kv/cache.py",
+            "rollout/worker/kv_cache.py",
             "import os\nfrom rollout.engine import state\n",
-            ":2 rollout.kv (4) imports rollout.engine.state of rollout.engine (7)",
+            ":2 rollout.worker (8) imports rollout.engine.state of rollout.engine (10)",
             id="climbs",
         ),
         pytest.param(
-            "rollout/kv/cache.py",
-            "from rollout.layers.linear import Linear\n",
-            ":1 rollout.kv (4) imports rollout.layers.linear.Linear of rollout.layers (4)",
+            "rollout/layers/linear.py",
+            "import rollout.scheduling.queues\n",
+            ":1 rollout.layers (5) imports rollout.scheduling.queues of rollout.scheduling (5)",
             id="equal floor",
         ),
         pytest.param(
-            "rollout/kv/cache.py",
-            "from ..runner import model_runner\n",
-            ":1 rollout.kv (4) imports rollout.runner.model_runner of rollout.runner (6)",
+            "rollout/layers/linear.py",
+            "from ..worker import model_runner\n",
+            ":1 rollout.layers (5) imports rollout.worker.model_runner of rollout.worker (8)",
             id="climbs by a relative import",
         ),
         pytest.param(
-            "rollout/kv/__init__.py",
-            "from ..runner import model_runner\n",
-            ":1 rollout.kv (4) imports rollout.runner.model_runner of rollout.runner (6)",
+            "rollout/layers/__init__.py",
+            "from ..worker import model_runner\n",
+            ":1 rollout.layers (5) imports rollout.worker.model_runner of rollout.worker (8)",
             id="climbs from a package's __init__",
         ),
         pytest.param(
             "rollout/config.py",
             "import rollout.blocks.prefix_index\n",
-            ":1 rollout.config (3) imports rollout.blocks.prefix_index of rollout.blocks (3)",
+            ":1 rollout.config (4) imports rollout.blocks.prefix_index of rollout.blocks (4)",
             id="config reads an equal floor",
         ),
         pytest.param(
             "rollout/errors.py",
             "def late():\n    from rollout import LLM\n",
-            ":2 rollout.errors (0) imports rollout.LLM of rollout (10.5)",
+            ":2 rollout.errors (0) imports rollout.LLM of rollout (14.5)",
             id="imports the public names from within, in a function",
         ),
         pytest.param(
             "rollout/blocks/pool.py",
             "import importlib\nimportlib.import_module('rollout.engine.loop')\n",
-            ":2 rollout.blocks (3) imports rollout.engine.loop of rollout.engine (7)",
+            ":2 rollout.blocks (4) imports rollout.engine.loop of rollout.engine (10)",
             id="climbs by import_module",
         ),
         pytest.param(
             "examples/job.py",
             "import benchmarks.generate\n",
-            ":1 examples (13) imports benchmarks.generate of benchmarks (14)",
+            ":1 examples (17) imports benchmarks.generate of benchmarks (18)",
             id="an example imports a benchmark",
         ),
         pytest.param("rollout/utils.py", "", ": rollout.utils has no floor", id="no floor"),
@@ -104,8 +104,11 @@ def test_breach_of_the_floors_is_caught(
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("rollout/kv/cache.py", "import torch\nfrom rollout.backends import base\n"),
-        ("rollout/kv/cache.py", "from . import layout\nfrom rollout.kv.layout import Layout\n"),
+        ("rollout/worker/kv_cache.py", "import torch\nfrom rollout.backends import base\n"),
+        (
+            "rollout/worker/kv_cache.py",
+            "from . import layout\nfrom rollout.worker.kv_layout import Layout\n",
+        ),
         ("rollout/blocks/pool.py", "from rollout.config import KVCacheManagementMode\n"),
         ("rollout/__init__.py", "from rollout.apis.llm import LLM\n"),
         ("trainer_hooks/phase.py", "from rollout import LLM\nimport rollout\n"),
@@ -168,7 +171,7 @@ def test_zmq_outside_the_coordinator_is_caught(made_up: MadeUp) -> None:
     ],
 )
 def test_type_checking_block_is_caught(made_up: MadeUp, source: str) -> None:
-    (violation,) = type_checking_violations(made_up({"rollout/kv/cache.py": source}))
+    (violation,) = type_checking_violations(made_up({"rollout/worker/kv_cache.py": source}))
     assert "is imported for type checkers only" in violation
 
 
@@ -177,5 +180,8 @@ def test_folders_that_do_not_exist_have_no_modules(made_up: MadeUp) -> None:
 
 
 def test_relative_imports_are_resolved_from_the_package(made_up: MadeUp) -> None:
-    (module,) = made_up({"rollout/kv/__init__.py": "from . import a\nfrom .b import c\n"})
-    assert [found.name for found in imports_of(module)] == ["rollout.kv.a", "rollout.kv.b.c"]
+    (module,) = made_up({"rollout/worker/__init__.py": "from . import a\nfrom .b import c\n"})
+    assert [found.name for found in imports_of(module)] == [
+        "rollout.worker.a",
+        "rollout.worker.b.c",
+    ]

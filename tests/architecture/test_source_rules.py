@@ -63,15 +63,15 @@ def test_every_package_states_its_charter(root: Path) -> None:
     ],
 )
 def test_device_name_outside_the_seam_is_caught(made_up: MadeUp, source: str) -> None:
-    violations = device_name_violations(made_up({"rollout/kv/cache.py": source}))
+    violations = device_name_violations(made_up({"rollout/worker/kv_cache.py": source}))
     assert violations
     assert all(" names " in line for line in violations)
 
 
 def test_device_name_in_the_seam_or_a_docstring_passes(made_up: MadeUp) -> None:
     files = {
-        "rollout/backends/cuda.py": "import triton\ndevice = 'cuda'\n",
-        "rollout/kv/cache.py": '"""cuda"""\ndef f():\n    """triton"""\n    return "no cuda"\n',
+        "rollout/backends/cuda/backend.py": "import triton\ndevice = 'cuda'\n",
+        "rollout/worker/kv.py": '"""cuda"""\ndef f():\n    """triton"""\n    return "no cuda"\n',
         "rollout/config.py": "KINDS = ('torch_memory_saver',)\n",
     }
     assert device_name_violations(made_up(files)) == []
@@ -87,9 +87,9 @@ def test_config_may_list_the_memory_kind_but_not_import_it(made_up: MadeUp) -> N
 @pytest.mark.parametrize(
     ("path", "source", "num_violations"),
     [
-        ("rollout/kv/cache.py", "from rollout.config import InferenceConfig\n", 1),
-        ("rollout/kv/cache.py", "import rollout.config as c\nx = c.InferenceConfig\n", 1),
-        ("rollout/kv/cache.py", "def f(config: 'InferenceConfig'): ...\n", 1),
+        ("rollout/worker/kv_cache.py", "from rollout.config import InferenceConfig\n", 1),
+        ("rollout/worker/kv_cache.py", "import rollout.config as c\nx = c.InferenceConfig\n", 1),
+        ("rollout/worker/kv_cache.py", "def f(config: 'InferenceConfig'): ...\n", 1),
         ("rollout/engine/engine.py", "def step(self, config: InferenceConfig): ...\n", 1),
         ("rollout/engine/engine.py", "def from_model(config):\n    return InferenceConfig()\n", 1),
         (
@@ -109,8 +109,11 @@ def test_whole_config_is_caught_outside_the_wirers(
 
 
 def test_file_of_601_lines_is_caught(made_up: MadeUp) -> None:
-    files = {"rollout/kv/cache.py": "x = 1\n" * 601, "rollout/kv/layout.py": "x = 1\n" * 600}
-    assert size_violations(made_up(files)) == ["rollout/kv/cache.py: 601 lines, limit 600"]
+    files = {
+        "rollout/worker/kv_cache.py": "x = 1\n" * 601,
+        "rollout/worker/kv_layout.py": "x = 1\n" * 600,
+    }
+    assert size_violations(made_up(files)) == ["rollout/worker/kv_cache.py: 601 lines, limit 600"]
 
 
 def test_function_of_61_lines_is_caught(made_up: MadeUp) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import triton
 
-from rollout.backends.attention import triton_plan as plan
-from rollout.backends.attention.triton_kernels import (
+from rollout.backends.cuda import attention_plan as plan
+from rollout.backends.cuda.append import NUM_WARPS, ROWS_PER_PROGRAM, append_kv_kernel
+from rollout.backends.cuda.attention import PARTS_PER_MERGE, launch_choice
+from rollout.backends.cuda.attention_kernels import (
     decode_attention_kernel,
     merge_parts_kernel,
     merge_prefill_kernel,
     prefill_attention_kernel,
 )
-from rollout.backends.attention.triton_paged import PARTS_PER_MERGE, launch_choice
-from rollout.backends.ops.triton_append import NUM_WARPS, ROWS_PER_PROGRAM, append_kv_kernel
 from tests.backends.aot_usage import Configuration, usage
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

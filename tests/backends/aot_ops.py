@@ -15,12 +15,9 @@ from typing import Any
 
 import triton
 
-from rollout.backends.ops import triton_copy as copy
-from rollout.backends.ops import triton_fingerprint as fingerprint
-from rollout.backends.ops import triton_layers as layers
-from rollout.backends.ops import triton_sampling as sampling
-from rollout.backends.ops import triton_sampling_kernels as kernels
-from rollout.backends.ops import triton_truncation_kernels as truncation
+from rollout.backends.cuda import copy, fingerprint, layers, sampling
+from rollout.backends.cuda import sampling_kernels as kernels
+from rollout.backends.cuda import truncation_kernels as truncation
 from rollout.backends.ops.fingerprint import EXPONENT_BITS
 from tests.backends.aot_usage import Configuration, usage
 

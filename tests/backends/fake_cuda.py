@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.memory.cuda_driver import CudaDriver
-from rollout.backends.memory.cuda_runtime import CudaRuntime, OwnedBytes
-from rollout.backends.memory.cudart import Cudart, Location
+from rollout.backends.cuda.cudart import Cudart, Location
+from rollout.backends.cuda.driver import CudaDriver
+from rollout.backends.cuda.runtime import CudaRuntime, OwnedBytes
 from tests.backends.fake_driver import INVALID_VALUE, FakeDriverLibrary
 
 

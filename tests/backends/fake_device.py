@@ -19,15 +19,15 @@ from rollout import InferenceConfig
 from rollout.backends import select
 from rollout.backends.base import Backend
 from rollout.backends.buffers import MemoryBackend
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cuda.device_memory import CudaDeviceMemory
+from rollout.backends.cuda.graph import GraphExecutor
+from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.pinned_host import PinnedHostArena
+from rollout.backends.cuda.unified import UnifiedMemory
+from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.backends.devices import parse_device
-from rollout.backends.executors.graph import GraphExecutor
-from rollout.backends.executors.graph_shapes import make_ladder
-from rollout.backends.memory.cuda_device import CudaDeviceMemory
-from rollout.backends.memory.memory_saver import MemorySaverMemory
-from rollout.backends.memory.pinned_host import PinnedHostArena
-from rollout.backends.memory.unified import UnifiedMemory
-from rollout.backends.memory.vmm import VirtualMemory
 from rollout.parallel.collectives import Collectives
 from tests.backends.fake_cuda import FakeRuntime, FakeSaver
 from tests.backends.repeating_device import CPU, HostlessAttention, RepeatingDevice
@@ -67,7 +67,7 @@ class FakeDevice:
         attention_kind: str,
         collectives: Collectives,
     ) -> Backend:
-        """Stands for `rollout.backends.cuda.cuda_backend`."""
+        """Stands for `rollout.backends.cuda.backend.cuda_backend`."""
         del index, attention_kind
         self.graphs.append(RepeatingDevice())
         ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
@@ -88,7 +88,7 @@ def fake_device() -> Iterator[FakeDevice]:
 
     def backend_of(config: InferenceConfig, *given: Any) -> Backend:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setitem(sys.modules, "rollout.backends.cuda", device)
+            inner.setitem(sys.modules, "rollout.backends.cuda.backend", device)
             return real(config, *given)
 
     real = select._cuda_backend

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rollout.backends.memory.cuda_driver import AccessDesc, AllocationProp
+from rollout.backends.cuda.driver import AccessDesc, AllocationProp
 
 OUT_OF_MEMORY, INVALID_VALUE = 2, 1
 GRANULARITY = 2 << 20

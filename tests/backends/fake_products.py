@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout.backends.products.cache import TimesCache
-from rollout.backends.products.candidates import BUCKETS, PLAIN, LinearHandle, Product, bucket_of
-from rollout.backends.products.choice import Times
-from rollout.backends.products.selection import ProductSelection
+from rollout.backends.cpu.product_cache import TimesCache
+from rollout.backends.cpu.product_choice import Times
+from rollout.backends.cpu.product_selection import ProductSelection
+from rollout.backends.cpu.products import BUCKETS, PLAIN, LinearHandle, Product, bucket_of
 
 MACHINE: dict[str, str | int] = {"cpu": "this one"}
 

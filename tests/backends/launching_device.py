@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rollout.backends import devices
-from rollout.backends.attention.triton_paged import TritonPagedAttention
 from rollout.backends.base import AttentionBackend, Backend, Executor
 from rollout.backends.buffers import CopyTokens, Strips
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cuda.attention import TritonPagedAttention
+from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
+from rollout.backends.cuda.graph import GraphExecutor
+from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.ops import TritonOps
 from rollout.backends.executors.eager import EagerExecutor
-from rollout.backends.executors.graph import GraphExecutor
-from rollout.backends.executors.graph_shapes import make_ladder
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.ops.fingerprint import Places
 from rollout.backends.ops.reference import DenseLinear, ReferenceOps
-from rollout.backends.ops.triton_copy import copy_tokens, copy_tokens_reference
-from rollout.backends.ops.triton_ops import TritonOps
 from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.step.output import SampleResult
 from scripts.kernel_launches import Recorder
@@ -190,7 +190,7 @@ def launching_device(recorder: Recorder, *, computes: bool = True) -> Iterator[N
 
     with pytest.MonkeyPatch.context() as patch, _CudaIsHere():
         patch.setattr("rollout.backends.select.require_device", devices.parse_device)
-        patch.setattr("rollout.backends.cuda.cuda_backend", cuda_backend)
+        patch.setattr("rollout.backends.cuda.backend.cuda_backend", cuda_backend)
         if computes:
             yield
         else:

@@ -17,10 +17,10 @@ from rollout import DynamicInferenceEngine, SamplingParams
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import MemoryBackend
-from rollout.backends.cpu import cpu_backend
-from rollout.backends.executors.cuda_graph import CudaGraphs
-from rollout.backends.executors.graph import GraphExecutor, Ran
-from rollout.backends.executors.graph_shapes import Ladder, make_ladder
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cuda.cuda_graph import CudaGraphs
+from rollout.backends.cuda.graph import GraphExecutor, Ran
+from rollout.backends.cuda.graph_shapes import Ladder, make_ladder
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.step_tensors import Fetch
@@ -161,7 +161,7 @@ def graph_engine(
             fuse_decoder=None,
         )
 
-    monkeypatch.setattr("rollout.engine.rank.create_backend", create_backend)
+    monkeypatch.setattr("rollout.worker.loading.create_backend", create_backend)
     engine = tiny_engine(model, **config)
     return engine, made[0], device
 

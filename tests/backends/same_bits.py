@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from rollout import SamplingParams
-from rollout.backends.native import library
+from rollout.backends.cpu import library
 from tests.family_cases import family_model
 from tests.tiny_models import drain, prompt_of, tiny_engine, tiny_model
 

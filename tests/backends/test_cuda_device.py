@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.backends.memory.cuda_device import CudaDeviceMemory
+from rollout.backends.cuda.device_memory import CudaDeviceMemory
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime
 

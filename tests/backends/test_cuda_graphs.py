@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.backends.executors.cuda_graph import CudaGraphs
-from rollout.backends.executors.graph import CaptureError
+from rollout.backends.cuda.cuda_graph import CudaGraphs
+from rollout.backends.cuda.graph import CaptureError
 from rollout.step.output import SampleResult, StepOutput
 from tests.backends.fake_graphs import GENERAL, WORKSPACE_BYTES, FakeTorchCuda
 

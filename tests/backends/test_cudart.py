@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.memory.cuda_runtime import CudaRuntime, OwnedBytes
-from rollout.backends.memory.cudart import HOST, Cudart
+from rollout.backends.cuda.cudart import HOST, Cudart
+from rollout.backends.cuda.runtime import CudaRuntime, OwnedBytes
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeCudart, FakeRuntime
 from tests.backends.fake_driver import OUT_OF_MEMORY

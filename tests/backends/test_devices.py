@@ -15,7 +15,7 @@ import torch
 
 from rollout import SamplingParams
 from rollout.backends.base import Backend
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.devices import environment_of, parse_device
 from rollout.backends.select import create_backend, needs_gpu, use_device
 from rollout.config import InferenceConfig
@@ -30,14 +30,14 @@ from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """A machine that seems to have four. The indices that backends were made for."""
     asked: list[int | None] = []
-    module: Any = ModuleType("rollout.backends.cuda")
+    module: Any = ModuleType("rollout.backends.cuda.backend")
 
     def cuda_backend(memory_kind: str, *, index: int | None, **arguments: Any) -> Backend:
         asked.append(index)
         return cpu_backend("device")
 
     module.cuda_backend = cuda_backend
-    monkeypatch.setitem(sys.modules, "rollout.backends.cuda", module)
+    monkeypatch.setitem(sys.modules, "rollout.backends.cuda.backend", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -166,7 +166,7 @@ def test_whatever_thread_steps_or_stages_launches_on_the_engines_device(
     for name in ("fingerprint", "copy_with_fingerprint"):
         monkeypatch.setattr(backend.ops, name, watched(getattr(backend.ops, name)))
     made = replace(backend, as_current=as_current)
-    monkeypatch.setattr("rollout.engine.rank.create_backend", lambda *_: made)
+    monkeypatch.setattr("rollout.worker.loading.create_backend", lambda *_: made)
     engine = tiny_engine(tiny_model("qwen3", seed=8))
     engine.add_request(prompt_of(5), SamplingParams(num_tokens_to_generate=3))
     while engine.has_unfinished_requests():
@@ -184,11 +184,11 @@ def test_float32_on_a_device_is_warned_of(
 ) -> None:
     on_a_device = replace(cpu_backend("device"), device=torch.device("meta"))
     made = [cpu_backend("device"), on_a_device]
-    monkeypatch.setattr("rollout.engine.rank.create_backend", lambda *_: made.pop())
-    monkeypatch.setattr("rollout.engine.rank.ServedWeights", lambda *_, **__: None)
-    monkeypatch.setattr("rollout.engine.rank.open_model", lambda *_, **__: (model, None))
-    from rollout.engine.rank import load_model
+    monkeypatch.setattr("rollout.worker.loading.create_backend", lambda *_: made.pop())
+    monkeypatch.setattr("rollout.worker.loading.ServedWeights", lambda *_, **__: None)
+    monkeypatch.setattr("rollout.worker.loading.open_model", lambda *_, **__: (model, None))
     from rollout.models import build_model
+    from rollout.worker.loading import load_model
 
     model = build_model(tiny_model("qwen3", seed=8))
     with caplog.at_level(logging.WARNING):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rollout import SamplingParams
-from rollout.backends.executors.graph import GraphExecutor
-from rollout.backends.executors.graph_shapes import make_ladder
+from rollout.backends.cuda.graph import GraphExecutor
+from rollout.backends.cuda.graph_shapes import make_ladder
 from rollout.backends.step_tensors import (
     INPUT_TYPES,
     LAYOUT_TYPES,

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from rollout import SamplingParams
 from rollout.backends.buffers import MemoryBackend
-from rollout.backends.executors.eager import EagerExecutor
-from rollout.backends.executors.graph import GraphExecutor
-from rollout.backends.executors.graph_shapes import (
+from rollout.backends.cpu.memory import DeviceMemory, ReservedMemory
+from rollout.backends.cuda.graph import GraphExecutor
+from rollout.backends.cuda.graph_shapes import (
     MAX_LOGIT_BYTES,
     PREFILL_TOKENS,
     Ladder,
     make_ladder,
 )
-from rollout.backends.memory.host import DeviceMemory, ReservedMemory
+from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.step_tensors import (
     INPUT_TYPES,
     LAYOUT_TYPES,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rollout.backends.group_bytes import all_gather_bytes, broadcast_bytes
 from tests.processes import PROCESSES
 from tests.unpickled_code import RunsCode
-from trainer_hooks.trainer_ranks import TrainerRanks
+from trainer_hooks.weight_sync.trainer_ranks import TrainerRanks
 
 NUM_RANKS = 2
 CONTENTS = [[b"", b""], [b"a", b""], [b"", b"bc"], [bytes(range(256)), b"\0" * 1000]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.backends import cpu
+from rollout.backends.cpu import backend as cpu
 from rollout.backends.limits import memory_limit_bytes, num_usable_cpus
 from tests.tiny_models import tiny_engine, tiny_model
 

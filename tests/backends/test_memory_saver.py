@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime, FakeSaver
 
@@ -128,8 +128,8 @@ def test_a_missing_saver_is_a_config_error(
 def test_without_a_gpu_the_saver_is_never_imported() -> None:
     program = """
 import sys, torch
-from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.runtime import CudaRuntime
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
 from rollout.errors import ConfigError
 try:
     MemorySaverMemory(CudaRuntime(torch.device("cuda")))
@@ -149,8 +149,8 @@ print("torch_memory_saver" in sys.modules)
 def test_a_process_that_used_the_saver_ends_well(last: str) -> None:
     program = f"""
 import torch
-from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.runtime import CudaRuntime
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
 memory = MemorySaverMemory(CudaRuntime(torch.device("cuda")))
 memory.allocate("a", 64 << 20)
 torch.cuda.empty_cache()

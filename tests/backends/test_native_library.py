@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.backends.attention.native import NativePagedAttention
-from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
-from rollout.backends.cpu import cpu_backend
-from rollout.backends.native.library import load_library
-from rollout.backends.ops.cpu import CpuOps
-from rollout.backends.ops.native import NativeOps
+from rollout.backends.cpu.attention import NativePagedAttention
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.linear_ops import CpuOps
+from rollout.backends.cpu.ops import NativeOps
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from tests.contracts.implementations import kernels
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout.backends.ops import float32_product as products
 from rollout.backends.ops.float32_product import float32_product
 from tests.contracts.on_device import device_ops
-from trainer_hooks.logprobs import head_logits, token_logprobs
+from trainer_hooks.losses.logprobs import head_logits, token_logprobs
 
 HALVES = [torch.bfloat16, torch.float16]
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a unit in the last place

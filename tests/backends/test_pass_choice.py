@@ -17,10 +17,7 @@ from torch import Tensor
 
 from rollout import SamplingParams
 from rollout.backends.base import Backend
-from rollout.backends.forward_batch import ForwardBatch
-from rollout.backends.fused_decoder import DecoderParts
-from rollout.backends.products.candidates import BUCKETS, LinearHandle, Product
-from rollout.backends.products.choice import (
+from rollout.backends.cpu.product_choice import (
     ONE_BY_ONE,
     FusedPass,
     Measured,
@@ -28,6 +25,9 @@ from rollout.backends.products.choice import (
     choose,
     choose_pass,
 )
+from rollout.backends.cpu.products import BUCKETS, LinearHandle, Product
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.fused_decoder import DecoderParts
 from tests.backends.fake_products import (
     PRODUCTS,
     FakeStopwatch,
@@ -217,7 +217,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where times are kept. The compiled kernels stay where they are."""
     folder = tmp_path / "products"
     folder.mkdir()
-    monkeypatch.setattr("rollout.backends.products.cache.private_folder", lambda name: folder)
+    monkeypatch.setattr("rollout.backends.cpu.product_cache.private_folder", lambda name: folder)
     return folder
 
 
@@ -299,7 +299,7 @@ def test_a_rank_with_another_share_runs_the_pass_as_rank_0_does(
     lead.choose(LAYERS, LAYERS, OTHER_CALLS)
     (product,) = products_chosen(lead, SMALL)
     other = {"native-a", "native-b"} - {product}
-    monkeypatch.setattr("rollout.backends.products.cache.private_folder", lambda name: tmp_path)
+    monkeypatch.setattr("rollout.backends.cpu.product_cache.private_folder", lambda name: tmp_path)
     follower = selection(shaped(small={name: 1.0 for name in other}, head={"plain": 1.0}))
     follower.take_choices(lead.choices())
     follower.choose([SMALL, HEAD, HEAD], [SMALL, HEAD, HEAD], OTHER_CALLS)
@@ -315,7 +315,7 @@ def test_where_rank_0_leaves_the_pass_a_rank_with_another_share_leaves_it_too(
     assert lead.fused_buckets() == ALL_BUCKETS
     lead.choose(LAYERS, LAYERS, OTHER_CALLS)
     assert products_chosen(lead, WIDE) == {"native-a"} != products_chosen(lead, SMALL)
-    monkeypatch.setattr("rollout.backends.products.cache.private_folder", lambda name: tmp_path)
+    monkeypatch.setattr("rollout.backends.cpu.product_cache.private_folder", lambda name: tmp_path)
     follower = selection(shaped(head={"native-a": 1.0}))
     follower.take_choices(lead.choices())
     follower.choose([HEAD, WIDE], [HEAD, WIDE], OTHER_CALLS)

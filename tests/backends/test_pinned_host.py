@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.pinned_host import PinnedHostArena
+from rollout.backends.cuda.pinned_host import PinnedHostArena
+from rollout.backends.cuda.runtime import CudaRuntime
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime
 from tests.backends.fake_driver import OUT_OF_MEMORY

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.backends.products.candidates import BUCKETS, bucket_of
-from rollout.backends.products.choice import choose, choose_by_rule
+from rollout.backends.cpu.product_choice import choose, choose_by_rule
+from rollout.backends.cpu.products import BUCKETS, bucket_of
 from tests.backends.fake_products import PRODUCTS, names_at, times
 
 

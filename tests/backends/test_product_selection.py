@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.ops.cpu import CpuOps
-from rollout.backends.products.candidates import BUCKETS
-from rollout.backends.products.choice import choosable
-from rollout.backends.products.selection import ProductSelection
-from rollout.backends.products.timing import Stopwatch
+from rollout.backends.cpu.linear_ops import CpuOps
+from rollout.backends.cpu.product_choice import choosable
+from rollout.backends.cpu.product_selection import ProductSelection
+from rollout.backends.cpu.product_timing import Stopwatch
+from rollout.backends.cpu.products import BUCKETS
 from rollout.errors import ConfigError
 from tests.backends.fake_products import (
     MACHINE,

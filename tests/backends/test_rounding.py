@@ -157,7 +157,7 @@ def test_kernels_round_norms_as_the_familys_trainers(family: str) -> None:
 def test_the_kernel_before_attention_rounds_as_the_familys_trainers(family: str) -> None:
     """Norms of heads where the family has them, then the rotation; the cache gets the keys."""
     pytest.importorskip("triton")
-    from rollout.backends.ops.triton_append import append_kv
+    from rollout.backends.cuda.append import append_kv
 
     spec, dtype = case(family)[0], torch.float16
     q_THD, k_TGD, rotation = heads(family, dtype)
@@ -200,7 +200,7 @@ class TrainerLikeOps(ReferenceOps):
 
 
 def test_a_backend_chooses_whether_layers_round_like_trainers() -> None:
-    from rollout.backends.cpu import cpu_backend
+    from rollout.backends.cpu.backend import cpu_backend
 
     causal_lm = CausalLM(replace(case("qwen3")[0], dtype=torch.bfloat16))
     backend = cpu_backend("device")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.backends.native.library import load_library
+from rollout.backends.cpu.library import load_library
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C compiler")
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rollout.backends.base import Backend
-from rollout.backends.cpu import cpu_backend
-from rollout.backends.memory.host import DeviceMemory, ReservedMemory
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cpu.memory import DeviceMemory, ReservedMemory
 from rollout.backends.select import create_backend
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
@@ -98,14 +98,14 @@ def test_a_field_without_effect_on_cpu_is_refused_by_name(field: str, value: obj
 def asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `cuda_backend` is called with, on a machine that seems to have a device."""
     calls: list[dict[str, Any]] = []
-    module: Any = ModuleType("rollout.backends.cuda")
+    module: Any = ModuleType("rollout.backends.cuda.backend")
 
     def cuda_backend(memory_kind: str, **arguments: Any) -> Backend:
         calls.append({"memory_kind": memory_kind, **arguments})
         return cpu_backend("device")
 
     module.cuda_backend = cuda_backend
-    monkeypatch.setitem(sys.modules, "rollout.backends.cuda", module)
+    monkeypatch.setitem(sys.modules, "rollout.backends.cuda.backend", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return calls
 

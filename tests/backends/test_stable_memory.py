@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.backends.buffers import MemoryBackend
-from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.memory_saver import MemorySaverMemory
-from rollout.backends.memory.unified import UnifiedMemory
-from rollout.backends.memory.vmm import VirtualMemory
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.runtime import CudaRuntime
+from rollout.backends.cuda.unified import UnifiedMemory
+from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime, FakeSaver
 

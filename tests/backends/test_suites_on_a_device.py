@@ -19,7 +19,7 @@ def test_a_tiny_engine_is_on_the_cpu_also_where_there_is_a_device(
 
 def test_ops_that_bring_tensors_to_a_device_take_what_its_ops_take() -> None:
     pytest.importorskip("triton")
-    from rollout.backends.ops.triton_ops import TritonOps
+    from rollout.backends.cuda.ops import TritonOps
     from tests.contracts.on_device import DeviceOps
 
     own = {name for name, value in vars(DeviceOps).items() if inspect.isfunction(value)}

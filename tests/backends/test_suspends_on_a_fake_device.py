@@ -16,11 +16,11 @@ import pytest
 
 from rollout import SamplingParams
 from rollout.backends.buffers import MemoryBackend
-from rollout.backends.executors.graph_shapes import make_ladder
-from rollout.backends.memory.cuda_device import CudaDeviceMemory
-from rollout.backends.memory.memory_saver import MemorySaverMemory
-from rollout.backends.memory.unified import UnifiedMemory
-from rollout.backends.memory.vmm import VirtualMemory
+from rollout.backends.cuda.device_memory import CudaDeviceMemory
+from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.unified import UnifiedMemory
+from rollout.backends.cuda.vmm import VirtualMemory
 from tests.backends.fake_cuda import FakeRuntime, FakeSaver
 from tests.backends.repeating_device import graph_engine
 from tests.device_bytes import DeviceBytes

@@ -19,10 +19,10 @@ from rollout import ConfigError
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_flash import TorchFlashAttention, torch_varlen
 from rollout.backends.buffers import Strips
-from rollout.backends.cpu import cpu_backend
-from rollout.backends.executors.graph_shapes import GraphShape, Ladder
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cuda.graph_shapes import GraphShape, Ladder
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch
-from rollout.kv.layout import strips_of
+from rollout.worker.kv_layout import strips_of
 from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
 from tests.backends.plain_varlen import plain_flash
 from tests.backends.repeating_device import check_a_life_with_a_suspend, graph_engine
@@ -219,7 +219,7 @@ def test_tokens_are_those_of_the_trainers_model(
 def test_torch_and_triton_agree(mix: Mix, window: int | None, dtype: torch.dtype) -> None:
     """On the same rows, each with a cache in its own layout; and both with float32's reference."""
     pytest.importorskip("triton")
-    from rollout.backends.attention.triton_paged import TritonPagedAttention
+    from rollout.backends.cuda.attention import TritonPagedAttention
 
     mix = replace(mix, block_size=256, head_dim=128)
     traits, real = AttentionTraits(window=window), mix.real_tokens

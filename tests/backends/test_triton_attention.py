@@ -26,13 +26,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from rollout.backends.attention import triton_plan
-from rollout.backends.attention.triton_paged import (
+from rollout.backends.cuda import attention_plan as triton_plan
+from rollout.backends.cuda.append import append_kv, append_kv_reference
+from rollout.backends.cuda.attention import (
     TritonPagedAttention,
     launch_choice,
     program_choice,
 )
-from rollout.backends.ops.triton_append import append_kv, append_kv_reference
 from tests.contracts.attention_on_device import device_attention
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import Backend, CacheSpec
 from rollout.backends.buffers import Strips
-from rollout.backends.cpu import cpu_backend
-from rollout.kv.cache import MAX_COPIED_BYTES, KVCache
-from rollout.kv.layout import strips_of
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
+from rollout.worker.kv_cache import MAX_COPIED_BYTES, KVCache
+from rollout.worker.kv_layout import strips_of
 from tests.device_bytes import DeviceBytes
 
 pytest.importorskip("triton")
 
-from rollout.backends.attention.triton_paged import TritonPagedAttention
-from rollout.backends.ops.triton_copy import copy_tokens, copy_tokens_reference
+from rollout.backends.cuda.attention import TritonPagedAttention
+from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 7

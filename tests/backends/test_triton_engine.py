@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.backends.executors.graph_shapes import GraphShape, Ladder
+from rollout.backends.cuda.graph_shapes import GraphShape, Ladder
 from tests.backends.repeating_device import check_a_life_with_a_suspend, graph_engine
 from tests.contracts.on_device import device_ops
 from tests.family_cases import family_model

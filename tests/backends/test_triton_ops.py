@@ -250,7 +250,7 @@ def test_results_have_no_gaps_though_the_argument_has() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_k", [0, 20])
 def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> None:
-    from rollout.backends.ops.triton_ops import TritonOps
+    from rollout.backends.cuda.ops import TritonOps
 
     ops = TritonOps()
     rows = [Draw(uniform=0.1 * i, temperature=0.1 * i, top_k=top_k) for i in range(9)]

@@ -23,9 +23,10 @@ from tests.tiny_models import IS_LONG
 
 pytest.importorskip("triton")
 
-from rollout.backends.attention import triton_kernels, triton_plan
-from rollout.backends.attention.triton_paged import TritonPagedAttention, launch_choice
-from rollout.backends.attention.triton_plan import (
+from rollout.backends.cuda import attention_kernels as triton_kernels
+from rollout.backends.cuda import attention_plan as triton_plan
+from rollout.backends.cuda.attention import TritonPagedAttention, launch_choice
+from rollout.backends.cuda.attention_plan import (
     CUT_PARTS,
     MIN_TILES_PER_PROGRAM,
     SURPLUS_PARTS,

@@ -20,7 +20,7 @@ from tests.tiny_models import IS_LONG
 
 pytest.importorskip("triton")
 
-from rollout.backends.ops import triton_sampling
+from rollout.backends.cuda import sampling as triton_sampling
 from tests.backends.truncation_model import LOWEST, thresholds
 
 # Rows of each part, which can run beside each other: some 25 ms a row.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.unified import UnifiedMemory
+from rollout.backends.cuda.runtime import CudaRuntime
+from rollout.backends.cuda.unified import UnifiedMemory
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime
 from tests.backends.fake_driver import OUT_OF_MEMORY

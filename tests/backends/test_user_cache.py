@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.backends.user_cache import exclusive_lock
+from rollout.backends.cpu.user_cache import exclusive_lock
 from tests.processes import PROCESSES
 
 NUM_PROCESSES, NUM_TURNS = 4, 25
@@ -103,7 +103,7 @@ def test_a_platform_without_flock_raises_an_os_error() -> None:
     program = (
         "import sys; sys.modules['fcntl'] = None\n"
         "from pathlib import Path\n"
-        "from rollout.backends.user_cache import exclusive_lock\n"
+        "from rollout.backends.cpu.user_cache import exclusive_lock\n"
         "try:\n"
         "    exclusive_lock(Path('a'), 1.0).__enter__()\n"
         "except OSError as error:\n"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.backends.memory.vmm import VirtualMemory
+from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime
 from tests.backends.fake_driver import GRANULARITY, OUT_OF_MEMORY

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.backends.cuda.truncation_kernels import NUM_BINS
 from rollout.backends.forward_batch import SamplingBatch
-from rollout.backends.ops.triton_truncation_kernels import NUM_BINS
 
 LOWEST = np.finfo(np.float32).min
 FIRST_BIN, BIN_SHIFT = (127 - 12) << 5, 18

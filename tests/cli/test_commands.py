@@ -16,7 +16,7 @@ import torch
 
 import rollout
 from rollout import LLM, SamplingParams
-from rollout.backends.native.library import load_library
+from rollout.backends.cpu.library import load_library
 from rollout.cli.explain import products_of
 from rollout.cli.main import COMMANDS, main
 from tests.apis.fleets import directory

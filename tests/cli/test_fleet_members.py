@@ -12,7 +12,7 @@ from rollout import AsyncLLM
 from rollout.cli.coordinator import place_of
 from rollout.cli.main import main
 from rollout.cli.settings import UsageError
-from rollout.coordinator.key_folder import CLIENT, peer_keys
+from rollout.coordinator.net.key_folder import CLIENT, peer_keys
 from tests.apis.fleets import DEADLINE_S, directory, params
 from tests.apis.shells import said_first, shell, shell_engine
 from tests.tiny_models import prompt_of

@@ -16,15 +16,15 @@ from examples.settings import JobSettings
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
 from tests.processes import run_program
-from trainer_hooks.jobs import (
+from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.train import (
     ProducerSettings,
     WeightSyncSettings,
     checked_overrides,
     load_dataclass,
     wandb_names,
 )
-from trainer_hooks.jobs.config_loading import init_field_types
-from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.train.config_loading import init_field_types
 
 CONF = Path(conf.__file__).parent
 OPTIONS = sorted(
@@ -149,7 +149,7 @@ JOB = """
 from examples.settings import JobSettings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
-from trainer_hooks.jobs import run_hydra_job, wandb_names
+from trainer_hooks.train import run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.triton_paged import TritonPagedAttention
+from rollout.backends.cuda.attention import TritonPagedAttention
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 DEVICE = torch.device("cuda")

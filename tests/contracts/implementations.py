@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.native import NativePagedAttention
 from rollout.backends.attention.reference import ReferenceAttention
-from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import HostArena, MemoryBackend
-from rollout.backends.memory.cuda_device import CudaDeviceMemory
-from rollout.backends.memory.cuda_runtime import CudaRuntime
-from rollout.backends.memory.host import DeviceMemory, MappedHostArena, ReservedMemory
-from rollout.backends.memory.memory_saver import MemorySaverMemory
-from rollout.backends.memory.pinned_host import PinnedHostArena
-from rollout.backends.memory.unified import UnifiedMemory
-from rollout.backends.memory.vmm import VirtualMemory
-from rollout.backends.native.kernels import Kernels
-from rollout.backends.native.library import load_library
-from rollout.backends.ops.cpu import CpuOps
-from rollout.backends.ops.native import NativeOps
+from rollout.backends.cpu.attention import NativePagedAttention
+from rollout.backends.cpu.kernels import Kernels
+from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.linear_ops import CpuOps
+from rollout.backends.cpu.memory import DeviceMemory, MappedHostArena, ReservedMemory
+from rollout.backends.cpu.ops import NativeOps
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
+from rollout.backends.cuda.device_memory import CudaDeviceMemory
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.pinned_host import PinnedHostArena
+from rollout.backends.cuda.runtime import CudaRuntime
+from rollout.backends.cuda.unified import UnifiedMemory
+from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import ConfigError
 from tests.backends.plain_varlen import plain_flash

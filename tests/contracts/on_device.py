@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.backends.cuda.ops import TritonOps
 from rollout.backends.forward_batch import SamplingBatch
 from rollout.backends.ops.fingerprint import Places
-from rollout.backends.ops.triton_ops import TritonOps
 from rollout.step.output import SampleResult, ScoreResult
 
 

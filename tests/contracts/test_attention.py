@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.attention.torch_flash import TorchFlashAttention
-from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
 from rollout.backends.base import AttentionBackend
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, Rotation
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import ConfigError

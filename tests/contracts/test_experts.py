@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rollout import InferenceConfig
 from rollout.backends.base import ExpertWeights, GatedActivation
-from rollout.backends.ops.native import NativeOps
-from rollout.backends.ops.native_experts import run_experts
+from rollout.backends.cpu.experts import run_experts
+from rollout.backends.cpu.ops import NativeOps
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.backends.select import create_backend
 from rollout.models import build_model

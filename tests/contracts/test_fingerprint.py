@@ -244,7 +244,7 @@ def test_a_copy_writes_nowhere_else_and_refuses_what_does_not_fit(ops: Ops) -> N
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_does_not_wait() -> None:
     pytest.importorskip("triton")
-    from rollout.backends.ops.triton_ops import TritonOps
+    from rollout.backends.cuda.ops import TritonOps
 
     ops, x = TritonOps(), randn(100_003, dtype=torch.bfloat16).cuda()
     ops.fingerprint(x, torch.float16)  # compiles

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import Backend
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cpu.decoder import native_decoder
+from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.products import BUCKETS, PLAIN
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.backends.native.decoder import native_decoder
-from rollout.backends.native.library import load_library
-from rollout.backends.products.candidates import BUCKETS, PLAIN
 from rollout.errors import ConfigError
 from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rollout import SamplingParams
 from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import LogitsInputs
-from rollout.runner.logits_builder import LogitsBuilder
-from rollout.runner.token_histories import TokenHistories
 from rollout.step.output import SampleResult
 from rollout.step.plan import NewRow, StepPlan
+from rollout.worker.logits_builder import LogitsBuilder
+from rollout.worker.token_histories import TokenHistories
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
 from tests.contracts.test_sampling import LOGPROB, assert_is_drawn, random_logits

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.backends.buffers import MemoryBackend
-from rollout.backends.memory import residency
+from rollout.backends.cpu import residency
 from rollout.errors import ConfigError
 from tests.contracts.implementations import GPU_MEMORY, MEMORY, marked
 from tests.contracts.residency import Meter, device_meter, host_meter, resident_bytes

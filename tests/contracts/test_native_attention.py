@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.backends.attention.native import NativePagedAttention
+from rollout.backends.cpu.attention import NativePagedAttention
 from tests.contracts.attention_cases import (
     Row,
     attend,

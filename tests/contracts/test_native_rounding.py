@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import Ops
+from rollout.backends.cpu.ops import NativeOps
 from rollout.backends.forward_batch import RotaryRounding
-from rollout.backends.ops.native import NativeOps
 from rollout.backends.ops.reference import ReferenceOps, TorchOps
 from tests.contracts.implementations import kernels
 

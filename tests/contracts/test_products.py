@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.backends.native.kernels import Kernels
-from rollout.backends.native.library import load_library
-from rollout.backends.ops.cpu import CpuOps
-from rollout.backends.products.cache import TimesCache
-from rollout.backends.products.candidates import BUCKETS, LinearHandle, available_products
-from rollout.backends.products.selection import ProductSelection
+from rollout.backends.cpu.kernels import Kernels
+from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.linear_ops import CpuOps
+from rollout.backends.cpu.product_cache import TimesCache
+from rollout.backends.cpu.product_selection import ProductSelection
+from rollout.backends.cpu.products import BUCKETS, LinearHandle, available_products
 from tests.contracts.implementations import tuned_handle
 
 PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512", "native-dot", "native-amx")

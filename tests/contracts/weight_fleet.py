@@ -14,15 +14,15 @@ from msgspec import structs
 from rollout import WeightUpdateError
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights.collective import CollectiveTransport
-from rollout.coordinator.weights.cuda_ipc import CudaIpcTransport
-from rollout.coordinator.weights.delta import DeltaTransport
-from rollout.coordinator.weights.directory import DirectoryTransport
-from rollout.coordinator.weights.fetching import WeightFetcher
-from rollout.coordinator.weights.shared import SharedTransport
-from rollout.coordinator.weights.transport import WeightTransport
-from rollout.runner.staged_weights import StagedWeights
+from rollout.weights.source import WeightsSource
+from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.transports.base import WeightTransport
+from rollout.weights.transports.collective import CollectiveTransport
+from rollout.weights.transports.cuda_ipc import CudaIpcTransport
+from rollout.weights.transports.delta import DeltaTransport
+from rollout.weights.transports.directory import DirectoryTransport
+from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.shared import SharedTransport
 from tests.tiny_models import InspectedEngine, tiny_engine, tiny_model
 
 MakeTransport = Callable[[Path], WeightTransport]

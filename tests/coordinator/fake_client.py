@@ -29,8 +29,8 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.protocol.wire import unpack
+from rollout.weights.source import WeightsSource
+from rollout.wire import unpack
 from tests.coordinator.fake_engine import tokens_of
 
 PROMPT = (1, 2, 3, 4)

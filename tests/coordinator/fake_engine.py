@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
+from rollout.control.state import COMMANDS, EngineState
 from rollout.coordinator.core.limits import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
@@ -35,10 +36,9 @@ from rollout.coordinator.protocol.packed import (
     unpack_params,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.protocol.wire import pack
-from rollout.engine.state import COMMANDS, EngineState
 from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.weights.source import WeightsSource
+from rollout.wire import pack
 from tests.coordinator.message_strategies import joined
 
 

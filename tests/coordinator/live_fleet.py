@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from rollout import DynamicInferenceEngine, EngineState
+from rollout.coordinator.agent.agent import EngineAgent
+from rollout.coordinator.agent.loop import serve
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.serve import serve
-from rollout.coordinator.link import Link, LinkClosedError
+from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.coordinator.protocol.messages import Message
-from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.weights.transports.fetching import WeightFetcher
 from tests.tiny_models import BLOCK_SIZE, tiny_engine, tiny_model
 
 BOUND_S = 30.0

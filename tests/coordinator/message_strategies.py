@@ -53,7 +53,7 @@ from rollout.coordinator.protocol.token_runs import (
     TokenRuns,
     TopNRun,
 )
-from rollout.coordinator.protocol.wire import PlainMap
+from rollout.wire import PlainMap
 
 COMMANDS = list(COMMAND_TYPES)
 TYPES = list(MESSAGE_TYPES.values())

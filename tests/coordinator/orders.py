@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from rollout import ConfigError, EngineStateError, InvalidRequestError, WeightUpdateError
+from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.pending_commands import CommandFuture
-from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.weights.shared import SharedTransport
+from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.errors import RequestAbortedError, RolloutError
+from rollout.weights.source import WeightsSource
+from rollout.weights.transports.shared import SharedTransport
 from tests.coordinator.live_fleet import model
 
 # What a busy machine may add to a deadline before it counts as missed.

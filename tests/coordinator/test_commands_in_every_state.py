@@ -14,8 +14,8 @@ import pytest
 from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import RolloutError, WeightUpdateError
+from rollout.weights.transports.shared import SharedTransport
 from tests.coordinator.live_fleet import LiveFleet
 from tests.coordinator.orders import FINAL, ORDERS, Giver, Tally, publish, publish_incomplete
 from tests.run_seed import run_seed

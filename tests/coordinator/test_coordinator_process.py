@@ -20,6 +20,7 @@ import zmq
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits, num_ahead
+from rollout.coordinator.net.security import CurveKeys, CurveServerKeys
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -31,9 +32,8 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Nack,
 )
-from rollout.coordinator.protocol.wire import pack
-from rollout.coordinator.security import CurveKeys, CurveServerKeys
 from rollout.errors import ConfigError
+from rollout.wire import pack
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
 from tests.processes import PROCESSES

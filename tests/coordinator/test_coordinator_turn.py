@@ -11,7 +11,7 @@ import pytest
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.core import CoordinatorCore
-from rollout.coordinator.key_gate import Refusals
+from rollout.coordinator.net.key_gate import Refusals
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import Connect, Disconnect, Message

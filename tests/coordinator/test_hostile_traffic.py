@@ -20,7 +20,7 @@ from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.messages import ConnectAck, Heartbeat
-from rollout.coordinator.weights.shared import SharedTransport
+from rollout.weights.transports.shared import SharedTransport
 from tests.coordinator.hostile_peers import (
     Frames,
     HostilePeer,

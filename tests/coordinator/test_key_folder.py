@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.coordinator.key_folder import (
+from rollout.coordinator.net.key_folder import (
     CLIENT,
     ENGINE,
     coordinator_keys,

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollout.coordinator import key_gate
-from rollout.coordinator.key_gate import Refusals
-from rollout.coordinator.router import Router
-from rollout.coordinator.security import CurveKeys
+from rollout.coordinator.net import key_gate
+from rollout.coordinator.net.key_gate import Refusals
+from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.security import CurveKeys
 from tests.coordinator.test_security import WAIT_S, fault_of, heard_by, peer, router, server_keys
 from tests.coordinator.zmtp_recorder import Recorder
 

@@ -19,9 +19,11 @@ import zmq
 from hypothesis import find, given
 from hypothesis import strategies as st
 
-from rollout.coordinator.dealer import CoordinatorLostError, Dealer
-from rollout.coordinator.link import Link, LinkClosedError
-from rollout.coordinator.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.net.dealer import CoordinatorLostError, Dealer
+from rollout.coordinator.net.link import Link, LinkClosedError
+from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.waker import Waker
 from rollout.coordinator.protocol.codec import batched, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -47,8 +49,6 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     nack_of,
 )
-from rollout.coordinator.router import Router
-from rollout.coordinator.waker import Waker
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 from tests.coordinator.message_strategies import FROM_COORDINATORS, TYPES, messages
 from tests.coordinator.scripted_router import (
@@ -432,7 +432,7 @@ def test_an_engine_gives_up_a_coordinator_that_stays_away():
 
 
 def test_an_engine_that_is_told_to_wait_is_patient(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout.coordinator.link._ANSWER_S", 0.1)
+    monkeypatch.setattr("rollout.coordinator.net.link._ANSWER_S", 0.1)
     give_up_s = 3.0
     with ScriptedRouter() as router, link_to(router, give_up_s=give_up_s) as link:
         received(link)
@@ -581,7 +581,7 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
 
 CHILD = """
     import time
-    from rollout.coordinator.link import Link
+    from rollout.coordinator.net.link import Link
     from tests.coordinator.test_link import received, registration, status
 
     link = Link({port}, handshake=registration, status=status)

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from rollout.coordinator import router as router_module
+from rollout.coordinator.net import router as router_module
+from rollout.coordinator.net.router import Router
 from rollout.coordinator.protocol.codec import batched
-from rollout.coordinator.router import Router
 
 WAIT_S = 30.0
 NUM_FRAMES = 400

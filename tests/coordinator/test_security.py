@@ -20,10 +20,10 @@ import zmq
 import zmq.auth
 
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.dealer import CoordinatorLostError, Dealer
-from rollout.coordinator.link import Link
-from rollout.coordinator.router import Router
-from rollout.coordinator.security import (
+from rollout.coordinator.net.dealer import CoordinatorLostError, Dealer
+from rollout.coordinator.net.link import Link
+from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.security import (
     CurveKeys,
     CurveServerKeys,
     client_keys_in,
@@ -34,7 +34,7 @@ from rollout.coordinator.security import (
     remove_private_address,
     server_keys_in,
 )
-from rollout.coordinator.waker import Waker
+from rollout.coordinator.net.waker import Waker
 from rollout.errors import ConfigError
 from tests.coordinator.test_link import registration, status
 

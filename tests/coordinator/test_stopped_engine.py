@@ -20,21 +20,21 @@ import numpy as np
 import pytest
 
 from rollout import DynamicInferenceRequest, SamplingParams
+from rollout.coordinator.agent.agent import EngineAgent
+from rollout.coordinator.agent.loop import serve
 from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestStream
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.engine_side.serve import serve
-from rollout.coordinator.link import Link
+from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
     Message,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.coordinator.weights.fetching import WeightFetcher
+from rollout.weights.transports.fetching import WeightFetcher
 from tests.processes import PROCESSES
 from tests.tiny_models import (
     BLOCK_SIZE,

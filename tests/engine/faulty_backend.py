@@ -10,8 +10,8 @@ import pytest
 
 from rollout import DynamicInferenceEngine
 from rollout.backends.base import Backend
-from rollout.kv import cache
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
+from rollout.worker import kv_cache as cache
 from tests.tiny_models import pool_gb, tiny_engine
 
 

@@ -15,7 +15,7 @@ import torch
 
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import DynamicInferenceRequest, SamplingParams
-from rollout.backends.native.library import load_library
+from rollout.backends.cpu.library import load_library
 from rollout.errors import ConfigError
 from tests.family_cases import family_model
 from tests.tiny_models import drain, prompt_of, tiny_engine, tiny_model

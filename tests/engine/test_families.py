@@ -18,7 +18,7 @@ import torch
 from numpy.testing import assert_allclose
 
 from rollout import ConfigError, DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
-from rollout.backends.native.library import load_library
+from rollout.backends.cpu.library import load_library
 from rollout.models import build_model, save_hf_directory
 from rollout.models.families.registry import FAMILIES
 from tests.family_cases import FAMILY_CASES, WINDOW, family_model, family_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import LLM, InferenceConfig, SamplingParams
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from rollout.telemetry import ObserverGuard
 from tests.tiny_models import pool_gb, tiny_model
 from trainer_hooks import MetricsLogger

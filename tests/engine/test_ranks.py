@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from rollout import EngineState, SamplingParams
-from rollout.engine import ranks
-from rollout.engine.lead_muscle import LeadMuscle
-from rollout.engine.rank import LoadedModel, load_model
-from rollout.engine.reports import WeightChecksums
+from rollout.control.reports import WeightChecksums
 from rollout.errors import ConfigError, LockstepError, ModelError, RemoteError, WeightUpdateError
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
 from rollout.parallel.channel import LeadChannel
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.tensor_parallel import start as ranks
+from rollout.tensor_parallel.executor import LeadMuscle
+from rollout.worker.loading import LoadedModel, load_model
 from tests.engine.inboxes import Command, random_config, random_inbox
 from tests.engine.random_engines import VOCAB
 from tests.engine.trace import trace_decisions

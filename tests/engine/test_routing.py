@@ -19,7 +19,7 @@ from tests.inspected_engine import running_ahead
 from tests.tiny_mixtures import MIXTURES, corrections_of, own_routing, perturb_routers, tiny_mixture
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model, tokens_of
 from trainer_hooks import collate_rollouts, token_logprobs
-from trainer_hooks.replay_routing import replay_routing
+from trainer_hooks.losses.replay_routing import replay_routing
 
 FAMILIES = tuple(MIXTURES)
 # Between the best of the experts left out and the worst chosen, a smaller gap may be rounding.

@@ -21,7 +21,7 @@ from rollout.engine.shared_settings import (
     shared_settings,
 )
 from rollout.layers.latent_attention import LatentDims
-from rollout.models.loading import spec_of
+from rollout.models.checkpoints.loading import spec_of
 from rollout.models.spec import ModelSpec
 from tests.family_cases import FAMILY_CASES, family_model
 from tests.tiny_models import tiny_engine, tiny_model

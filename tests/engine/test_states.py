@@ -18,7 +18,7 @@ from rollout import (
     Status,
     WeightUpdateError,
 )
-from rollout.engine.state import legal_commands
+from rollout.control.state import legal_commands
 from rollout.telemetry import RANK_FIELDS
 from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model

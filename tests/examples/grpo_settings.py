@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from examples.settings import JobSettings
-from trainer_hooks.jobs.config_loading import load_dataclass
-from trainer_hooks.jobs.hydra_job import checked_overrides
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides
 
 TINY = {
     "model.hidden_size": 16,

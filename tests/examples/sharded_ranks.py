@@ -22,7 +22,7 @@ from trainer_hooks import (
     find_checkpoint,
     read_trainer_state,
 )
-from trainer_hooks.trainer_ranks import ALONE, TrainerRanks, torchrun_ranks
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks, torchrun_ranks
 
 VOCABULARY = 32
 

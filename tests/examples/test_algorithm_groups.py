@@ -21,7 +21,7 @@ from examples.settings import AlgorithmSettings, JobSettings
 from rollout import ConfigError
 from tests.trainer_hooks.loss_batches import random_batch
 from tests.trainer_hooks.trl_losses import MAX_LENGTH, our_loss, trl_loss
-from trainer_hooks.jobs import checked_overrides, load_dataclass
+from trainer_hooks.train import checked_overrides, load_dataclass
 
 # aggregation, clip range, divisor of token sums (max_new_tokens is 10), advantages
 GROUPS: dict[str, tuple[Any, ...]] = {

@@ -29,7 +29,7 @@ from trainer_hooks import (
     read_trainer_state,
 )
 from trainer_hooks.metrics import read_jsonl
-from trainer_hooks.prompt_history import PromptHistory
+from trainer_hooks.prompts.history import PromptHistory
 
 LEAVES = sorted(path.stem for path in Path(conf.__file__).parent.glob("algorithm/*.yaml"))
 SHAPE: dict[str, int] = {

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from examples.train_grpo import run_seed
 from rollout import ConfigError
 from tests.examples.grpo_settings import NUM_KINDS, tiny_settings
-from trainer_hooks.jobs.adapter import load_adapter, new_adapter
-from trainer_hooks.jobs.settings import LoraSettings
 from trainer_hooks.metrics import read_jsonl
+from trainer_hooks.train.adapter import load_adapter, new_adapter
+from trainer_hooks.train.settings import LoraSettings
 
 LORA = {"model__lora__rank": 2, "model__lora__alpha": 4.0}
 

@@ -24,9 +24,9 @@ from examples.train_grpo import run_seed
 from rollout import ConfigError
 from tests.serve import test_text_doors as text_doors
 from trainer_hooks import RolloutBatch
-from trainer_hooks.jobs import RewardSettings, RewardTerm, checked_overrides, load_dataclass
-from trainer_hooks.jobs.task import Task, reward_runner
 from trainer_hooks.metrics import read_jsonl
+from trainer_hooks.train import RewardSettings, RewardTerm, checked_overrides, load_dataclass
+from trainer_hooks.train.task import Task, reward_runner
 
 REWARD = "reward=examples.arithmetic:is_right"
 REWARD_MODEL = "trainer_hooks.rewards:RewardModel"

@@ -25,7 +25,7 @@ from tests.processes import PROCESSES
 from tests.trainer_hooks.fakes import FakeLLM
 from tests.trainer_hooks.weight_sync.trainers import received
 from trainer_hooks import WeightSync
-from trainer_hooks.trainer_ranks import TrainerRanks
+from trainer_hooks.weight_sync.trainer_ranks import TrainerRanks
 
 pytestmark = pytest.mark.distributed
 

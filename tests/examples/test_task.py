@@ -8,8 +8,8 @@ pytest.importorskip("transformers")
 from examples.palindromes import NUM_PROMPTS
 from tests.examples.grpo_settings import tiny_settings
 from trainer_hooks import PromptItem
-from trainer_hooks.jobs.task import Task
 from trainer_hooks.rewards import reasoning_gym_reward
+from trainer_hooks.train.task import Task
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from tests.examples.grpo_settings import NUM_KINDS, tiny_settings
 from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import RolloutBatch, find_checkpoint, read_trainer_state
-from trainer_hooks.jobs import locked_run, warm_up
 from trainer_hooks.metrics import read_jsonl
+from trainer_hooks.train import locked_run, warm_up
 
 WITH_KL = {"algorithm__loss__kl_coefficient": 0.04}
 

@@ -17,7 +17,7 @@ from examples.settings import JobSettings
 from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from tests.examples.grpo_settings import tiny_settings
-from trainer_hooks.jobs.task import Task
+from trainer_hooks.train.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
 
 

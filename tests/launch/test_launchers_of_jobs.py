@@ -10,8 +10,8 @@ import pytest
 from rollout.errors import ConfigError
 from rollout.launch.local import LocalLauncher
 from rollout.launch.ray import RayLauncher
-from trainer_hooks.jobs import FunctionSettings
-from trainer_hooks.jobs.selection import LOCAL_LAUNCHER, new_launcher
+from trainer_hooks.train import FunctionSettings
+from trainer_hooks.train.selection import LOCAL_LAUNCHER, new_launcher
 
 
 def test_a_launcher_is_made_with_its_options() -> None:

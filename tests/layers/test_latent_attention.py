@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import CacheSpec
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
 from rollout.layers.latent_attention import LatentAttention, LatentAttentionSpec, LatentDims
 from rollout.layers.rope import RopeSpec, RotaryTable
 from tests.contracts.attention_cases import Row, causal_attention, make_batch, make_cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.backends.products.native_weight import NativeWeight
+from rollout.backends.cpu.native_weight import NativeWeight
 from rollout.layers.expert_slots import slots_of_transposed_stacks
 from rollout.layers.linear import Linear
 from rollout.layers.weight_slot import ReorderedSlot, RepackedSlot, TensorSlot, WeightSlot

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import ModelError
 from rollout.models import CausalLM, ModelSpec, build_model, save_hf_directory
-from rollout.models.loading import open_model
+from rollout.models.checkpoints.loading import open_model
 from tests.models.hf_models import LLAMA3_ROPE, PROMPT, YARN_ROPE, hf_config, hf_logits, hf_model
 from tests.models.oracle_backend import logits_of
 

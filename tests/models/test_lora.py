@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollout import LoraAdapter, ModelError, WeightUpdateError
-from rollout.models.lora import NEUTRAL_VALUES, READ_KEYS, TRAINING_KEYS
+from rollout.weights.lora import NEUTRAL_VALUES, READ_KEYS, TRAINING_KEYS
 from tests.lora_adapters import PEFT_CONFIG, PeftLike
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"

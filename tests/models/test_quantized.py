@@ -21,8 +21,8 @@ from rollout import SamplingParams
 from rollout.errors import ModelError
 from rollout.layers.weight_slot import part_of
 from rollout.models import build_model, save_hf_directory
-from rollout.models.checkpoint import Checkpoint
-from rollout.models.dequantized import Dequantized
+from rollout.models.checkpoints.dequantized import Dequantized
+from rollout.models.checkpoints.reader import Checkpoint
 from rollout.models.quantization import FP8, MXFP4, quant_method_of
 from tests.models.hf_models import hf_model
 from tests.tiny_models import Margins, generate_all, prompt_of, tiny_engine, tiny_model

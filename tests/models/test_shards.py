@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import AttentionBackend, Backend
-from rollout.backends.cpu import cpu_backend
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.cpu.library import load_library
 from rollout.backends.forward_batch import ForwardBatch
-from rollout.backends.native.library import load_library
 from rollout.errors import LockstepError, ModelError
 from rollout.models import CausalLM, build_model
+from rollout.models.checkpoints.loading import open_model
 from rollout.models.families.registry import FAMILIES
-from rollout.models.loading import open_model
 from rollout.parallel.collectives import Collectives, OneRank
 from tests.backends.plain_varlen import plain_flash
 from tests.family_cases import FAMILY_CASES, family_model, family_of

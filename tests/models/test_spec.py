@@ -11,14 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.backends.attention.reference import ReferenceAttention
-from rollout.backends.attention.torch_sdpa import TorchSdpaAttention
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.errors import ModelError
-from rollout.kv.layout import bytes_per_block
 from rollout.layers.latent_attention import LatentAttentionSpec, LatentDims
 from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec
 from rollout.models.families.registry import FAMILIES
 from rollout.models.layout import layers_of
+from rollout.worker.kv_layout import bytes_per_block
 from tests.family_cases import FAMILY_CASES, LONGROPE
 from tests.family_table import PAGE, family_table
 from tests.models.hf_models import CONFIG_CLASSES, LLAMA3_ROPE, YARN_ROPE, hf_config

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.coordinator.weights.fetching import WeightFetcher
-from rollout.coordinator.weights.shared import SharedTransport
 from rollout.errors import WeightUpdateError
 from rollout.parallel.shared_tensors import SharedTensors, write_shared
+from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.shared import SharedTransport
 
 
 def tensors() -> dict[str, Tensor]:

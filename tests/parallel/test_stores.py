@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from rollout.backends.meeting import Meeting
-from rollout.coordinator.weights.collective import CollectiveTransport
 from rollout.launch import torchrun
 from rollout.parallel.stores import connect_store, open_store
+from rollout.weights.transports.collective import CollectiveTransport
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc/net/tcp")
 LISTENS = "0A"

@@ -15,7 +15,7 @@ import torch
 
 from rollout import LLM, ConfigError, InvalidRequestError, SamplingParams
 from rollout.errors import RolloutError, WeightUpdateError
-from rollout.models.checkpoint import Checkpoint
+from rollout.models.checkpoints.reader import Checkpoint
 from rollout.step.seeds import mix_seed, system_seed
 from tests.apis.fleets import directory, weights
 from tests.rollout_verl.fake_verl import VERL_FIELDS, RolloutMode, fake_verl, rollout_config

@@ -75,7 +75,7 @@ FILES = {
     "tests/contracts/test_memory.py": TESTS.format(mark=METERED, part="memory"),
     "tests/walks/test_on_a_device.py": TESTS.format(mark="", part="walks"),
     "tests/walks/test_device_sharing.py": EMPTY,
-    "tests/coordinator/weights/test_cuda_ipc_transport.py": EMPTY,
+    "tests/weights/transports/test_cuda_ipc_transport.py": EMPTY,
     "benchmarks/gpu_kernels.py": PROGRAM.format(part="smoke", pages=()),
     "benchmarks/gpu.py": PROGRAM.format(part="benchmark", pages=("gpu.md", "gpu.json")),
     ".gpu/triton/ABC/known.cubin": "",

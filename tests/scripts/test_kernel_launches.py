@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from rollout.backends.ops.triton_ops import TritonOps
+from rollout.backends.cuda.ops import TritonOps
 from scripts.gpu_bundle import ROOT, TRITON, missing_kernels, pack_kernels, pinned_versions, record
 from scripts.kernel_launches import describe, make_libcuda, recorded, with_variants
 from tests.backends.launching_device import launching_device

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from tests.run_seed import run_seed
 from tests.serve.raw_client import connected, request_bytes
 from tests.serve.served import Served

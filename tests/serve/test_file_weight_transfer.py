@@ -12,7 +12,7 @@ import torch
 from rollout import ServeConfig, WeightUpdateError
 from tests.apis.fleets import weights
 from tests.serve.served import Served, served_directory
-from trainer_hooks.file_weight_transfer import FileWeightTransfer
+from trainer_hooks.weight_sync.file_weight_transfer import FileWeightTransfer
 
 pytestmark = pytest.mark.distributed
 BODY = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}

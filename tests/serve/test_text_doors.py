@@ -27,8 +27,8 @@ from tests.serve.served import CONFIG, Served
 from tests.tiny_models import tiny_model
 from tests.tokenizer_layouts import LAYOUTS
 from trainer_hooks import evaluate
-from trainer_hooks.chat_format import ChatFormat
-from trainer_hooks.prompt_sources import JsonlPrompts
+from trainer_hooks.prompts.chat_format import ChatFormat
+from trainer_hooks.prompts.sources import JsonlPrompts
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 pytestmark = pytest.mark.distributed

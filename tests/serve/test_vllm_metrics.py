@@ -14,8 +14,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout import AsyncLLM, ServeConfig
-from rollout.engine.reports import EngineStats
-from rollout.engine.state import EngineState
+from rollout.control.reports import EngineStats
+from rollout.control.state import EngineState
 from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RankUse
 from tests.apis.fleets import directory, weights

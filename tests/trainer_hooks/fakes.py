@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from rollout.config import KVCacheManagementMode
-from rollout.engine.reports import ResumeReport, SuspendReport
-from rollout.engine.state import EngineState, StateMachine
+from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.state import EngineState, StateMachine
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.requests import DynamicInferenceRequest, Status
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport, by_name
 from rollout.sampling_params import SamplingParams
+from rollout.weights.update import NamedTensors, by_name
 
 
 class FakeLLM:

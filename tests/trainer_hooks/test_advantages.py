@@ -16,7 +16,7 @@ from trainer_hooks import (
     overlong_penalties,
     reinforce_plus_plus_advantages,
 )
-from trainer_hooks.advantages import whitened
+from trainer_hooks.losses.advantages import whitened
 
 NAN = math.nan
 

@@ -11,8 +11,8 @@ pytest.importorskip("reasoning_gym")
 
 from examples.settings import JobSettings
 from rollout.errors import ConfigError
-from trainer_hooks.jobs import ProducerSettings, checked_overrides, config_hints, load_dataclass
-from trainer_hooks.jobs.config_loading import dataclass_of, init_field_types
+from trainer_hooks.train import ProducerSettings, checked_overrides, config_hints, load_dataclass
+from trainer_hooks.train.config_loading import dataclass_of, init_field_types
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.errors import ConfigError
-from trainer_hooks.jobs.config_loading import load_dataclass
-from trainer_hooks.jobs.hydra_job import checked_overrides
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides
 
 
 @dataclass(frozen=True, kw_only=True)

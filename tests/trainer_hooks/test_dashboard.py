@@ -11,13 +11,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import MetricsLogger
-from trainer_hooks.jobs import Dashboard, write_run_picture
-from trainer_hooks.jobs.charts import curve_lines, share_bar
-from trainer_hooks.jobs.dashboard_picture import main
 from trainer_hooks.metrics.stage_clock import minutes
+from trainer_hooks.train import Dashboard, write_run_picture
+from trainer_hooks.train.charts import curve_lines, share_bar
+from trainer_hooks.train.dashboard_picture import main
 
 NUM_STEPS = 200
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"

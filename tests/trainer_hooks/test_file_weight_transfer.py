@@ -12,10 +12,10 @@ import torch
 from aiohttp import web
 
 from rollout import WeightUpdateError
-from rollout.models.checkpoint import Checkpoint
+from rollout.models.checkpoints.reader import Checkpoint
 from tests.loopback_server import serving
-from trainer_hooks.file_weight_transfer import FileWeightTransfer
-from trainer_hooks.weight_files import STABLE_FILE
+from trainer_hooks.weight_sync.file_weight_transfer import FileWeightTransfer
+from trainer_hooks.weight_sync.weight_files import STABLE_FILE
 
 
 class FakeServer:

@@ -22,7 +22,7 @@ from trainer_hooks import (
     update_policy,
 )
 from trainer_hooks.doctor.files import load_rollouts
-from trainer_hooks.trainer_ranks import TrainerRanks
+from trainer_hooks.weight_sync.trainer_ranks import TrainerRanks
 
 
 class BadElsewhere(TrainerRanks):

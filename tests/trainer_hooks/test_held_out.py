@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError
-from trainer_hooks.jobs.prompts import SplitPrompts, split_sources, without_prompts
-from trainer_hooks.jobs.settings import DataSettings, SourceSettings
-from trainer_hooks.prompt_checks import CheckedRows, key_of
-from trainer_hooks.prompt_ledger import as_prompt_item
+from trainer_hooks.prompts.checks import CheckedRows, key_of
+from trainer_hooks.prompts.ledger import as_prompt_item
+from trainer_hooks.train.prompts import SplitPrompts, split_sources, without_prompts
+from trainer_hooks.train.settings import DataSettings, SourceSettings
 
 WEIGHTS = st.sampled_from([0.1, 1.0, 1.5, 7.0])
 

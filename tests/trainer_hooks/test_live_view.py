@@ -11,7 +11,7 @@ from benchmarks.virtual_time import run_virtually
 from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import AsyncRolloutProducer
-from trainer_hooks.jobs import Dashboard, watch_step
+from trainer_hooks.train import Dashboard, watch_step
 
 
 class WatchedLLM(FakeLLM):

@@ -23,7 +23,7 @@ from trainer_hooks.metrics.histogram import NUM_BINS, histogram_columns
 from trainer_hooks.metrics.names import METRIC_NAMES, MetricName, markdown_table
 from trainer_hooks.producer.batches import batch_metrics
 from trainer_hooks.producer.groups import ScoredGroup
-from trainer_hooks.prompt_ledger import PromptItem, PromptTicket
+from trainer_hooks.prompts.ledger import PromptItem, PromptTicket
 from trainer_hooks.rollouts import as_rollout
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

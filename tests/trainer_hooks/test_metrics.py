@@ -14,7 +14,6 @@ from rollout.errors import ConfigError
 from rollout.telemetry import MetricsWriter
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import MetricsLogger, collate_rollouts
-from trainer_hooks.jobs.curve import running_mean, write_reward_curve
 from trainer_hooks.metrics import (
     JsonlWriter,
     ProgressView,
@@ -22,6 +21,7 @@ from trainer_hooks.metrics import (
     rollout_metrics,
 )
 from trainer_hooks.metrics.wandb_run import declare_axes
+from trainer_hooks.train.curve import running_mean, write_reward_curve
 
 
 class FakeWandbRun:

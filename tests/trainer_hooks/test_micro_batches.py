@@ -18,7 +18,8 @@ from tests.run_seed import run_seed
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import PolicyLossConfig, Rollout, RolloutBatch, collate_rollouts, policy_loss
-from trainer_hooks.logprobs import token_logprobs
+from trainer_hooks.losses.logprobs import token_logprobs
+from trainer_hooks.losses.reference import ReferencePolicy
 from trainer_hooks.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
@@ -27,7 +28,6 @@ from trainer_hooks.micro_batches import (
     split_by_tokens,
     update_policy,
 )
-from trainer_hooks.reference import ReferencePolicy
 
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
 

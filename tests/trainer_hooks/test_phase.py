@@ -7,7 +7,7 @@ import torch
 
 from rollout import LLM, SamplingParams
 from rollout.config import KVCacheManagementMode
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from rollout.errors import ConfigError, WeightUpdateError
 from tests.tiny_models import tiny_model
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM

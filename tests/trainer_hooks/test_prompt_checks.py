@@ -14,11 +14,11 @@ from rollout.errors import ConfigError
 from rollout.text import RenderedText
 from tests.tokenizer_layouts import LAYOUTS
 from tests.trainer_hooks.test_prompt_sources import write_lines
-from trainer_hooks.jobs.settings import ModelSettings
-from trainer_hooks.jobs.task import prompt_check
-from trainer_hooks.prompt_checks import CheckedWhenRead, PromptCheck, check_rows, place_of
-from trainer_hooks.prompt_ledger import as_prompt_item
-from trainer_hooks.prompt_sources import JsonlPrompts
+from trainer_hooks.prompts.checks import CheckedWhenRead, PromptCheck, check_rows, place_of
+from trainer_hooks.prompts.ledger import as_prompt_item
+from trainer_hooks.prompts.sources import JsonlPrompts
+from trainer_hooks.train.settings import ModelSettings
+from trainer_hooks.train.task import prompt_check
 
 
 def letters(texts: Sequence[str]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError
-from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
+from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 
 WORDS = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
 

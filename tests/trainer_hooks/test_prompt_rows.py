@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from rollout.errors import ConfigError
 from rollout.serve.openai.chat_template import ChatTemplate
 from tests.trainer_hooks.test_prompt_sources import MESSAGES, joined, write_parquet
-from trainer_hooks.chat_format import ChatFormat
-from trainer_hooks.prompt_ledger import PromptItem, PromptLedger
-from trainer_hooks.prompt_sources import DatasetPrompts, JsonlPrompts, ParquetPrompts
+from trainer_hooks.prompts.chat_format import ChatFormat
+from trainer_hooks.prompts.ledger import PromptItem, PromptLedger
+from trainer_hooks.prompts.sources import DatasetPrompts, JsonlPrompts, ParquetPrompts
 
 CALL = {"function": {"name": "weather", "arguments": {"city": "Bonn"}}}
 OTHER_CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -189,7 +189,7 @@ def test_an_iterable_dataset_that_may_never_end_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("trainer_hooks.prompt_ledger.MAX_ITERATED_ROWS", 5)
+    monkeypatch.setattr("trainer_hooks.prompts.ledger.MAX_ITERATED_ROWS", 5)
 
     def endless() -> Any:
         while True:

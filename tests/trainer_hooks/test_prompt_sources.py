@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError
-from trainer_hooks.chat_format import ChatFormat
-from trainer_hooks.prompt_ledger import PromptItem
-from trainer_hooks.prompt_sources import (
+from trainer_hooks.prompts.chat_format import ChatFormat
+from trainer_hooks.prompts.ledger import PromptItem
+from trainer_hooks.prompts.sources import (
     DatasetPrompts,
     JsonlPrompts,
     MixedPrompts,

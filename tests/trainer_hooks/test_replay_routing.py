@@ -21,7 +21,7 @@ from tests.tiny_mixtures import (
     tiny_mixture,
 )
 from tests.tiny_models import tiny_model
-from trainer_hooks.replay_routing import find_routers, replay_routing
+from trainer_hooks.losses.replay_routing import find_routers, replay_routing
 
 TOKENS_BT = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 

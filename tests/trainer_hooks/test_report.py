@@ -14,11 +14,11 @@ import pytest
 from rollout.errors import ConfigError
 from tests.serve.chromium import PROGRAM, open_tab
 from trainer_hooks import MetricsLogger
-from trainer_hooks.jobs import report
-from trainer_hooks.jobs.report import report_page, write_report
-from trainer_hooks.jobs.report_samples import chosen_samples, samples_section
-from trainer_hooks.jobs.svg_charts import line_chart, stacked_chart, ticks
 from trainer_hooks.metrics import JsonlWriter
+from trainer_hooks.train import report
+from trainer_hooks.train.report import report_page, write_report
+from trainer_hooks.train.report_samples import chosen_samples, samples_section
+from trainer_hooks.train.svg_charts import line_chart, stacked_chart, ticks
 
 
 def sample(step: int = 2, **changed: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError
-from trainer_hooks import routing_forms as forms
+from trainer_hooks.losses import routing_forms as forms
 
 TOP_K, NUM_LAYERS, NUM_EXPERTS = 2, 3, 300
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import ConfigError
-from trainer_hooks.jobs import begin_directory, locked_run, stop_on_interrupt
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
+from trainer_hooks.train import begin_directory, locked_run, stop_on_interrupt
 
 
 def test_a_second_ctrl_c_acts_as_ever() -> None:
@@ -27,7 +27,7 @@ def test_a_second_ctrl_c_acts_as_ever() -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from trainer_hooks.jobs.run_files import locked_run
+from trainer_hooks.train.run_files import locked_run
 with locked_run(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

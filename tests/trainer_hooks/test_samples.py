@@ -21,11 +21,11 @@ from trainer_hooks import (
     TrainingBatch,
     collate_rollouts,
 )
-from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog
-from trainer_hooks.jobs.sample_text import visible
-from trainer_hooks.jobs.samples import chosen_rows, sample_of, texts_of
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
 from trainer_hooks.rewards import WeightedReward
+from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
+from trainer_hooks.train.sample_text import visible
+from trainer_hooks.train.samples import chosen_rows, sample_of, texts_of
 
 
 class Letters:

@@ -23,7 +23,7 @@ from trainer_hooks import (
     policy_loss,
     update_policy,
 )
-from trainer_hooks.logprobs import token_logprobs
+from trainer_hooks.losses.logprobs import token_logprobs
 
 ROLLOUT_INDEX_B = torch.tensor([0, 0, 1, 2, 2, 2])
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]

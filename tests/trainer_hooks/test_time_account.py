@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine.reports import EngineStats
-from rollout.engine.state import EngineState
+from rollout.control.reports import EngineStats
+from rollout.control.state import EngineState
 from rollout.errors import ConfigError, RolloutError
 from trainer_hooks.metrics.time_account import CATEGORIES, EngineUse, StepTimes, TimeAccount
 from trainer_hooks.phase import PhaseTimings

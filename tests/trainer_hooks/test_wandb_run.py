@@ -12,10 +12,10 @@ from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.test_samples import Letters, batch_of
 from tests.trainer_hooks.wandb_files import read_history
 from trainer_hooks import MetricsLogger, collate_rollouts
-from trainer_hooks.jobs import Dashboard, LoggerSettings, SampleLog
 from trainer_hooks.metrics import read_jsonl, rollout_metrics, start_wandb_run, step_metrics
 from trainer_hooks.metrics.time_account import TimeAccount
 from trainer_hooks.metrics.wandb_run import where_to_look
+from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
 
 pytest.importorskip("wandb")
 

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.key_folder import CLIENT, coordinator_keys, peer_keys
-from rollout.coordinator.security import CurveServerKeys
+from rollout.coordinator.net.key_folder import CLIENT, coordinator_keys, peer_keys
+from rollout.coordinator.net.security import CurveServerKeys
 from tests.coordinator.test_security import fault_of, peer
 from tests.coordinator.zmtp_recorder import Recorder
 
@@ -20,7 +20,7 @@ def a_coordinator(pipe: Connection, host: str, keys: Path) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rollout.coordinator.key_gate").addHandler(handler)
+    logging.getLogger("rollout.coordinator.net.key_gate").addHandler(handler)
     coordinator = DataParallelInferenceCoordinator(None, 1, host=host, curve=coordinator_keys(keys))
     threading.Thread(target=coordinator.start, daemon=True).start()
     pipe.send(coordinator.address)

@@ -7,9 +7,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rollout.cli.main import main
-from rollout.coordinator.engine_side.agent import EngineAgent
-from rollout.coordinator.weights.fetching import WeightFetcher
-from rollout.coordinator.weights.paths import Broadcasts
+from rollout.coordinator.agent.agent import EngineAgent
+from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.paths import Broadcasts
 
 NUM_STEPS_BEFORE_THE_CUT = 20
 # Where an engine takes a push: before it reads a directory, and once it is in the group of a

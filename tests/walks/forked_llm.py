@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout import LLM, EngineStateError, InferenceConfig, SamplingParams
-from rollout.backends import forks
+from rollout.backends.cpu import forks
 from rollout.models import CausalLM, ModelSpec
 from tests.apis.fake_fleet import fake_fleet
 

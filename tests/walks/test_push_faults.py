@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout import WeightUpdateError
-from rollout.coordinator.weights.directory import DirectoryTransport
+from rollout.weights.transports.directory import DirectoryTransport
 from tests.contracts.weight_fleet import TRANSPORTS, WeightFleet
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, tiny_engine, tiny_model

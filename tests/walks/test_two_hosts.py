@@ -13,7 +13,7 @@ import pytest
 
 from examples import async_minimal
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.key_folder import ENGINE, create_key_folder
+from rollout.coordinator.net.key_folder import ENGINE, create_key_folder
 from tests.apis.fleets import DEADLINE_S, directory
 from tests.apis.shells import ENGINE_WORDS
 from tests.walks.doors_elsewhere import a_coordinator, strangers

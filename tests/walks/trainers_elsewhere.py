@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from examples import async_minimal
 from rollout import LLM, AsyncLLM, InferenceConfig, RolloutError
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.key_folder import coordinator_keys
+from rollout.coordinator.net.key_folder import coordinator_keys
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, weights
 from tests.tiny_models import tiny_config
 from tests.walks.test_fleet_members import check_all, until_served

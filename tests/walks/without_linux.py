@@ -105,7 +105,7 @@ def error_of_reserved_memory() -> str:
 
 
 def error_of_publishing() -> str:
-    from rollout.coordinator.weights.shared import SharedTransport
+    from rollout.weights.transports.shared import SharedTransport
 
     try:
         SharedTransport().publish({"w": torch.ones(1)})

@@ -12,7 +12,7 @@ from rollout.errors import ConfigError
 from trainer_hooks.environments.chat_session import ChatSession
 from trainer_hooks.environments.faults import EnvironmentFault, FaultCounter, in_time
 from trainer_hooks.producer.groups import ScopedLLM
-from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.prompts.ledger import PromptItem
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rollouts import Rollout
 

@@ -21,7 +21,7 @@ from rollout.text import RenderedText
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.environments.chat_session import ChatSession, ContextTooLongError
 from trainer_hooks.environments.faults import EnvironmentFault
-from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.prompts.ledger import PromptItem
 from trainer_hooks.rewards.adapters import WeightedReward
 
 _MODEL = "policy"

@@ -18,7 +18,7 @@ from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.environments.chat_endpoint import ChatEndpoint
 from trainer_hooks.environments.chat_session import ChatSession
 from trainer_hooks.environments.faults import EnvironmentFault
-from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.prompts.ledger import PromptItem
 
 _MODEL = "policy"
 _INDEX = "task_index"

@@ -16,7 +16,7 @@ from rollout.ranges import (
     PositiveInt,
     check_fields,
 )
-from trainer_hooks.advantages import AdvantageBaseline, AdvantageNormalization
+from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 CorrectionMode = Literal["auto", "none", "truncate", "mask"]

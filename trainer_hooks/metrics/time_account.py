@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rollout.engine.reports import EngineStats
+from rollout.control.reports import EngineStats
 from rollout.errors import ConfigError, RolloutError
 from trainer_hooks.phase import PhaseTimings
 

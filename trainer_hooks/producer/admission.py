@@ -9,7 +9,7 @@ from trainer_hooks.producer.group_pool import GroupParts, GroupPool
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.producer.order import BatchOrder, HandedOver
 from trainer_hooks.producer.versions import VersionWatch
-from trainer_hooks.prompt_ledger import STALE
+from trainer_hooks.prompts.ledger import STALE
 
 
 class AdmissionGate:

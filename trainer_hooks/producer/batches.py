@@ -10,7 +10,7 @@ from rollout.errors import RolloutError
 from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollouts
 from trainer_hooks.metrics.measure import rollout_metrics
 from trainer_hooks.producer.groups import ScoredGroup
-from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.prompts.ledger import PromptItem
 from trainer_hooks.rewards import reward_metrics
 from trainer_hooks.rollouts import Rollout
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollout.errors import ConfigError
 from rollout.ranges import AnyNumber, check_fields
 from trainer_hooks.producer.groups import ScoredGroup
-from trainer_hooks.prompt_history import PromptHistory
+from trainer_hooks.prompts.history import PromptHistory
 
 # Says why a group is not to be trained on, in a word that names a metric, or None to train on it.
 # The history is that of its prompt, without this group.

@@ -12,7 +12,7 @@ from typing import Any
 from trainer_hooks.producer.batches import FILTERED_PREFIX, ProducerError
 from trainer_hooks.producer.filters import GroupFilter
 from trainer_hooks.producer.groups import GroupMaker, ScoredGroup
-from trainer_hooks.prompt_ledger import PromptLedger, PromptTicket
+from trainer_hooks.prompts.ledger import PromptLedger, PromptTicket
 
 Task = asyncio.Task[ScoredGroup | None]
 Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]

@@ -15,8 +15,8 @@ from rollout.requests import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Tokenizer, as_tokenizer, encode_prompt
-from trainer_hooks.advantages import has_reward_spread
-from trainer_hooks.prompt_ledger import PromptItem, PromptLedger, PromptTicket
+from trainer_hooks.losses.advantages import has_reward_spread
+from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 

@@ -12,7 +12,6 @@ from rollout.errors import ConfigError
 from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import trained_logprobs
-from trainer_hooks.curriculum import Curriculum
 from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
     ProducerError,
@@ -34,7 +33,8 @@ from trainer_hooks.producer.order import BatchOrder
 from trainer_hooks.producer.ready import ReadyOrder
 from trainer_hooks.producer.staleness import EssBound, StalenessBound
 from trainer_hooks.producer.versions import VersionWatch
-from trainer_hooks.prompt_ledger import PromptLedger, PromptRows, PromptTicket
+from trainer_hooks.prompts.curriculum import Curriculum
+from trainer_hooks.prompts.ledger import PromptLedger, PromptRows, PromptTicket
 from trainer_hooks.rewards import RewardRunner, as_runner
 from trainer_hooks.rewards.calling import RewardFunction
 

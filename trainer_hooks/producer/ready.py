@@ -11,7 +11,7 @@ from trainer_hooks.producer.group_pool import GroupParts, GroupPool, Task
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.producer.order import BatchOrder, HandedOver
 from trainer_hooks.producer.versions import VersionWatch
-from trainer_hooks.prompt_ledger import STALE, PromptTicket
+from trainer_hooks.prompts.ledger import STALE, PromptTicket
 
 
 class ReadyOrder(GroupPool, BatchOrder):

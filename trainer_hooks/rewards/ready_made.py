@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rollout.errors import ConfigError
-from trainer_hooks.advantages import overlong_penalties
+from trainer_hooks.losses.advantages import overlong_penalties
 
 # <think>, reasoning, </think>, and then an answer: what TRL's think_format_reward wants.
 THINK_FORMAT = r"\s*<think>(?!.*<think>).*?</think>.*"

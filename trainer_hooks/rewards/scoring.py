@@ -9,7 +9,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.generated_text import generated_text
 from rollout.text import PromptIds, Tokenizer
-from trainer_hooks.prompt_ledger import PromptItem
+from trainer_hooks.prompts.ledger import PromptItem
 from trainer_hooks.rewards.adapters import WeightedReward
 from trainer_hooks.rewards.runner import RewardRunner
 from trainer_hooks.rollouts import Rollout

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rollout.models.lora import LoraAdapter
 from rollout.models.plain_tensors import is_sharded, named_weights, plain_name
-from rollout.models.weight_stream import WeightStream
-from rollout.runner.lora_merge import Merger, gathered
-from rollout.runner.weight_update import NamedTensors, by_name, lasting, streamed
+from rollout.weights.lora import LoraAdapter
+from rollout.weights.lora_merge import Merger, gathered
+from rollout.weights.stream import WeightStream
+from rollout.weights.update import NamedTensors, by_name, lasting, streamed
 from trainer_hooks.weight_sync.fsdp1 import has_units, unit_tensors
 from trainer_hooks.weight_sync.zero3 import gathered_partitions, is_partitioned
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from rollout.control.reports import WeightUpdateReport
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.models.weight_stream import WeightStream
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
+from rollout.weights.stream import WeightStream
+from rollout.weights.update import NamedTensors
 from trainer_hooks.weight_sync.sources import weights_of
 
 NamedParameters = NamedTensors

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.token_major import TokenMajorCache, places_of, write_tokens
+from rollout.backends.cpu.token_major import TokenMajorCache, places_of, write_tokens
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 

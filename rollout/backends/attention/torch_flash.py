@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.token_major import (
+from rollout.backends.base import CacheSpec, Ops
+from rollout.backends.cpu.token_major import (
     Places,
     TokenMajorCache,
     places_of,
     write_tokens,
 )
-from rollout.backends.base import CacheSpec, Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.errors import ConfigError
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.backends.memory.cuda_runtime import CudaRuntime
+from rollout.backends.cuda.runtime import CudaRuntime
 from rollout.errors import ConfigError
 
 HOST, DEVICE = "host", "cuda"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from rollout.control.reports import HISTOGRAMS, LEAST_OF_FLEET, EngineStats
+from rollout.control.state import EngineState
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.engine.reports import HISTOGRAMS, LEAST_OF_FLEET, EngineStats
-from rollout.engine.state import EngineState
 from rollout.telemetry import RankUse
 
 Results = Mapping[str, Any]

@@ -12,12 +12,13 @@ from typing import Any
 import zmq
 
 from rollout.config import KVCacheManagementMode
-from rollout.coordinator.client.pending_commands import CommandFuture, PendingCommands
+from rollout.coordinator.client.commands import CommandFuture, PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
 from rollout.coordinator.client.submission import Prompt, submission_of
-from rollout.coordinator.dealer import CoordinatorLostError, address_of
-from rollout.coordinator.link import Link
+from rollout.coordinator.net.dealer import CoordinatorLostError, address_of
+from rollout.coordinator.net.link import Link
+from rollout.coordinator.net.security import CurveKeys
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     COMMAND_TYPES,
@@ -30,13 +31,12 @@ from rollout.coordinator.protocol.messages import (
     Nack,
     UpdateWeights,
 )
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.protocol.wire import DEFAULT_MAX_FRAME_BYTES
-from rollout.coordinator.security import CurveKeys
 from rollout.errors import RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import given_or_drawn
 from rollout.text import as_tokenizer
+from rollout.weights.source import WeightsSource
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 _logger = logging.getLogger(__name__)
 COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0

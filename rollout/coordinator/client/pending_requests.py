@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rollout.coordinator.client.streams import RequestFuture, StreamedTokens, set_exception
 from rollout.coordinator.client.submission import Submission
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Attempt,

@@ -8,11 +8,11 @@ from typing import Any
 
 from rollout.coordinator.protocol.packed import token_run
 from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
-from rollout.coordinator.protocol.wire import TokenIds
 from rollout.errors import RolloutError
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
+from rollout.wire import TokenIds
 
 Record = DynamicInferenceRequestRecord
 

@@ -13,11 +13,11 @@ import numpy.typing as npt
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.request_table import EngineSession, Group, Request, RequestTable
 from rollout.coordinator.protocol.messages import AssignRequest, Attempt, Credit, Sample
-from rollout.coordinator.protocol.wire import unpack
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
 from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.wire import unpack
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Fleet: the state that all engines have confirmed, the weights that they serve, and which commands
-are legal in each state (the counterpart of engine/state.py)."""
+are legal in each state (the counterpart of control/state.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
 
+from rollout.control.state import COMMANDS, EngineState, legal_commands
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import Command, UpdateWeights
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.engine.state import COMMANDS, EngineState, legal_commands
 from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.weights.source import WeightsSource
 
 _STATE_COMMANDS: Mapping[Headers, str] = {
     Headers.PAUSE: "pause",

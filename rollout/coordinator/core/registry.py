@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from rollout.control.state import EngineState
 from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
@@ -25,9 +26,8 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     nack_of,
 )
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.engine.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, RolloutError, WeightUpdateError
+from rollout.weights.source import WeightsSource
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from rollout.control.state import EngineState
 from rollout.coordinator.protocol.messages import (
     Ack,
     Attempt,
@@ -21,7 +22,6 @@ from rollout.coordinator.protocol.messages import (
     WireError,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
-from rollout.engine.state import EngineState
 from rollout.errors import ProtocolError
 
 K = TypeVar("K", bound=Hashable)

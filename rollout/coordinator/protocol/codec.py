@@ -18,13 +18,13 @@ from rollout.coordinator.protocol.messages import (
     Message,
     Register,
 )
-from rollout.coordinator.protocol.wire import (
+from rollout.errors import ProtocolError
+from rollout.wire import (
     DEFAULT_MAX_FRAME_BYTES,
     FAULTS,
     MAX_PLAIN_BYTES,
     pack,
 )
-from rollout.errors import ProtocolError
 
 _DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
 _WITH_PLAIN_MAP = frozenset({*COMMAND_TYPES.values(), Ack})

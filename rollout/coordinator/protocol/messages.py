@@ -17,8 +17,9 @@ from msgspec import Meta, field
 from rollout import errors
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
-from rollout.coordinator.protocol.weights_source import WeightsSource
-from rollout.coordinator.protocol.wire import (
+from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error
+from rollout.weights.source import WeightsSource
+from rollout.wire import (
     MAX_ITEMS,
     MAX_PLAIN_BYTES,
     Count,
@@ -34,7 +35,6 @@ from rollout.coordinator.protocol.wire import (
     WithColumns,
     check_plain,
 )
-from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error
 
 # ---- what several messages carry
 

@@ -14,7 +14,6 @@ from msgspec import Meta, structs
 
 from rollout.coordinator.protocol.messages import Sample
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
-from rollout.coordinator.protocol.wire import FAULTS, MAX_PLAIN_BYTES, Count, Name, pack, unpack
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.columns import ColumnName, ColumnType
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -22,6 +21,7 @@ from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
+from rollout.wire import FAULTS, MAX_PLAIN_BYTES, Count, Name, pack, unpack
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from rollout.coordinator.protocol.wire import (
+from rollout.errors import ProtocolError
+from rollout.wire import (
     Count,
     Flags,
     Float32s,
@@ -22,7 +23,6 @@ from rollout.coordinator.protocol.wire import (
     WithColumns,
     columns_of,
 )
-from rollout.errors import ProtocolError
 
 R = TypeVar("R", "TopNRun", "TokenRun")
 

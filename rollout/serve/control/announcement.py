@@ -11,7 +11,7 @@ import torch
 
 from rollout.errors import WeightUpdateError
 from rollout.models.causal_lm import CausalLM
-from rollout.models.checkpoint import read_config
+from rollout.models.checkpoints.reader import read_config
 from rollout.models.spec import ModelSpec
 from rollout.models.weights import WeightTable
 

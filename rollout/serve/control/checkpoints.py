@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.errors import ModelError, WeightUpdateError
-from rollout.models.checkpoint import Checkpoint
+from rollout.models.checkpoints.reader import Checkpoint
 
 
 class CheckpointRoots:

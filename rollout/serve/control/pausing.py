@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections.abc import Sequence
 
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import InvalidRequestError
 from rollout.serve.errors import ApiError

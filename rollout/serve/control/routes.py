@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rollout.serve.config import CONTROL_DOORS
 from rollout.serve.control.server_info import info_routes
-from rollout.serve.control.sglang import sglang_routes
-from rollout.serve.control.sglang_generate import generate_routes
-from rollout.serve.control.vllm import vllm_routes
+from rollout.serve.sglang.control import sglang_routes
+from rollout.serve.sglang.generate import generate_routes
 from rollout.serve.state import Route
+from rollout.serve.vllm.control import vllm_routes
 
 
 def control_routes(doors: Sequence[str]) -> list[Route]:

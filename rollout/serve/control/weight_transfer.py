@@ -6,9 +6,9 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from rollout.engine.state import EngineState
+from rollout.control.reports import WeightUpdateReport
+from rollout.control.state import EngineState
 from rollout.errors import EngineStateError, WeightUpdateError
-from rollout.runner.weight_update import NamedTensors, WeightUpdateReport
 from rollout.serve.control.announcement import ModelTensors, TensorMetadata, tensor_metadata
 from rollout.serve.control.checkpoints import CheckpointRoots
 from rollout.serve.control.operations import Operations
@@ -17,6 +17,7 @@ from rollout.serve.control.process_group import BroadcastGroup, Chunk, Packing, 
 from rollout.serve.control.update_round import UpdateRound
 from rollout.serve.labels import VersionLabels
 from rollout.serve.llm import ServedLLM
+from rollout.weights.update import NamedTensors
 
 _MAX_WORLD_SIZE = 2**16
 

@@ -22,8 +22,8 @@ from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, Samp
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.limits import CoordinatorLimits
-from rollout.coordinator.dealer import CoordinatorLostError
-from rollout.coordinator.link import Link
+from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -46,7 +46,6 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_params
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.coordinator.protocol.weights_source import WeightsSource
 from rollout.errors import (
     BlockOverflowError,
     DetokenizeError,
@@ -59,6 +58,7 @@ from rollout.errors import (
 from rollout.ranges import MAX_SECONDS
 from rollout.step.seeds import mix_seed
 from rollout.version_spans import VersionSpans
+from rollout.weights.source import WeightsSource
 from tests.coordinator.message_strategies import run_of
 from tests.coordinator.scripted_router import (
     BOUND_S,

@@ -9,7 +9,7 @@ import pytest
 
 from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.dealer import CoordinatorLostError
+from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
     Ack,
     Command,

@@ -15,7 +15,7 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     UpdateWeights,
 )
-from rollout.coordinator.protocol.weights_source import LoraTerms, WeightsSource
+from rollout.weights.source import LoraTerms, WeightsSource
 from tests.coordinator.core.test_core_commands import error_of, fleet_in
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of

@@ -9,12 +9,12 @@ from msgspec import structs
 
 from rollout import ProtocolError, SamplingParams
 from rollout.coordinator.protocol import messages as wire
-from rollout.coordinator.protocol import weights_source
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.packed import pack_params
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
-from rollout.coordinator.protocol.wire import FAULTS, pack
+from rollout.weights import source as weights_source
+from rollout.wire import FAULTS, pack
 
 DEEP = {"a": [[[[[[[[1]]]]]]]]}  # 9 levels
 # What a field may be replaced by, as msgpack hands it over.

@@ -23,7 +23,6 @@ from rollout import (
     Status,
 )
 from rollout.coordinator.protocol import messages as wire
-from rollout.coordinator.protocol import weights_source
 from rollout.coordinator.protocol.codec import (
     ProtocolVersionError,
     decode,
@@ -49,6 +48,7 @@ from rollout.coordinator.protocol.packed import (
 )
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.errors import InvalidRequestError, RemoteError
+from rollout.weights import source as weights_source
 from tests.coordinator.message_strategies import (
     COMMANDS,
     FROM_CLIENTS,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rollout import DynamicInferenceRequest, SamplingParams
-from rollout.models.loading import build_model
+from rollout.models.checkpoints.loading import build_model
 from tests.tiny_models import (
     VOCAB_SIZE,
     drain,

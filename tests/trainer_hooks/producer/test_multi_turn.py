@@ -12,12 +12,12 @@ import pytest
 from benchmarks.virtual_time import run_virtually
 from examples.multi_turn import SumTokenizer, tiny_policy
 from rollout import LLM, InferenceConfig, SamplingParams
+from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from trainer_hooks.producer import AsyncRolloutProducer, ScopedLLM, TrainingBatch
 from trainer_hooks.rollouts import Rollout
-from trainer_hooks.threaded_llm import ThreadedLLM
 
 TOKENIZER = SumTokenizer()
 CONFIG = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_size_gb=0.02)

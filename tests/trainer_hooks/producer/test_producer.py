@@ -17,9 +17,9 @@ from rollout.errors import ConfigError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.producer.fake_llm import FakeLLM, levels, train
-from trainer_hooks.curriculum import Curriculum
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
-from trainer_hooks.prompt_ledger import PromptLedger
+from trainer_hooks.prompts.curriculum import Curriculum
+from trainer_hooks.prompts.ledger import PromptLedger
 from trainer_hooks.rewards import RewardFunctionError
 
 PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]

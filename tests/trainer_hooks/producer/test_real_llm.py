@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
+from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.step.seeds import mix_seed
 from tests.apis.fleets import directory, weights, with_fleet
 from tests.run_seed import run_seed
@@ -19,8 +20,7 @@ from tests.tiny_models import BLOCK_SIZE, IS_LONG, prompt_of
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks import InProcessWeightSync
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
-from trainer_hooks.prompt_ledger import PromptLedger
-from trainer_hooks.threaded_llm import ThreadedLLM
+from trainer_hooks.prompts.ledger import PromptLedger
 
 CONFIG = InferenceConfig(
     block_size_tokens=BLOCK_SIZE, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1

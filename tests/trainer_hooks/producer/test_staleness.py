@@ -24,11 +24,11 @@ from tests.trainer_hooks.producer.test_bound import (
     check_bound,
     prompts,
 )
-from trainer_hooks.jobs.config_loading import load_dataclass
-from trainer_hooks.jobs.settings import ProducerSettings
 from trainer_hooks.producer import AsyncRolloutProducer, EssBound, TrainingBatch
 from trainer_hooks.producer.batches import mean_lag
 from trainer_hooks.producer.staleness import StalenessBound
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.settings import ProducerSettings
 
 NUM_EXAMPLES = 300 if IS_LONG else 25
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.contracts.weight_fleet import over_the_wire
-from tests.runner.trainer_ranks import gloo_mesh
+from tests.weights.trainer_ranks import gloo_mesh
 from trainer_hooks.weight_sync import take_part, weights_of
 
 NUM_LAYERS, WIDTH = 4, 2560

@@ -11,10 +11,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from rollout.coordinator.weights.collective import CollectiveTransport
-from rollout.coordinator.weights.directory import DirectoryTransport
-from rollout.coordinator.weights.fetching import WeightFetcher
-from rollout.coordinator.weights.shared import SharedTransport
+from rollout.weights.transports.collective import CollectiveTransport
+from rollout.weights.transports.directory import DirectoryTransport
+from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.shared import SharedTransport
 from tests.processes import PROCESSES
 from tests.trainer_hooks.weight_sync.push_memory import NUM_LAYERS, TENSOR_BYTES, WIDTH, measure
 

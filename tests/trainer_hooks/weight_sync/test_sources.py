@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rollout import WeightUpdateError
-from rollout.engine.state import EngineState
-from rollout.models.weight_stream import WeightStream
-from rollout.runner.weight_update import by_name, streamed
+from rollout.control.state import EngineState
+from rollout.weights.stream import WeightStream
+from rollout.weights.update import by_name, streamed
 from tests.lora_adapters import PeftLike
 from tests.processes import PROCESSES
 from tests.tiny_models import tiny_engine, tiny_model

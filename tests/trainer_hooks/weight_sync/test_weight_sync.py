@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollout import LoraAdapter
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from tests.lora_adapters import PeftLike, merged, random_adapter
 from tests.tiny_models import tiny_engine, tiny_model

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from rollout.engine.state import EngineState
+from rollout.control.state import EngineState
 from rollout.errors import EngineStateError
-from rollout.runner.weight_update import streamed
+from rollout.weights.update import streamed
 from tests.lora_adapters import PeftLike
-from tests.runner.trainer_ranks import gloo_mesh
 from tests.tiny_models import tiny_model
 from tests.trainer_hooks.fakes import FakeLLM
+from tests.weights.trainer_ranks import gloo_mesh
 from trainer_hooks.weight_sync import (
     WeightSync,
     full_tensors,

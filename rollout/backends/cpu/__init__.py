@@ -1,0 +1,1 @@
+"""The CPU backend: kernels in C, their Python bindings, and host memory."""

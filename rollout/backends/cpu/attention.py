@@ -1,0 +1,171 @@
+"""NativePagedAttention: compiled attention that reads blocks in place, for float32 and bfloat16.
+
+Rows that share their first blocks, as samples of one prompt do, read them once. A row's result does
+not depend on that, nor on the other rows, nor on the number of threads. Prefill over a bfloat16
+cache rounds queries and weights to bfloat16 where the processor multiplies pairs of such numbers,
+unless it is to be deterministic. Other dtypes and head dims take the inherited torch path.
+
+Shape letters: T tokens, H query heads, G key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.backends.base import Ops
+from rollout.backends.cpu.kernels import DOT, TYPES, VECTORS, AttentionArgs, Kernels
+from rollout.backends.cpu.torch_sdpa import TorchPlan, TorchSdpaAttention
+from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
+
+MAX_HEAD_DIM = 576
+MAX_GROUP = 240  # query heads per KV head
+_MIN_KV_BYTES_PER_THREAD = 1 << 20  # read in 50 us, which is what a second thread costs
+
+
+class NativePlan(TorchPlan):
+    """What all layers of a forward pass share, for the kernels and for the torch path."""
+
+    @cached_property
+    def args(self) -> AttentionArgs:
+        """The kernels' view of the batch; each layer sets what is its own."""
+        batch = self.batch
+        assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
+        return AttentionArgs(
+            slots=batch.slots_T.data_ptr(),
+            tables=batch.block_tables_RM.data_ptr(),
+            query_starts=batch.query_starts.ctypes.data,
+            context_lens=batch.context_lens.ctypes.data,
+            table_stride=batch.block_tables_RM.stride(0),
+            block_size=batch.block_size,
+        )
+
+    @cached_property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the contexts of all decode rows."""
+        return int(self.batch.context_lens[: self.batch.num_decode_rows].sum())
+
+
+class NativePagedAttention(TorchSdpaAttention):
+    """Implements `AttentionBackend` on CPU with compiled kernels."""
+
+    def __init__(
+        self, kernels: Kernels, ops: Ops[Any] | None = None, *, deterministic: bool = False
+    ) -> None:
+        super().__init__(ops)
+        self._kernels = kernels
+        self._prefill_units = prefill_units(kernels, deterministic=deterministic)
+
+    def begin(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with a NativePlan."""
+        return replace(batch, plan=NativePlan(batch))
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        layer: int,
+        batch: ForwardBatch,
+        rotation: Rotation | None = None,
+        traits: AttentionTraits = PLAIN,
+    ) -> Tensor:
+        """Write K and V at their slots, then attend causally; [T, H, D]."""
+        q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
+        cache = batch.kv[layer]
+        if not _is_supported(cache, q_THD, k_TGD, v_TGD):
+            return super().attend(q_THD, k_TGD, v_TGD, layer, batch, None, traits)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        sinks_H = None if traits.sinks_H is None else traits.sinks_H.detach().float().contiguous()
+        args = batch.plan.args
+        set_tensors(args, q_THD, k_TGD, v_TGD, out_THD, cache)
+        set_traits(args, traits, sinks_H)
+        args.unit = self._prefill_units[cache.dtype]
+        self._kernels.write_tokens(addressof(args))
+        num_decode, num_rows = batch.num_decode_rows, len(batch.context_lens)
+        if num_decode:
+            token_bytes = cache.stride(1) * cache.itemsize
+            self._decode(args, num_decode, batch.plan.num_decode_tokens * token_bytes)
+        if num_rows > num_decode:
+            self._prefill(args, num_decode, num_rows)
+        # Where V is a part of K, the kernels have summed the other dims as well.
+        return out_THD if cache.shape[2] == 2 else out_THD[..., : v_TGD.shape[2]]
+
+    def _decode(self, args: AttentionArgs, num_rows: int, kv_bytes: int) -> None:
+        num_parts = max(1, min(torch.get_num_threads(), kv_bytes // _MIN_KV_BYTES_PER_THREAD))
+
+        def work(first: int, last: int) -> None:
+            for part in range(first, last):
+                self._kernels.attend_decode_part(addressof(args), 0, num_rows, part, num_parts)
+
+        self._kernels.split(num_parts, work)
+
+    def _prefill(self, args: AttentionArgs, first_row: int, end_row: int) -> None:
+        num_parts = torch.get_num_threads()
+
+        def work(first: int, last: int) -> None:
+            scratch = torch.empty(self._kernels.prefill_scratch_bytes(), dtype=torch.uint8)
+            for part in range(first, last):
+                self._kernels.attend_prefill_part(
+                    *(addressof(args), scratch.data_ptr(), first_row, end_row, part, num_parts)
+                )
+
+        self._kernels.split(num_parts, work)
+
+
+def set_tensors(
+    args: AttentionArgs,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    cache: Tensor,
+) -> None:
+    """What the kernels read and write, which must outlive `args`."""
+    args.out, args.cache = out_THD.data_ptr(), cache.data_ptr()
+    args.q, args.k, args.v = q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()
+    args.q_stride, args.k_stride, args.v_stride = q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)
+    args.block_stride = cache.stride(0)
+    args.tokens, args.heads, args.dim = q_THD.shape
+    args.kv_heads, args.planes = k_TGD.shape[1], cache.shape[2]
+    args.token_type, args.cache_type = TYPES[q_THD.dtype], TYPES[cache.dtype]
+
+
+def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | None) -> None:
+    """`sinks_H` are float32, and must outlive `args`."""
+    args.window, args.softcap = traits.window or 0, traits.softcap or 0.0
+    args.sinks = None if sinks_H is None else sinks_H.data_ptr()
+    args.scale = traits.scale_of(args.dim)
+
+
+def prefill_units(kernels: Kernels, *, deterministic: bool) -> dict[torch.dtype, int]:
+    """What multiplies in prefill, by the dtype of the cache. If `deterministic`, what multiplies in
+    decoding, so with the same bits.
+    """
+    has_pairs = not deterministic and kernels.dot_is_usable()
+    return {torch.float32: VECTORS, torch.bfloat16: DOT if has_pairs else VECTORS}
+
+
+def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
+    """Heads of a multiple of 16, with gaps at most between tokens."""
+    head_dim = cache.shape[-1]
+    return (
+        cache.dtype in TYPES
+        and q_THD.dtype in TYPES
+        and q_THD.dtype == k_TGD.dtype == v_TGD.dtype
+        and head_dim % 16 == 0
+        and head_dim <= MAX_HEAD_DIM
+        and q_THD.shape[1] // k_TGD.shape[1] <= MAX_GROUP
+        and all(_has_gapless_heads(x) for x in (q_THD, k_TGD))
+        and (cache.shape[2] == 1 or _has_gapless_heads(v_TGD))
+    )
+
+
+def _has_gapless_heads(x_THD: Tensor) -> bool:
+    return x_THD.stride()[1:] == (x_THD.shape[2], 1)

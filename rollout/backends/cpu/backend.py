@@ -1,0 +1,61 @@
+"""The four parts that make the CPU backend."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollout.backends.base import AttentionBackend, Backend, Ops
+from rollout.backends.buffers import MemoryBackend
+from rollout.backends.cpu.attention import NativePagedAttention
+from rollout.backends.cpu.decoder import native_decoder
+from rollout.backends.cpu.kernels import Kernels
+from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.linear_ops import CpuOps, default_selection
+from rollout.backends.cpu.memory import DeviceMemory, MappedHostArena, ReservedMemory
+from rollout.backends.cpu.ops import NativeOps
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
+from rollout.backends.executors.eager import EagerExecutor
+from rollout.backends.limits import memory_limit_bytes
+from rollout.errors import ConfigError
+from rollout.parallel.collectives import ONE_RANK, Collectives
+
+
+def cpu_backend(
+    memory_kind: str, *, deterministic: bool = False, collectives: Collectives = ONE_RANK
+) -> Backend:
+    """A Backend on CPU, with compiled kernels if there are any.
+
+    `memory_kind` is "device" or "reserved". `deterministic`: the numbers of a token do not
+    depend on the schedule; raises ConfigError without compiled kernels.
+    """
+    device = torch.device("cpu")
+    memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()
+    library = load_library()
+    fuse_decoder = None
+    if deterministic and library is None:
+        raise ConfigError(
+            "deterministic=True needs the compiled kernels: install a C compiler and unset "
+            "ROLLOUT_NATIVE, or leave it False"
+        )
+    if library is None:
+        ops: Ops[Any] = CpuOps()
+        attention: AttentionBackend = TorchSdpaAttention(ops)
+    else:
+        kernels = Kernels(library)
+        ops = NativeOps(kernels, default_selection(kernels, native_only=deterministic))
+        attention = NativePagedAttention(kernels, ops, deterministic=deterministic)
+        fuse_decoder = partial(native_decoder, kernels, deterministic=deterministic)
+    return Backend(
+        device=device,
+        memory_bytes=memory_limit_bytes(),
+        ops=ops,
+        attention=attention,
+        executor=EagerExecutor(device),
+        memory=memory,
+        create_host_arena=MappedHostArena,
+        collectives=collectives,
+        fuse_decoder=fuse_decoder,
+    )

@@ -1,0 +1,369 @@
+"""NativeDecoder: a decoder's forward pass as one call of the compiled kernels.
+
+Weights and KV are float32 or bfloat16; what is between them is float32.
+
+Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, Array, addressof, c_int64, c_void_p, cast
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.backends.cpu.attention import MAX_GROUP, MAX_HEAD_DIM, prefill_units
+from rollout.backends.cpu.kernels import (
+    TYPES,
+    AttentionArgs,
+    DecoderArgs,
+    Kernels,
+    LayerArgs,
+    PassArgs,
+    WeightArgs,
+)
+from rollout.backends.cpu.products import (
+    BUCKETS,
+    LinearHandle,
+    NativeProduct,
+    bucket_of,
+)
+from rollout.backends.forward_batch import ForwardBatch
+from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts
+from rollout.errors import ConfigError
+from rollout.parallel.collectives import Collectives
+
+_LANES = 8
+_MAX_IDS = 2**63 - 1
+_ADD_UP = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
+
+
+class GroupSums:
+    """Sums over a group, as the compiled decoder calls them between its phases."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._room: Tensor | None = None
+        self._failure: BaseException | None = None
+        self._function = _ADD_UP(self._add_up)  # kept, as C has its address only
+
+    @property
+    def address(self) -> int:
+        """Of the function that C calls."""
+        return cast(self._function, c_void_p).value or 0
+
+    @contextmanager
+    def within(self, room: Tensor) -> Iterator[None]:
+        """Let numbers of `room` be added up meanwhile. Raises what a sum raised, at the end."""
+        self._room, self._failure = room, None
+        yield
+        self._room = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _add_up(self, _context: int | None, address: int, count: int) -> None:
+        """An exception would be lost in C: it is kept, and the sums that follow are left out."""
+        assert self._room is not None
+        try:
+            if self._failure is None:
+                start = (address - self._room.data_ptr()) // self._room.itemsize
+                self._collectives.all_reduce_(self._room[start : start + count])
+        except BaseException as error:
+            self._failure = error
+
+
+class NativeDecoder:
+    """Implements `FusedDecoder` for passes in which one compiled product serves all weights.
+
+    The addresses of the weights and caches are collected once, and again when they have moved.
+    """
+
+    def __init__(
+        self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
+    ) -> None:
+        """`deterministic`: every pass is to run here. Raises ConfigError where the kernels cannot
+        run the decoder at all.
+        """
+        self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
+        self._prefill_units = prefill_units(kernels, deterministic=deterministic)
+        is_supported = _is_supported(parts)
+        if deterministic and not is_supported:
+            raise ConfigError(
+                f"deterministic=True needs {_what_is_supported(parts)}; leave deterministic False"
+            )
+        self._has_indirect_branches = _has_indirect_branches(parts)
+        self._sums = None if parts.share is None else GroupSums(parts.share.collectives)
+        layers = parts.layers if is_supported else []
+        self.handles: Sequence[LinearHandle] = [
+            handle for layer in layers for handle in _handles(layer)
+        ]
+        self.num_other_calls = sum(map(_num_other_calls, layers))
+        self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
+        self._decoder = DecoderArgs()
+        self._floats: list[Tensor] = []  # copies of norms and biases
+        self._seen: Any = None
+        self._allowed = frozenset(range(len(BUCKETS)))
+        self._products: Mapping[int, NativeProduct] = {}  # of the buckets that run here
+
+    def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
+        """Final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
+
+        Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
+        made for, and where another product is faster.
+        """
+        generation = sum([handle.generation for handle in self.handles])
+        addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
+        addresses += [self._parts.embedding.data_ptr(), batch.kv[0].data_ptr()]
+        if self._seen != (generation, addresses):
+            self._collect(tables, batch.kv)
+            self._seen = generation, addresses
+        num_kept = batch.logit_indices_L.shape[0]
+        bucket = bucket_of(batch.token_ids_T.shape[0])
+        if not {bucket, bucket_of(num_kept)} <= self._products.keys():
+            assert not self._deterministic, "the layers one by one would give other bits"
+            return None
+        out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
+        # The product of all tokens serves the kept ones as well.
+        self._forward(out_LE, batch, unit=self._products[bucket].unit)
+        dtype = self._parts.embedding.dtype
+        return out_LE if dtype == torch.float32 else out_LE.to(dtype)
+
+    def allow(self, buckets: Collection[int]) -> None:
+        """Run no passes but those with these numbers of rows."""
+        self._allowed, self._seen = frozenset(buckets), None
+
+    def explain(self) -> str:
+        """Such as "for 1 to 64 rows; for others the layers run one by one, as ..."."""
+        if not self.handles:
+            return f"never: the compiled kernels need {_what_is_supported(self._parts)}"
+        buckets = self._find_products().keys()
+        if len(buckets) == len(BUCKETS):
+            return "for any number of rows"
+        others = "the layers run one by one, as other products were chosen for their weights"
+        if not buckets:
+            return f"never: {others}"
+        return f"for {_rows_of(buckets)} rows; for others {others}"
+
+    def _find_products(self) -> dict[int, NativeProduct]:
+        """By bucket, of those allowed, the compiled product that serves all weights. A weight has
+        one packed copy: all these products share it.
+        """
+        products = {}
+        for bucket in self._allowed:
+            serving = {handle.products[bucket] for handle in self.handles}
+            product = serving.pop() if len(serving) == 1 else None
+            if isinstance(product, NativeProduct):
+                products[bucket] = product
+        return products
+
+    def _collect(self, tables: Sequence[tuple[Tensor, Tensor]], caches: Sequence[Tensor]) -> None:
+        """Find out which buckets the kernels can run, and where everything is."""
+        parts = self._parts
+        self._products = self._find_products()
+        if not all(cache.dtype in TYPES for cache in caches):
+            self._products = {}
+        if not self._products:
+            return
+        product, *_ = self._products.values()  # all of them share the packed copies
+        self._floats = []
+        for args, layer, cache in zip(self._layers, parts.layers, caches, strict=True):
+            self._collect_layer(args, layer, tables)
+            args.cache = cache.data_ptr()
+        embedding = parts.embedding
+        self._decoder = DecoderArgs(
+            *(addressof(self._layers), embedding.data_ptr(), self._norm(parts.final_norm_E)),
+            *(embedding.shape[2] if embedding.dim() == 3 else 1, len(parts.layers)),
+            *(_hidden_size(parts), product.lanes, embedding.dtype == torch.bfloat16),
+            *(parts.is_layer_norm, parts.is_gelu, parts.growth_positions, parts.eps),
+            *(parts.embedding_multiplier, parts.residual_multiplier, parts.query_growth),
+            *self._share_args(),
+        )
+
+    def _share_args(self) -> tuple[int | None, ...]:
+        """The fields of DecoderArgs that are about a group."""
+        share = self._parts.share
+        if share is None or self._sums is None:
+            return None, None, 0, _MAX_IDS, 0, 0, 0
+        sizes = share.q_size, share.k_size, share.counts_k
+        return self._sums.address, None, share.first_id, share.num_ids, *sizes
+
+    def _collect_layer(
+        self, args: LayerArgs, layer: DecoderLayerParts, tables: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Everything of a layer but its cache."""
+        args.attention_norm, args.attention_after = map(self._norm, layer.attention_norms_E)
+        args.mlp_norm, args.mlp_after = map(self._norm, layer.mlp_norms_E)
+        is_reordered = layer.order_D is not None and not layer.has_whole_norms
+        order_D = layer.order_D if is_reordered else None
+        args.q_norm, args.k_norm = (self._norm(norm, order_D) for norm in layer.head_norms)
+        args.qkv, args.output, args.gate_up, args.down = map(self._weight, _handles(layer))
+        if layer.rope is not None:
+            args.cos, args.sin = (table.data_ptr() for table in tables[layer.rope])
+        args.order = None if layer.order_D is None else layer.order_D.data_ptr()
+        args.sinks = self._float(layer.traits.sinks_H)
+        args.window, args.softcap = layer.traits.window or 0, layer.traits.softcap or 0.0
+        args.scale = layer.traits.scale_of(self._parts.head_dim)
+        args.is_parallel, args.has_whole_norms = layer.is_parallel, layer.has_whole_norms
+
+    def _norm(self, weight: Tensor | None, order_D: Tensor | None = None) -> int | None:
+        """The address of a norm's weight with its offset, in this order; None for None."""
+        if weight is None or (not self._parts.norm_offset and order_D is None):
+            return self._float(weight)
+        values = weight.detach().float() + self._parts.norm_offset
+        self._floats.append(values if order_D is None else values[order_D])
+        return self._floats[-1].data_ptr()
+
+    def _float(self, values: Tensor | None) -> int | None:
+        """The address of these values in float32; None for None."""
+        if values is None:
+            return None
+        if values.dtype != torch.float32:
+            values = values.detach().float()
+            self._floats.append(values)  # others must not be kept: their memory may be released
+        return values.data_ptr()
+
+    def _weight(self, handle: LinearHandle) -> WeightArgs:
+        packed = handle.packed
+        return WeightArgs(
+            packed.panels_PKW.data_ptr(), self._float(handle.bias_N), packed.num_outputs
+        )
+
+    def _forward(self, out_LE: Tensor, batch: ForwardBatch, *, unit: int) -> None:
+        parts, num_tokens, num_kept = self._parts, batch.token_ids_T.shape[0], out_LE.shape[0]
+        num_rows, num_threads = batch.context_lens_R.shape[0], torch.get_num_threads()
+        sizes = self._room_sizes(num_tokens, num_kept)
+        has_prefill = num_rows > batch.num_decode_rows
+        scratch_size = num_threads * self._kernels.prefill_scratch_bytes() // 4 * has_prefill
+        room = torch.empty(sum(sizes) + scratch_size, dtype=torch.float32)
+        address = room.data_ptr()
+        places = [address + 4 * end for end in accumulate(sizes, initial=0)]
+        cache, tables_RM = batch.kv[0], batch.block_tables_RM
+        args = PassArgs(
+            *(out_LE.data_ptr(), batch.token_ids_T.data_ptr(), batch.positions_T.data_ptr()),
+            *(batch.logit_indices_L.data_ptr(), *places, num_kept, num_rows),
+            *(batch.num_decode_rows, num_threads, unit),
+            AttentionArgs(
+                slots=batch.slots_T.data_ptr(),
+                tables=tables_RM.data_ptr(),
+                query_starts=batch.query_starts_E.data_ptr(),
+                context_lens=batch.context_lens_R.data_ptr(),
+                table_stride=tables_RM.stride(0),
+                block_stride=cache.stride(0),
+                block_size=batch.block_size,
+                tokens=num_tokens,
+                heads=parts.num_heads,
+                kv_heads=parts.num_kv_heads,
+                dim=parts.head_dim,
+                planes=2,
+                token_type=TYPES[torch.float32],
+                cache_type=TYPES[cache.dtype],
+                unit=self._prefill_units[cache.dtype],
+            ),
+        )
+        if self._sums is None:
+            self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
+            return
+        with self._sums.within(room):
+            self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
+
+    def _room_sizes(self, num_tokens: int, num_kept: int) -> tuple[int, ...]:
+        """How many floats a pass works in: residual, normed, fused heads, widest activations, what
+        a branch adds, and sums of squares.
+        """
+        parts = self._parts
+        hidden_size = _hidden_size(parts)
+        heads_size = parts.num_heads * parts.head_dim
+        layer = parts.layers[0]
+        num_rows = max(num_tokens, num_kept)  # a token may be kept several times
+        num_at_once = min(num_rows, self._kernels.decoder_tokens_at_once())
+        return (
+            num_tokens * hidden_size,
+            num_rows * max(hidden_size, heads_size),
+            num_rows * layer.qkv.num_outputs,
+            num_at_once * layer.gate_up.num_outputs * 3 // 2,
+            num_rows * hidden_size * self._has_indirect_branches,
+            num_tokens * 2 * (parts.share is not None),
+        )
+
+
+def native_decoder(
+    kernels: Kernels, parts: DecoderParts | None, *, deterministic: bool = False
+) -> NativeDecoder | None:
+    """A decoder of these parts; None for a model without them, whose layers run one by one.
+
+    Raises ConfigError where that, or the kernels, would make `deterministic` untrue.
+    """
+    if parts is not None:
+        return NativeDecoder(kernels, parts, deterministic=deterministic)
+    if deterministic:
+        raise ConfigError(
+            "deterministic=True needs layers of one attention and one gated MLP each, which the "
+            "compiled kernels run as a whole; leave deterministic False"
+        )
+    return None
+
+
+def _what_is_supported(parts: DecoderParts) -> str:
+    dtype = str(parts.embedding.dtype).removeprefix("torch.")
+    return (
+        "a float32 or bfloat16 model whose head_dim is a multiple of 16, "
+        f"at most {MAX_HEAD_DIM}, and whose other sizes are multiples of {_LANES}; "
+        f"this one has {dtype}, "
+        f"head_dim={parts.head_dim}, hidden_size={_hidden_size(parts)}, "
+        f"intermediate_size={parts.layers[0].down.num_inputs}"
+    )
+
+
+def _rows_of(buckets: Collection[int]) -> str:
+    """The numbers of rows in these buckets, such as "1 to 64, 129 or more"."""
+    ranges = []
+    for is_in, group in groupby(range(len(BUCKETS)), lambda bucket: bucket in buckets):
+        first, *_, last = [*group] * 2
+        if is_in:
+            start = BUCKETS[first - 1] + 1 if first else 1
+            end = "or more" if last == len(BUCKETS) - 1 else f"to {BUCKETS[last]}"
+            ranges.append(str(start) if start == BUCKETS[last] else f"{start} {end}")
+    return ", ".join(ranges)
+
+
+def _has_indirect_branches(parts: DecoderParts) -> bool:
+    """Whether what a branch adds is normed, scaled or summed with something else first."""
+    return (
+        parts.residual_multiplier != 1.0
+        or parts.share is not None
+        or any(
+            layer.is_parallel or (layer.attention_norms_E[1], layer.mlp_norms_E[1]) != (None, None)
+            for layer in parts.layers
+        )
+    )
+
+
+def _hidden_size(parts: DecoderParts) -> int:
+    return parts.layers[0].qkv.num_inputs  # type: ignore[no-any-return]
+
+
+def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _num_other_calls(layer: DecoderLayerParts) -> int:
+    """Norms, two rotations, writing K and V, attention and activation, called from Python."""
+    norms = *layer.attention_norms_E, *layer.mlp_norms_E, *layer.head_norms
+    return sum(norm is not None for norm in norms) + 2 * (layer.rope is not None) + 3
+
+
+def _is_supported(parts: DecoderParts) -> bool:
+    """Float32 or bfloat16, whole vectors, and heads that the attention kernels take."""
+    hidden_size, intermediate_size = _hidden_size(parts), parts.layers[0].down.num_inputs
+    return (
+        parts.embedding.dtype in TYPES
+        and parts.num_heads // parts.num_kv_heads <= MAX_GROUP
+        and hidden_size % _LANES == 0
+        and intermediate_size % _LANES == 0
+        and parts.head_dim % (2 * _LANES) == 0
+        and parts.head_dim <= MAX_HEAD_DIM
+    )

@@ -1,0 +1,148 @@
+"""NativeWeight: a weight in the compiled kernel's own layout, which only reorders the numbers.
+
+Shape letters: N out features, K in features, P panels, W out features of a panel, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from ctypes import addressof, c_int64
+
+import torch
+from torch import Tensor
+
+from rollout.backends.cpu.kernels import Kernels
+from rollout.backends.cpu.mapping import map_bytes
+
+_MIN_WEIGHTS_PER_THREAD = 1 << 17
+_REORDERED_AT_ONCE = 1 << 18  # numbers, of a weight that is reordered in place
+
+
+class NativeWeight:
+    """P panels of W outputs, for each of the K inputs; W is two vectors' floats.
+
+    `panels_PKW` is memory of its own, or the weight's, which is then reordered; as such it
+    implements `RepackedWeight`.
+    """
+
+    __slots__ = (
+        *("_kernels", "_num_exchanges", "min_panels_per_thread", "num_outputs", "panels_PKW"),
+        "sizes_PKW",
+    )
+
+    def __init__(self, kernels: Kernels, panels_PKW: Tensor, num_outputs: int) -> None:
+        self._kernels = kernels
+        self._num_exchanges = c_int64(0)
+        self.panels_PKW, self.num_outputs = panels_PKW, num_outputs
+        self.sizes_PKW = tuple(panels_PKW.shape)  # known while the memory is released, too
+        _, num_inputs, width = self.sizes_PKW
+        self.min_panels_per_thread = _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1
+
+    @classmethod
+    def copy_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
+        """Pack a float32 or bfloat16 weight in panels of 2 * `lanes` outputs; it stays as it is."""
+        num_outputs, num_inputs = weight_NK.shape
+        shape = -(-num_outputs // (2 * lanes)), num_inputs, 2 * lanes
+        # Mapped, for huge pages where there are some: products are up to a tenth faster.
+        mapping = map_bytes("packed weight", math.prod(shape) * weight_NK.itemsize)
+        packed = cls(kernels, mapping.tensor.view(weight_NK.dtype).view(shape), num_outputs)
+        packed.write(weight_NK)
+        return packed
+
+    @classmethod
+    def in_place_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
+        """Reorder the memory of a weight whose rows fill panels. The tensor gets their shape."""
+        num_outputs, num_inputs = weight_NK.shape
+        rows_NK = weight_NK.detach()
+        weight_NK.data = rows_NK.view(-1, num_inputs, 2 * lanes)
+        packed = cls(kernels, weight_NK, num_outputs)
+        # A panel has the very bytes of its rows, so that parts of a weight do not overlap.
+        for start in range(0, num_outputs, packed._rows_at_once()):
+            packed.write(rows_NK[start : start + packed._rows_at_once()].clone(), start)
+        return packed
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return torch.Size((self.num_outputs, self.sizes_PKW[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels_PKW.dtype
+
+    def address(self, row: int) -> int:
+        """Return where this row's first number is, 0 while the memory is released."""
+        _, num_inputs, width = self.sizes_PKW
+        position = row // width * width * num_inputs + row % width
+        address = self.panels_PKW.data_ptr()
+        return address and address + position * self.dtype.itemsize
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return a copy of rows [start, end), [R, K]."""
+        first, last = self._panels(start, end)
+        num_rows = min(last, self.num_outputs) - first
+        rows_RK = torch.empty(num_rows, self.sizes_PKW[1], dtype=self.dtype)
+        self._reorder(self._kernels.unpack_weights, rows_RK, first)
+        return rows_RK[start - first : end - first]
+
+    def write(self, values_RK: Tensor, start: int = 0) -> None:
+        """Replace the rows from `start` on, casting them."""
+        end = start + len(values_RK)
+        first, last = self._panels(start, end)
+        if start == first and (end == last or end == self.num_outputs):
+            rows_RK = values_RK.detach().to(self.panels_PKW).contiguous()
+        else:
+            rows_RK = self.read(first, min(last, self.num_outputs))
+            rows_RK[start - first : end - first].copy_(values_RK)
+        self._reorder(self._kernels.pack_weights, rows_RK, first)
+
+    def gather(self, rows_T: Tensor) -> Tensor:
+        """Return a copy of these rows, [T, K]."""
+        width = self.sizes_PKW[2]
+        return self.panels_PKW[rows_T // width, :, rows_T % width]
+
+    def to_dense(self) -> Tensor:
+        """Return the weight, [N, K]."""
+        return self.read(0, self.num_outputs)
+
+    def exchange(self, staged: NativeWeight) -> None:
+        """Take the values of `staged` and leave it these. An interrupt comes before or after it."""
+        assert self.sizes_PKW == staged.sizes_PKW
+        self._kernels.exchange(
+            *(self.panels_PKW.data_ptr(), staged.panels_PKW.data_ptr(), self.panels_PKW.nbytes),
+            *(torch.get_num_threads(), addressof(staged._num_exchanges)),
+        )
+
+    def undo(self, staged: NativeWeight) -> None:
+        """Take back what `exchange` has left in `staged`, if it has."""
+        if staged._num_exchanges.value % 2:
+            self.exchange(staged)
+
+    def unpack(self) -> None:
+        """Undo `in_place_of`: the tensor has the order and the shape of rows again."""
+        rows_NK = self.panels_PKW.detach().view(self.shape)
+        for start in range(0, self.num_outputs, self._rows_at_once()):
+            end = min(start + self._rows_at_once(), self.num_outputs)
+            rows_NK[start:end].copy_(self.read(start, end))
+        self.panels_PKW.data = rows_NK
+
+    def _rows_at_once(self) -> int:
+        _, num_inputs, width = self.sizes_PKW
+        return max(1, _REORDERED_AT_ONCE // (num_inputs * width)) * width
+
+    def _panels(self, start: int, end: int) -> tuple[int, int]:
+        """The rows at which the panels of rows [start, end) begin and end."""
+        width = self.sizes_PKW[2]
+        return start // width * width, -(-end // width) * width
+
+    def _reorder(self, function: Callable[..., None], rows_RK: Tensor, first_row: int) -> None:
+        """Between `rows_RK` and the panels from that of `first_row` on."""
+        _, num_inputs, width = self.sizes_PKW
+        addresses = self.address(first_row), rows_RK.data_ptr()
+        shape = len(rows_RK), num_inputs, width, rows_RK.itemsize
+
+        def work(first: int, last: int) -> None:
+            function(*addresses, *shape, first, last)
+
+        self._kernels.split(-(-len(rows_RK) // width), work, self.min_panels_per_thread)

@@ -1,0 +1,311 @@
+"""NativeOps: CpuOps with norms, rotary, activation, experts and sampling in C.
+
+Operations of layers are for float32 and bfloat16, silu and sampling for float32. Anything the
+kernels are not made for (another dtype, sizes that are no multiple of 8, gaps where they expect
+none) takes the inherited torch path. Shape letters: T tokens, H query heads, G key/value heads, D
+head dim, V vocabulary, S sample rows, P scored tokens, N top-n; E hidden size, K experts of a
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rollout.backends.base import ExpertWeights
+from rollout.backends.cpu.experts import can_run, key_of, measure, run_experts
+from rollout.backends.cpu.kernels import TYPES, Kernels, SamplingArgs, ScoringArgs
+from rollout.backends.cpu.linear_ops import CpuOps, default_selection
+from rollout.backends.cpu.product_choice import Choice
+from rollout.backends.cpu.product_selection import ProductSelection
+from rollout.backends.cpu.product_timing import Seconds, Stopwatch
+from rollout.backends.cpu.products import PLAIN, LinearHandle, bucket_of
+from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
+from rollout.backends.fused_decoder import FusedDecoder
+from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
+from rollout.step.output import SampleResult, ScoreResult
+
+_LANES = 8
+_HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HASHED_CHUNK = 1 << 20  # values: what a cast may take of memory
+_MIN_HASHED_PER_THREAD = 1 << 17
+_COPIED_ROW = 1 << 10  # values: threads begin where vectors of the kernel do
+
+
+class NativeOps(CpuOps):
+    """Implements `Ops` on CPU with compiled kernels."""
+
+    def __init__(self, kernels: Kernels, products: ProductSelection | None = None) -> None:
+        super().__init__(default_selection(kernels) if products is None else products)
+        self._kernels = kernels
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
+    ) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
+        if not _is_heads(x) or not _is_weight(weight, x) or _rounds(rounds_first, x):
+            return super().rms_norm(x, weight, eps, rounds_first=rounds_first)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        heads = x.shape[1] if x.dim() == 3 else 1
+        self._kernels.rms_norm(
+            *(out.data_ptr(), x.data_ptr(), weight.data_ptr()),
+            *(x.shape[0], heads, x.shape[-1], x.stride(0)),
+            *(eps, TYPES[weight.dtype], TYPES[x.dtype]),
+        )
+        return out
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        rounds_first: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual); neither argument is changed."""
+        are_rows = _is_rows(x) and _is_rows(residual) and x.dtype == residual.dtype
+        if not are_rows or not _is_weight(weight, x) or _rounds(rounds_first, x):
+            return super().add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
+        dim = x.shape[-1]
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        self._kernels.add_rms_norm(
+            *(out.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr()),
+            *(weight.data_ptr(), x.numel() // dim, dim),
+            *(eps, TYPES[weight.dtype], TYPES[x.dtype]),
+        )
+        return out, total
+
+    def rotary(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        rounding: RotaryRounding = "once",
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate (first half, second half) of each head by the token's angles."""
+        has_angles = (
+            _is_plain(cos_TD) and _is_plain(sin_TD) and cos_TD.shape[-1] % (2 * _LANES) == 0
+        )
+        are_heads = _is_heads(q_THD) and _is_heads(k_TGD)
+        if not (has_angles and are_heads) or _rounds(rounding != "once", q_THD):
+            return super().rotary(q_THD, k_TGD, cos_TD, sin_TD, rounding)
+        return self._rotate(q_THD, cos_TD, sin_TD), self._rotate(k_TGD, cos_TD, sin_TD)
+
+    def _rotate(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+        self._kernels.rotary(
+            *(out_THD.data_ptr(), x_THD.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr()),
+            *(*x_THD.shape, x_THD.stride(0), TYPES[x_THD.dtype]),
+        )
+        return out_THD
+
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight over the last dim."""
+        if not _is_rows(x) or not _is_weight(weight, x):
+            return super().layer_norm(x, weight, eps)
+        out, dim = torch.empty_like(x), x.shape[-1]
+        self._kernels.layer_norm(
+            *(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // dim, dim),
+            *(eps, TYPES[weight.dtype], TYPES[x.dtype]),
+        )
+        return out
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(first half of the last dim) * second half, by the tanh approximation."""
+        if not _is_pair(gate_up):
+            return super().gelu_mul(gate_up)
+        return _gated(self._kernels.gelu_mul, gate_up, TYPES[gate_up.dtype])
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half of the last dim) * second half."""
+        if gate_up.dtype != torch.float32 or not _is_pair(gate_up):
+            return super().silu_mul(gate_up)
+        return _gated(self._kernels.silu_mul, gate_up)
+
+    def tune(
+        self,
+        handles: Iterable[LinearHandle],
+        experts: Iterable[ExpertWeights] = (),
+        fused: FusedDecoder | None = None,
+    ) -> None:
+        """Measure unknown shapes, of experts as well, and give each handle its best products."""
+        super().tune(handles, experts, fused)
+        for weights in filter(can_run, experts):
+            self._experts_choice(weights)
+
+    def experts(
+        self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    ) -> Tensor:
+        """Each token's weighted sum over its experts; see `Ops.experts`.
+
+        By the kernel or by torch, whichever is faster for so many tokens of an expert.
+        """
+        if not ids_TK.numel() or not can_run(experts):
+            return super().experts(x_TE, ids_TK, weights_TK, experts)
+        num_in_use = min(ids_TK.numel(), len(experts.down_NEF))
+        bucket = bucket_of(-(-ids_TK.numel() // num_in_use))
+        if self._experts_choice(experts).products[bucket] == PLAIN.name:
+            return super().experts(x_TE, ids_TK, weights_TK, experts)
+        return run_experts(self._kernels, x_TE, ids_TK, weights_TK, experts)
+
+    def _experts_choice(self, experts: ExpertWeights) -> Choice:
+        """Measured in `tune`, or when experts of this shape first run, once on a machine."""
+
+        def seconds(stopwatch: Stopwatch) -> tuple[Seconds, Seconds]:
+            plain, native = super(NativeOps, self).experts, partial(run_experts, self._kernels)
+            of_plain, of_native = measure(experts, [plain, native], stopwatch)
+            return of_plain, of_native
+
+        return self._products.choose_for(key_of(experts), seconds)
+
+    def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
+        """Draw one token per row; as `sampling.sample`, in two passes over the logits."""
+        num_rows, vocabulary = logits_SV.shape
+        if not _is_plain(logits_SV):
+            logits_SV = logits_SV.float().contiguous()
+        result = _empty_result(num_rows, vocabulary, sampling)
+        args = SamplingArgs(
+            logits=logits_SV.data_ptr(),
+            uniforms=sampling.uniforms_S.data_ptr(),
+            temperature=sampling.temperature_S.data_ptr(),
+            top_k=sampling.top_k_S.data_ptr(),
+            top_p=sampling.top_p_S.data_ptr(),
+            min_p=sampling.min_p_S.data_ptr(),
+            mode=sampling.mode_S.data_ptr(),
+            tokens=result.token_ids_S.data_ptr(),
+            is_finite=result.is_finite_S.data_ptr(),
+            logprobs=_pointer(result.logprobs_S),
+            top_ids=_pointer(result.top_ids_SN),
+            top_logprobs=_pointer(result.top_logprobs_SN),
+            vocabulary=vocabulary,
+            top_n=sampling.top_n,
+        )
+        num_bytes = self._kernels.sampling_scratch_bytes(vocabulary)
+        self._kernels.run(self._kernels.sample_rows, args, num_rows, scratch_bytes=num_bytes)
+        return result
+
+    def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
+        """Raw log-probs of the targets and the top-n; as `sampling.score`."""
+        num_rows, vocabulary = logits_PV.shape
+        logits_PV, targets_P = logits_PV.float().contiguous(), targets_P.contiguous()
+        logprobs_P = torch.empty(num_rows, dtype=torch.float32)
+        top_ids_PN, top_logprobs_PN = _empty_top(num_rows, vocabulary, top_n)
+        args = ScoringArgs(
+            logits=logits_PV.data_ptr(),
+            targets=targets_P.data_ptr(),
+            logprobs=logprobs_P.data_ptr(),
+            top_ids=_pointer(top_ids_PN),
+            top_logprobs=_pointer(top_logprobs_PN),
+            vocabulary=vocabulary,
+            top_n=top_n,
+        )
+        num_bytes = self._kernels.sampling_scratch_bytes(vocabulary)
+        self._kernels.run(self._kernels.score_rows, args, num_rows, scratch_bytes=num_bytes)
+        return ScoreResult(
+            logprobs_P=logprobs_P, top_ids_PN=top_ids_PN, top_logprobs_PN=top_logprobs_PN
+        )
+
+    def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
+        """(hash, number of non-finite values) of x.to(dtype); one pass if there is no cast."""
+        if x.device.type != "cpu" or dtype not in _HASHED_DTYPES:
+            return super().fingerprint(x, dtype, places)
+        sums = [torch.zeros(2, dtype=torch.int64)]
+        for position, values in chunks(x, dtype, _HASHED_CHUNK):
+            self._append_fingerprints(sums, values, position, places or Places(0, x.numel(), 0))
+        return torch.stack(sums).sum(0)
+
+    def _append_fingerprints(
+        self, sums: list[Tensor], values: Tensor, position: int, places: Places
+    ) -> None:
+        args = values.data_ptr(), values.itemsize, EXPONENT_BITS[values.dtype], position, *places
+
+        def work(first: int, last: int) -> None:
+            part = torch.zeros(2, dtype=torch.int64)
+            self._kernels.fingerprint(part.data_ptr(), *args, first, last)
+            sums.append(part)
+
+        self._kernels.split(values.numel(), work, _MIN_HASHED_PER_THREAD)
+
+    def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
+        """Copy `x` to `out`, and return its fingerprint, in one pass over plain memory."""
+        are_plain = all(t.device.type == "cpu" and t.is_contiguous() for t in (out, x))
+        if not are_plain or x.dtype not in _HASHED_DTYPES:
+            return super().copy_with_fingerprint(out, x)
+        check_copy(out, x)
+        args = out.data_ptr(), x.data_ptr(), x.itemsize, EXPONENT_BITS[x.dtype]
+        sums = [torch.zeros(2, dtype=torch.int64)]
+
+        def work(first: int, last: int) -> None:
+            part = torch.zeros(2, dtype=torch.int64)
+            end = min(last * _COPIED_ROW, x.numel())
+            self._kernels.copy_fingerprint(part.data_ptr(), *args, first * _COPIED_ROW, end)
+            sums.append(part)
+
+        num_rows = -(-x.numel() // _COPIED_ROW)
+        self._kernels.split(num_rows, work, _MIN_HASHED_PER_THREAD // _COPIED_ROW)
+        return torch.stack(sums).sum(0)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _is_rows(x: Tensor, lanes: int = _LANES) -> bool:
+    return x.dtype in TYPES and x.shape[-1] % lanes == 0 and x.is_contiguous()
+
+
+def _is_pair(gate_up: Tensor) -> bool:
+    return _is_rows(gate_up, 2 * _LANES)
+
+
+def _is_weight(weight: Tensor, x: Tensor) -> bool:
+    """Of `x`, or float32, as weights with an offset are."""
+    return weight.dtype in (torch.float32, x.dtype) and weight.is_contiguous()
+
+
+def _rounds(like_trainers: bool, x: Tensor) -> bool:
+    """Whether numbers are rounded on the way, which layers on a CPU do not ask for."""
+    return like_trainers and x.dtype != torch.float32
+
+
+def _gated(kernel: Callable[..., None], gate_up: Tensor, *types: int) -> Tensor:
+    """What `kernel` makes of both halves of the last dim."""
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
+    kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size, *types)
+    return out
+
+
+def _is_heads(x: Tensor) -> bool:
+    """[T, D] or [T, H, D] in which only tokens may have gaps between them."""
+    if x.dtype not in TYPES or x.shape[-1] % _LANES or x.stride(-1) != 1:
+        return False
+    return x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _empty_top(num_rows: int, vocabulary: int, top_n: int) -> tuple[Tensor | None, Tensor | None]:
+    assert top_n <= vocabulary, f"top_n={top_n} of {vocabulary}"
+    if not top_n:
+        return None, None
+    ids_N = torch.empty(num_rows, top_n, dtype=torch.int64)
+    return ids_N, torch.empty(num_rows, top_n, dtype=torch.float32)
+
+
+def _empty_result(num_rows: int, vocabulary: int, sampling: SamplingBatch) -> SampleResult[Tensor]:
+    top_ids_SN, top_logprobs_SN = _empty_top(num_rows, vocabulary, sampling.top_n)
+    return SampleResult(
+        token_ids_S=torch.empty(num_rows, dtype=torch.int64),
+        is_finite_S=torch.empty(num_rows, dtype=torch.bool),
+        logprobs_S=torch.empty(num_rows, dtype=torch.float32) if sampling.any_logprobs else None,
+        top_ids_SN=top_ids_SN,
+        top_logprobs_SN=top_logprobs_SN,
+    )

@@ -1,0 +1,291 @@
+"""The products that compute x @ weight.T + bias on a CPU, and the handle that they work on.
+
+Shape letters: T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.backends.base import RepackedWeight
+from rollout.backends.cpu.kernels import AMX, DOT, VECTORS, Kernels, LinearArgs
+from rollout.backends.cpu.native_weight import NativeWeight
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
+
+_PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
+_PROBED_ROWS = (1, 3, 64, 129)
+_PROBE_ATOL = 1e-5
+
+
+def bucket_of(num_rows: int) -> int:
+    """Return the index in BUCKETS of the smallest bucket that takes `num_rows`."""
+    return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
+
+
+class Product:
+    """A way to compute a matrix product. This class itself is torch's, which packs nothing.
+
+    `kind` is the name that the variants of one implementation share. `layout` names the order of
+    the packed copy that it needs, which all products with this layout can share, and is None for
+    none; `unpacks` says whether `to_dense` of the copy gives the weight's bytes. `is_fused` says
+    whether a pass in one call runs it without Python.
+    """
+
+    name = kind = "plain"
+    layout: str | None = None
+    unpacks = is_fused = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether it needs a packed copy of the weight."""
+        return self.layout is not None
+
+    def suits(self, weight_NK: Tensor) -> bool:
+        """Whether it can multiply with this weight."""
+        return True
+
+    def can_repack(self, weight_NK: Tensor) -> bool:
+        """Whether it can multiply with this weight after `repack`, which leaves no plain one."""
+        return False
+
+    def pack(self, weight_NK: Tensor) -> Any:
+        """Return the packed copy of the weight, None if this product needs none."""
+        return None
+
+    def repack(self, weight_NK: Tensor) -> RepackedWeight:
+        """Pack the weight in its own memory."""
+        raise NotImplementedError
+
+    def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
+        """x @ weight.T + bias, [T, N]."""
+        return F.linear(x_TK, handle.weight_NK, handle.bias_N)
+
+
+PLAIN = Product()
+
+
+class LinearHandle:
+    """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
+
+    If all products share a layout for which a weight can be repacked, and it may be, there is no
+    copy: `packed` is the weight's own memory, and `weight_NK` has the order and the shape of that.
+    `generation` counts how often the packed weight or the products have changed.
+    """
+
+    __slots__ = (
+        *("bias_N", "chosen", "generation", "is_repacked", "may_repack", "num_inputs"),
+        *("num_outputs", "packed", "packing", "products", "weight_NK"),
+    )
+
+    def __init__(
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        products: Sequence[Product],
+        *,
+        may_repack: bool = False,
+    ) -> None:
+        self.weight_NK, self.bias_N = weight_NK, bias_N
+        self.num_outputs, self.num_inputs = weight_NK.shape
+        self.may_repack, self.is_repacked = may_repack, False
+        self.packing: Product | None = None
+        self.packed: Any = None
+        self.generation = 0
+        self.use(products)
+
+    def use(self, products: Sequence[Product]) -> None:
+        """Use these products, one for each bucket, which need at most one packed copy; make it."""
+        packing = next((product for product in products if product.packs), None)
+        layout, old_layout = (None if p is None else p.layout for p in (packing, self.packing))
+        is_packed = layout == old_layout and self.packed is not None
+        is_alone = self.may_repack and all(product.layout == layout for product in products)
+        if self.is_repacked and not (is_packed and is_alone):
+            self.packed.unpack()
+            self.packed, self.is_repacked, is_packed = None, False, False
+        self.chosen, self.packing = tuple(products), packing
+        if is_packed:
+            self.products = self.chosen
+            self.generation += 1
+            return
+        self.release()
+        if packing is not None and is_alone and packing.can_repack(self.weight_NK):
+            self.packed, self.is_repacked = packing.repack(self.weight_NK), True
+        self.refresh()
+
+    def refresh(self, staged: Any = None) -> None:
+        """Use the staged packed copy, or pack the weight as it is now.
+
+        A repacked weight exchanges its values with the staged copy, if there is one.
+        """
+        if self.is_repacked:
+            if staged is not None:
+                self.packed.exchange(staged)
+        elif staged is None and self.packing is not None:
+            self.packed = self.packing.pack(self.weight_NK)
+        else:
+            self.packed = staged
+        self.products = self.chosen
+        self.generation += 1
+
+    def release(self) -> None:
+        """Drop the packed copy. The plain product serves until `refresh`.
+
+        A repacked weight is no copy, and stays.
+        """
+        self.generation += 1
+        if not self.is_repacked:
+            self.packed = None
+            self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
+
+
+class OneDnnProduct(Product):
+    """oneDNN's product. Its packed copy has the weight's numbers in another order."""
+
+    name = kind = layout = "onednn"
+    unpacks = True
+
+    def suits(self, weight_NK: Tensor) -> bool:
+        return _is_floating_on_cpu(weight_NK) and _onednn_works(weight_NK.dtype)
+
+    def pack(self, weight_NK: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), _PACK_BATCH)
+        return packed
+
+    def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
+        y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TK, handle.packed, handle.bias_N, "none", [], ""
+        )
+        return y_TN
+
+
+class MklProduct(Product):
+    """MKL's product in float32. MKL cannot unpack its packed copy."""
+
+    name = kind = layout = "mkl"
+
+    def suits(self, weight_NK: Tensor) -> bool:
+        is_float32 = weight_NK.dtype == torch.float32
+        return is_float32 and _is_floating_on_cpu(weight_NK) and _mkl_works()
+
+    def pack(self, weight_NK: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight_NK.detach(), _PACK_BATCH)
+        return packed
+
+    def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
+        # Told another number of rows than it gets, torch takes the weight that is not packed.
+        y_TN: Tensor = torch.ops.mkl._mkl_linear(
+            x_TK, handle.packed, handle.weight_NK, handle.bias_N, x_TK.shape[0]
+        )
+        return y_TN
+
+
+class NativeProduct(Product):
+    """The compiled kernel's, with the weight in panels of outputs, float32 or bfloat16.
+
+    It computes in float32; the units DOT and AMX round x to bfloat16 and add up in float32. What a
+    row of x gets does not depend on the rows beside it.
+    """
+
+    kind = "native"
+    unpacks = is_fused = True
+
+    def __init__(self, kernels: Kernels, lanes: int, unit: int = VECTORS) -> None:
+        self.layout = f"native-{32 * lanes}"
+        self.name = {VECTORS: self.layout, DOT: "native-dot", AMX: "native-amx"}[unit]
+        self._kernels = kernels
+        self.lanes, self.unit = lanes, unit
+
+    def suits(self, weight_NK: Tensor) -> bool:
+        dtypes = (torch.float32, torch.bfloat16) if self.unit == VECTORS else (torch.bfloat16,)
+        return weight_NK.is_cpu and weight_NK.dtype in dtypes
+
+    def can_repack(self, weight_NK: Tensor) -> bool:
+        is_whole = weight_NK.shape[0] % (2 * self.lanes) == 0
+        return is_whole and weight_NK.is_contiguous() and weight_NK.numel() > 0
+
+    def pack(self, weight_NK: Tensor) -> NativeWeight:
+        return NativeWeight.copy_of(self._kernels, weight_NK, self.lanes)
+
+    def repack(self, weight_NK: Tensor) -> NativeWeight:
+        return NativeWeight.in_place_of(self._kernels, weight_NK, self.lanes)
+
+    def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
+        x_TK = x_TK.float()
+        if x_TK.stride(1) != 1:
+            x_TK = x_TK.contiguous()
+        num_tokens, num_inputs = x_TK.shape
+        packed: NativeWeight = handle.packed
+        panels_PKW, num_outputs = packed.panels_PKW, packed.num_outputs
+        bias_N = None if handle.bias_N is None else handle.bias_N.float()
+        y_TN = torch.empty(num_tokens, num_outputs, dtype=torch.float32)
+        args = LinearArgs(
+            *(y_TN.data_ptr(), x_TK.data_ptr(), panels_PKW.data_ptr()),
+            None if bias_N is None else bias_N.data_ptr(),
+            *(num_tokens, num_inputs, num_outputs, x_TK.stride(0), self.lanes),
+            *(panels_PKW.dtype == torch.bfloat16, self.unit, False),
+        )
+        self._kernels.run(
+            self._kernels.linear_part,
+            *(args, len(panels_PKW)),
+            smallest=packed.min_panels_per_thread,
+        )
+        return y_TN.to(panels_PKW.dtype)
+
+
+def available_products(kernels: Kernels | None) -> list[Product]:
+    """Return all products that work on this machine. The first one of a kind is its default."""
+    products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
+    probes = [torch.zeros(1, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return [product for product in products if any(map(product.suits, probes))]
+
+
+def _native_products(kernels: Kernels | None) -> Iterator[Product]:
+    if kernels is not None:
+        for lanes in (16, 8):
+            if lanes <= kernels.linear_max_lanes():
+                yield NativeProduct(kernels, lanes)
+        if kernels.dot_is_usable():
+            yield NativeProduct(kernels, 16, DOT)
+        if kernels.amx_is_usable():
+            yield NativeProduct(kernels, 16, AMX)
+
+
+def _is_floating_on_cpu(weight_NK: Tensor) -> bool:
+    return weight_NK.is_cpu and weight_NK.is_floating_point()
+
+
+@cache
+def _onednn_works(dtype: torch.dtype) -> bool:
+    return _works(OneDnnProduct(), dtype)
+
+
+@cache
+def _mkl_works() -> bool:
+    return _works(MklProduct(), torch.float32)
+
+
+def _works(product: Product, dtype: torch.dtype) -> bool:
+    """Whether the product works for this dtype with this torch on this machine, by trying it."""
+    generator = torch.Generator().manual_seed(0)
+    weight_NK = torch.randn(24, 32, generator=generator).to(dtype)
+    rtol = 8 * torch.finfo(dtype).eps
+    try:
+        handle = LinearHandle(weight_NK, None, [product])
+        assert handle.packed is not None
+        if product.unpacks and not torch.equal(handle.packed.to_dense(), weight_NK):
+            return False
+        for num_rows in _PROBED_ROWS:
+            x_TK = torch.randn(num_rows, 32, generator=generator).to(dtype)
+            # torch.testing would import SymPy for this, which takes a second.
+            if not torch.allclose(product(x_TK, handle), PLAIN(x_TK, handle), rtol, _PROBE_ATOL):
+                return False
+    except (RuntimeError, NotImplementedError, AttributeError, AssertionError):
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""resident_bytes: how much of a buffer takes memory now."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rollout.backends.cpu.mapping import frees_pages_in_place
+
+_IN_MEMORY = 1  # the bit of mincore's answer that says so; the others are reserved
+
+
+def resident_bytes(buffer: Tensor) -> int:
+    """Return the bytes of a flat uint8 buffer that take memory: on Linux, those of the pages that
+    have been written to; on a device, and on other systems, all.
+    """
+    num_bytes = buffer.numel()
+    mincore = _mincore()
+    if buffer.device.type != "cpu" or mincore is None or not num_bytes:
+        return num_bytes
+    start = buffer.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = buffer.data_ptr() + num_bytes - start
+    pages_P = np.empty(-(-length // mmap.PAGESIZE), dtype=np.uint8)
+    address, answer = ctypes.c_void_p(start), ctypes.c_void_p(pages_P.ctypes.data)
+    if mincore(address, ctypes.c_size_t(length), answer) != 0:
+        return num_bytes
+    num_pages = int(np.count_nonzero(pages_P & _IN_MEMORY))
+    return min(num_bytes, num_pages * mmap.PAGESIZE)
+
+
+@cache
+def _mincore() -> Any:
+    """The C library's mincore; None where pages are not given back as Linux does it."""
+    return getattr(ctypes.CDLL(None), "mincore", None) if frees_pages_in_place() else None

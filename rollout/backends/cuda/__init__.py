@@ -1,0 +1,1 @@
+"""The CUDA backend: Triton kernels, device memory and CUDA graphs."""

@@ -1,0 +1,77 @@
+"""The parts that make the CUDA backend. Imported only when it is chosen, for it imports Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rollout.backends.attention import torch_flash
+from rollout.backends.base import AttentionBackend, Backend, Executor
+from rollout.backends.buffers import MemoryBackend
+from rollout.backends.cuda.attention import TritonPagedAttention
+from rollout.backends.cuda.copy import copy_tokens
+from rollout.backends.cuda.cuda_graph import CudaGraphs
+from rollout.backends.cuda.device_memory import CudaDeviceMemory
+from rollout.backends.cuda.graph import GraphExecutor
+from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.memory_saver import MemorySaverMemory
+from rollout.backends.cuda.ops import TritonOps
+from rollout.backends.cuda.pinned_host import PinnedHostArena
+from rollout.backends.cuda.runtime import CudaRuntime
+from rollout.backends.cuda.unified import UnifiedMemory
+from rollout.backends.cuda.vmm import VirtualMemory
+from rollout.backends.executors.eager import EagerExecutor
+from rollout.parallel.collectives import ONE_RANK, Collectives
+
+_MEMORY: dict[str, Callable[[CudaRuntime], MemoryBackend]] = {
+    "device": CudaDeviceMemory,
+    "vmm": VirtualMemory,
+    "torch_memory_saver": MemorySaverMemory,
+    "unified": UnifiedMemory,
+}
+
+
+def cuda_backend(
+    memory_kind: str,
+    *,
+    index: int | None = None,
+    num_graphs: int | None,
+    max_mixed_graphs: int,
+    max_rows: int,
+    attention_kind: str = "auto",
+    collectives: Collectives = ONE_RANK,
+) -> Backend:
+    """A Backend on the CUDA device of that index, None: the current one.
+
+    `attention_kind`: "auto" for Triton's, or "torch_flash". `num_graphs` and `max_mixed_graphs` as
+    `make_ladder` takes them; no graphs at all with 0.
+    Raises ConfigError where there is no device, or where memory or attention of that kind cannot
+    work.
+    """
+    runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
+    device = runtime.device
+    memory: MemoryBackend = _MEMORY[memory_kind](runtime)
+    executor: Executor = EagerExecutor(device)
+    if num_graphs != 0:
+        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
+        executor = GraphExecutor(device, CudaGraphs(device), ladder, collectives)
+    properties = torch.cuda.get_device_properties(device)
+    ops = TritonOps()
+    attention: AttentionBackend
+    if attention_kind == torch_flash.NAME:
+        attention = torch_flash.TorchFlashAttention(ops)
+    else:
+        attention = TritonPagedAttention(num_multiprocessors=properties.multi_processor_count)
+    return Backend(
+        device=device,
+        memory_bytes=properties.total_memory,
+        ops=ops,
+        attention=attention,
+        executor=executor,
+        memory=memory,
+        copy_tokens=copy_tokens,
+        as_current=runtime.as_current,
+        create_host_arena=lambda: PinnedHostArena(runtime),
+        collectives=collectives,
+    )

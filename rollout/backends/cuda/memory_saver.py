@@ -1,0 +1,113 @@
+"""MemorySaverMemory: device buffers that give their memory back and keep their addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import uuid
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.backends.cuda.runtime import CudaRuntime, require_free
+from rollout.errors import ConfigError
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# What torch's allocator asks the device for is a multiple of 2 MiB, and for most small tensors 20.
+_SMALLEST_SEGMENT, _SEGMENT_STEP = 20 << 20, 2 << 20
+
+
+class MemorySaverMemory:
+    """Implements `MemoryBackend` with the package torch-memory-saver (tested: 0.0.10).
+
+    Release unmaps the device's pages below an address that stays reserved; restore maps new ones.
+    The package hooks into torch's allocator by itself, so that nothing need be preloaded; in a
+    process that was started with its library in LD_PRELOAD it uses that.
+
+    Where CUDA refuses memory the package ends the process, with exit(1). The free memory is looked
+    at first, but another process may take it meanwhile: VirtualMemory has no such end.
+
+    It keeps its memory for the life of the process: release what should go before dropping this.
+    """
+
+    has_stable_addresses = True
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        """Raises ConfigError if the package is missing, or torch's settings rule it out."""
+        _refuse_expandable_segments()
+        self._runtime = runtime
+        self._saver = _saver()
+        # The package knows one set of tags for the whole process.
+        self._tag_suffix = uuid.uuid4().hex
+        self._tensors: dict[str, Tensor] = {}
+        self._released: set[str] = set()
+
+    def allocate(self, name: str, num_bytes: int) -> Tensor:
+        """A flat uint8 tensor, zero-filled. Raises ConfigError if the device has less free."""
+        assert name not in self._tensors, f"buffer {name!r} exists"
+        require_free(self._runtime, name, _segment_bytes(num_bytes))
+        region = self._saver.region(tag=self._tag(name), enable_cpu_backup=False)
+        with self._runtime.as_current(), region:
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._runtime.device)
+        self._tensors[name] = tensor.zero_()
+        return tensor
+
+    def release(self, name: str) -> int:
+        """Give the buffer's memory back. Returns its bytes, 0 if it was released already."""
+        if name in self._released:  # the package would end the process
+            return 0
+        self._runtime.synchronize()  # nothing may use the pages while they go
+        self._saver.pause(self._tag(name))
+        self._released.add(name)
+        return self._tensors[name].numel()
+
+    def trim(self) -> None:
+        """Give back what torch's own allocator keeps for later."""
+        self._runtime.empty_cache()
+
+    def restore(self, name: str) -> Tensor:
+        """The same tensor, at the same address. Raises ConfigError if the device has less free."""
+        tensor = self._tensors[name]
+        if name in self._released:
+            # The package would end the process where it gets no memory.
+            require_free(self._runtime, name, _segment_bytes(tensor.numel()))
+            self._saver.resume(self._tag(name))
+            self._released.remove(name)
+        return tensor
+
+    def _tag(self, name: str) -> str:
+        return f"{name}-{self._tag_suffix}"
+
+
+def _saver() -> Any:
+    try:
+        from torch_memory_saver import torch_memory_saver as saver
+    except ImportError as error:
+        raise ConfigError(
+            f"memory_kind='torch_memory_saver' needs the package torch-memory-saver ({error}): "
+            "pip install torch-memory-saver, or use memory_kind='vmm' or 'device'"
+        ) from error
+    if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
+        with contextlib.suppress(AttributeError):  # it has been used before: the mode stands
+            saver.hook_mode = "torch"
+    # Never to be collected: its pools would free their memory at the end of the process, and that,
+    # being outside all regions, the package answers with exit(1).
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(saver))
+    return saver
+
+
+def _refuse_expandable_segments() -> None:
+    for variable in _ALLOCATOR_SETTINGS:
+        settings = os.environ.get(variable, "")
+        if "expandable_segments:true" in settings.lower().replace(" ", ""):
+            raise ConfigError(
+                f"{variable}={settings!r} rules memory_kind='torch_memory_saver' out: take "
+                "expandable_segments out of it, or use memory_kind='vmm' or 'device'"
+            )
+
+
+def _segment_bytes(num_bytes: int) -> int:
+    """The most that torch's allocator asks the device for, given a tensor of `num_bytes`."""
+    return max(_SMALLEST_SEGMENT, -(-num_bytes // _SEGMENT_STEP) * _SEGMENT_STEP)

@@ -1,0 +1,201 @@
+"""CudaRuntime: what the memory kinds of a CUDA device ask of torch, and of CUDA past torch."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.backends.cuda.cudart import HOST, Cudart
+from rollout.backends.cuda.driver import CudaDriver
+from rollout.errors import ConfigError
+
+
+class CudaRuntime:
+    """One device's memory. Raises ConfigError where torch sees no CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={str(device)!r} is not there: torch sees no CUDA device")
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+
+    @classmethod
+    def of_uuid(cls, uuid: str) -> CudaRuntime:
+        """The device of that UUID. Raises RuntimeError if this process does not see it."""
+        for index in range(torch.cuda.device_count()):
+            runtime = cls(torch.device("cuda", index))
+            if runtime.uuid == uuid:
+                return runtime
+        raise RuntimeError(
+            f"the device {uuid} is not visible here; let CUDA_VISIBLE_DEVICES name it, too"
+        )
+
+    @property
+    def uuid(self) -> str:
+        """The device's, which is the same in all processes."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Make this the device that CUDA calls of the thread are for."""
+        return torch.cuda.device(self.device)
+
+    def free_bytes(self) -> int:
+        """Bytes that any process may still take of the device."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def allocated_bytes(self) -> int:
+        """Bytes of torch's own allocator that tensors use."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def empty_cache(self) -> None:
+        """Give back what torch's own allocator keeps for later."""
+        with self.as_current():
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued."""
+        torch.cuda.synchronize(self.device)
+
+    def tensor_at(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> Tensor:
+        """A flat uint8 tensor of memory at this address; `free` is called with the last view."""
+        owned = OwnedBytes(pointer, num_bytes, free)
+        try:
+            return self._as_tensor(owned)
+        except BaseException:
+            owned.free()
+            raise
+
+    def managed_tensor(self, num_bytes: int) -> Tensor:
+        """A flat uint8 tensor of managed memory, freed with its last view; contents undefined.
+
+        Raises MemoryError if there is none.
+        """
+        with self.as_current():
+            pointer = self._cudart.malloc_managed(num_bytes)
+            return self.tensor_at(pointer, num_bytes, self._cudart.free)
+
+    def exported_tensor(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """A flat uint8 tensor of device memory, and the handle by which other processes open it.
+
+        Freed with its last view; contents undefined. Raises MemoryError if there is none.
+        """
+        with self.as_current():
+            pointer = self._cudart.malloc(num_bytes)
+            owned = OwnedBytes(pointer, num_bytes, self._cudart.free)
+            try:
+                return self._as_tensor(owned), self._cudart.ipc_handle(pointer)
+            except BaseException:
+                owned.free()
+                raise
+
+    def opened_tensor(self, handle: bytes, num_bytes: int) -> Tensor:
+        """What another process has exported, a flat uint8 tensor; closed with its last view.
+
+        Raises RuntimeError if it is gone, or belongs to this process.
+        """
+        with self.as_current():
+            pointer = self._cudart.ipc_open(handle)
+            return self.tensor_at(pointer, num_bytes, self._cudart.ipc_close)
+
+    def move_to_device(self, tensor: Tensor) -> None:
+        """Have all pages of a managed tensor on the device, and keep them there."""
+        self._move(tensor, self.device.index)
+
+    def move_to_host(self, tensor: Tensor) -> None:
+        """Have all pages of a managed tensor in host memory; the device's own are free then."""
+        self._move(tensor, HOST)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Page-lock a host tensor. Raises MemoryError or RuntimeError if that is refused."""
+        with self.as_current():
+            self._cudart.host_register(tensor.data_ptr(), tensor.numel())
+
+    def unpin(self, tensor: Tensor) -> None:
+        """Undo `pin`, once no copy from or to the tensor is under way any more."""
+        self.synchronize()
+        self._cudart.host_unregister(tensor.data_ptr())
+
+    def _move(self, tensor: Tensor, place: int) -> None:
+        with self.as_current():
+            self.synchronize()  # any stream may still use the pages
+            self._cudart.prefer(tensor.data_ptr(), tensor.numel(), place)
+            self._cudart.prefetch(tensor.data_ptr(), tensor.numel(), place)
+            self.synchronize()  # only then do the figures of free memory hold
+
+    def _as_tensor(self, owned: OwnedBytes) -> Tensor:
+        tensor = torch.as_tensor(owned, device=self.device)
+        assert tensor.data_ptr() == owned.pointer, "torch has copied the memory"
+        return tensor
+
+    @cached_property
+    def driver(self) -> CudaDriver:
+        """CUDA's virtual memory management. Raises ConfigError without the driver's library."""
+        try:
+            return CudaDriver(ctypes.CDLL("libcuda.so.1"))
+        except OSError as error:
+            raise ConfigError(
+                f"memory_kind='vmm' needs libcuda.so.1 ({error}); use memory_kind='device'"
+            ) from error
+
+    @cached_property
+    def _cudart(self) -> Cudart:
+        return Cudart(_loaded_cudart())
+
+
+class OwnedBytes:
+    """Owner of memory of CUDA: the tensor that torch makes of its interface keeps it alive."""
+
+    def __init__(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
+        """`free`: called with the pointer, with the last view or by `free`."""
+        self.pointer = pointer
+        self.free = weakref.finalize(self, free, self.pointer)
+        self.free.atexit = False  # other views may be in use up to the very end of the process
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "version": 3,
+        }
+
+
+def _loaded_cudart() -> ctypes.CDLL:
+    """The libcudart that torch itself runs on: another one would have its own state."""
+    major = str(torch.version.cuda).partition(".")[0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        name = Path(path).name
+        if name.startswith("libcudart") and f".so.{major}" in name:
+            return ctypes.CDLL(path)
+    raise ConfigError(
+        f"torch has loaded no libcudart of CUDA {major}; use memory_kind='device' and a build of "
+        "torch that links it dynamically"
+    )
+
+
+def require_free(runtime: CudaRuntime, name: str, num_bytes: int) -> None:
+    """Raise ConfigError, with both figures, unless the device has `num_bytes` free for a buffer.
+
+    May empty the cache of torch's own allocator.
+    """
+    if num_bytes > runtime.free_bytes():
+        runtime.empty_cache()
+    free = runtime.free_bytes()
+    if num_bytes > free:
+        raise too_large(name, num_bytes, free)
+
+
+def too_large(name: str, num_bytes: int, free: int) -> ConfigError:
+    """What to raise for a buffer that the device has no room for."""
+    return ConfigError(
+        f"no {num_bytes} bytes to be had for buffer {name!r}: the device has {free} bytes free; "
+        "lower buffer_size_gb, or have other processes give memory back"
+    )

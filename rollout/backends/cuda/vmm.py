@@ -1,0 +1,148 @@
+"""VirtualMemory: device buffers that give their memory back and keep their addresses."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from rollout.backends.cuda.driver import CudaDriver
+from rollout.backends.cuda.runtime import CudaRuntime, require_free, too_large
+from rollout.errors import ConfigError
+
+
+class VirtualMemory:
+    """Implements `MemoryBackend` with CUDA's virtual memory management.
+
+    A buffer's addresses are reserved once, for the life of its tensors. Release unmaps its memory
+    and gives it back; restore maps new memory there, so graphs that were captured stay valid. It
+    is no memory of torch's allocator, whose settings (expandable segments among them) do not
+    matter. What the device refuses is an exception, after which everything is as before.
+    """
+
+    has_stable_addresses = True
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        """Raises ConfigError for a device whose driver cannot do it."""
+        self._runtime = runtime
+        if not runtime.driver.has_virtual_memory(runtime.device.index):
+            raise ConfigError(
+                f"memory_kind='vmm' is not there on {runtime.device}: its driver manages no "
+                "virtual memory; use memory_kind='device' with static_kv_memory_pointers=False"
+            )
+        self._granularity = runtime.driver.granularity(runtime.device.index)
+        self._regions: dict[str, _Region] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def allocate(self, name: str, num_bytes: int) -> Tensor:
+        """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
+        assert name not in self._tensors, f"buffer {name!r} exists"
+        with self._runtime.as_current():
+            region = self._region(name, max(1, num_bytes))
+            try:
+                self._back(name, region)
+            except BaseException:
+                region.free()
+                raise
+            free = partial(_free_unused, self._runtime, region)
+            tensor = self._runtime.tensor_at(region.address, num_bytes, free)
+        self._regions[name], self._tensors[name] = region, tensor
+        return tensor.zero_()
+
+    def release(self, name: str) -> int:
+        """Give the buffer's memory back. Returns its bytes, 0 if it was released already."""
+        region = self._regions[name]
+        if not region.is_backed:
+            return 0
+        self._runtime.synchronize()  # nothing may use the memory while it goes
+        with self._runtime.as_current():
+            region.unback()
+        return self._tensors[name].numel()
+
+    def trim(self) -> None:
+        """Give back what torch's own allocator keeps for later."""
+        self._runtime.empty_cache()
+
+    def restore(self, name: str) -> Tensor:
+        """The same tensor. Raises ConfigError if the memory is not to be had."""
+        with self._runtime.as_current():
+            self._back(name, self._regions[name])
+        return self._tensors[name]
+
+    def _region(self, name: str, num_bytes: int) -> _Region:
+        num_bytes = -(-num_bytes // self._granularity) * self._granularity
+        # Addresses for more than there is may be refused with an error that does not say so.
+        require_free(self._runtime, name, num_bytes)
+        try:
+            return _Region(self._runtime.driver, self._runtime.device.index, num_bytes)
+        except MemoryError as error:
+            raise ConfigError(
+                f"no {num_bytes} bytes of addresses to be had for buffer {name!r} ({error}); use "
+                "memory_kind='device' with static_kv_memory_pointers=False"
+            ) from error
+
+    def _back(self, name: str, region: _Region) -> None:
+        try:
+            region.back()
+        except MemoryError:
+            self._runtime.empty_cache()  # what torch keeps for later may be what is missing
+            try:
+                region.back()
+            except MemoryError as error:
+                free = self._runtime.free_bytes()
+                raise too_large(name, region.num_bytes, free) from error
+
+
+class _Region:
+    """Reserved addresses, and the memory that is mapped there now, if any."""
+
+    def __init__(self, driver: CudaDriver, device: int, num_bytes: int) -> None:
+        self._driver, self._device, self.num_bytes = driver, device, num_bytes
+        self.address = driver.reserve(num_bytes)
+        self._handle: int | None = None
+        self._is_mapped = self._is_usable = False
+
+    @property
+    def is_backed(self) -> bool:
+        """Whether it has memory: all of it, or what a failed call has left."""
+        return self._handle is not None
+
+    def back(self) -> None:
+        """Have memory, mapped and usable. Raises MemoryError, RuntimeError; it then has none."""
+        if self._is_usable:
+            return
+        driver, where = self._driver, (self.address, self.num_bytes)
+        try:
+            if self._handle is None:
+                self._handle = driver.create(self.num_bytes, self._device)
+            if not self._is_mapped:
+                driver.map(*where, self._handle)
+                self._is_mapped = True
+            driver.allow(*where, self._device)
+            self._is_usable = True
+        except BaseException:
+            self.unback()
+            raise
+
+    def unback(self) -> None:
+        """Give the memory back. What an exception leaves, another call of either kind takes up."""
+        self._is_usable = False
+        if self._is_mapped:
+            self._driver.unmap(self.address, self.num_bytes)
+            self._is_mapped = False
+        if self._handle is not None:
+            self._driver.release(self._handle)
+            self._handle = None
+
+    def free(self) -> None:
+        """Give memory and addresses back."""
+        self.unback()
+        self._driver.free_reserved(self.address, self.num_bytes)
+
+
+def _free_unused(runtime: CudaRuntime, region: _Region, _address: int) -> None:
+    try:
+        if region.is_backed:
+            runtime.synchronize()  # a step that nobody waits for may still use it
+    finally:
+        region.free()

@@ -1,1 +1,0 @@
-"""Plain C kernels for CPUs, built at first use, called through ctypes; torch can replace them."""

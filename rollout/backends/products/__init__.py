@@ -1,1 +1,0 @@
-"""Matrix products on a CPU: the ways to compute one, and the choice of the fastest."""

@@ -1,0 +1,172 @@
+"""What suspend, resume, weight updates and stats() report. Times are in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from rollout.control.state import EngineState
+from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts, sum_of_ranks
+
+STALENESS = ("policy_staleness", "kv_staleness")
+LATENCIES = ("first_token_latency", "token_latency", "request_latency")
+HISTOGRAMS = (*STALENESS, *LATENCIES, "finish_reasons")  # fields that are tuples of counts
+# Fields that are the least of the engines' in the stats of a fleet; other numbers are sums.
+LEAST_OF_FLEET = ("max_sequence_length", "block_size_tokens")
+NUM_AGES = 9  # of a histogram of staleness: 0 to 7 versions, and older
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendReport:
+    """What a suspend did.
+
+    mode: the KV mode that was used. bytes_released: reserved memory given back by this call.
+    resident_bytes_released: how much of it had taken memory; on a host, blocks that were never
+    written to take none. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
+    resume. *_by_owner: the same bytes for "kv_cache" and "weights". kept_beside: bytes of neither
+    that stay: captured "graphs", their "inputs", "tables" and buffers of the model, the "rows" of
+    requests. num_requests_requeued: requests that lost their KV by this call.
+    """
+
+    mode: str
+    seconds: float = 0.0
+    bytes_released: int = 0
+    resident_bytes_released: int = 0
+    bytes_kept: int = 0
+    bytes_on_host: int = 0
+    released_by_owner: Mapping[str, int] = field(default_factory=dict)
+    kept_by_owner: Mapping[str, int] = field(default_factory=dict)
+    kept_beside: Mapping[str, int] = field(default_factory=dict)
+    num_requests_requeued: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """What a resume did.
+
+    bytes_restored: device memory that was copied to or made usable again. graphs_recaptured: the
+    captured steps that were lost; later steps capture them again. num_requests_recomputed: the
+    requests that later steps prefill again.
+    """
+
+    mode: str
+    seconds: float = 0.0
+    bytes_restored: int = 0
+    restored_by_owner: Mapping[str, int] = field(default_factory=dict)
+    graphs_recaptured: int = 0
+    num_requests_recomputed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStatus:
+    """Where the memory of an engine is now, for the owners "kv_cache" and "weights".
+
+    resident_bytes: reserved memory by owner, written to or not. bytes_on_host: host copies by
+    owner. kv_mode: the mode under which the KV was last released. released: owners whose memory was
+    released. to_restore: owners that resume restores, also those of a suspend that failed midway.
+    has_weights: False while the weights are discarded or mixed, until a full update is committed.
+    lora_base_bytes: on the host, what adapted weights are without their adapter; suspends keep it.
+    routing_bytes: on the host, the recorded experts of all KV entries; suspends keep it, too.
+    """
+
+    resident_bytes: Mapping[str, int]
+    bytes_on_host: Mapping[str, int]
+    kv_mode: str
+    released: tuple[str, ...]
+    to_restore: tuple[str, ...]
+    has_weights: bool
+    lora_base_bytes: int
+    routing_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChecksums:
+    """Checksums of a page of the weights, 16 hex digits each, by Hugging Face name in sorted order.
+
+    version: the weights' version. num_weights: the number of weights in all pages.
+    """
+
+    checksums: Mapping[str, str]
+    num_weights: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdateReport:
+    """A committed update.
+
+    version: the version served from now on. seconds: the time of staging and commit together.
+    stall_seconds: the time from the end of the last step under the old version to the moment when
+    the first step under the new version can begin; if no request could run, the time of the commit
+    alone. num_bytes: bytes written to the model's weights. checksum: of all weights, 16 hex digits.
+    """
+
+    version: int
+    seconds: float
+    stall_seconds: float
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(SchedulerCounts):
+    """The state of an engine, its requests by phase and its blocks as of now, and totals since its
+    start.
+
+    num_prompt_tokens: of the requests that have ended. policy_staleness, kv_staleness: how many of
+    their generated tokens were 0, 1, ... versions old when the request ended, by the version that
+    sampled them, and by the one that wrote their KV; the last number counts all that were older.
+    finish_reasons, *_latency, num_generated_tokens, num_begun_prompt_tokens: see RequestTotals;
+    *_seconds beside a *_latency is the sum of all. ranks: what each process of the engine uses.
+    """
+
+    state: EngineState
+    weights_version: int
+    max_sequence_length: int  # of a fleet: the least of its engines
+    block_size_tokens: int  # of a fleet: the least of its engines
+    num_graph_captures: int  # 0 where steps run eagerly
+    lora_base_bytes: int  # on the hosts of all ranks: adapted weights without their adapter
+    routing_bytes: int  # on the host: the experts of all KV entries, if they are recorded
+    num_steps: int
+    num_failed_steps: int  # forward passes that raised
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_sampled_tokens: int
+    num_forked_requests: int
+    num_prefix_hit_tokens: int
+    num_finished: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_pauses: int
+    num_evictions: int
+    num_recomputed_requests: int
+    num_suspends: int
+    num_weight_updates: int
+    step_seconds: float
+    suspend_seconds: float
+    resume_seconds: float
+    update_seconds: float
+    suspended_bytes: int
+    resumed_bytes: int
+    policy_staleness: tuple[int, ...]
+    kv_staleness: tuple[int, ...]
+    num_generated_tokens: int
+    num_begun_prompt_tokens: int
+    finish_reasons: tuple[int, ...]
+    first_token_latency: tuple[int, ...]
+    first_token_seconds: float
+    token_latency: tuple[int, ...]
+    token_seconds: float
+    request_latency: tuple[int, ...]
+    request_seconds: float
+    ranks: tuple[RankUse, ...] = field(compare=False)  # time and memory pass whatever is done
+
+    def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
+        """Return the numbers under flat names, as a MetricsWriter takes them: those of `ranks` as
+        sums, and, where there are several, of each by its engine and rank."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: sum_of_ranks(self.ranks, name) for name in RANK_FIELDS}
+        if len(self.ranks) > 1:
+            for rank in self.ranks:
+                values |= {f"rank_{rank.label}/{n}": getattr(rank, n) for n in RANK_FIELDS}
+        return {f"{prefix}{n}": v for n, v in values.items() if isinstance(v, (int, float))}

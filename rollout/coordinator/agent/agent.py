@@ -1,0 +1,437 @@
+"""EngineAgent: does with one engine what the coordinator's messages ask. Messages in, messages out.
+
+It has no socket: its owner calls `handle` for each message, `poll` now and then, and `step` while
+the engine may run, and sends the messages that they return.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from typing import Any
+
+from rollout.control.state import EngineState
+from rollout.coordinator.agent.requests import EngineRequests
+from rollout.coordinator.agent.updates import Fetch, WeightUpdates
+from rollout.coordinator.core.limits import num_ahead
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.messages import (
+    AbortRequest,
+    Ack,
+    AssignRequest,
+    Attempt,
+    Command,
+    Commit,
+    Credit,
+    EngineStatus,
+    Heartbeat,
+    Message,
+    Nack,
+    Prepare,
+    Register,
+    RegisterAck,
+    ReplyAck,
+    Rollback,
+    nack_of,
+)
+from rollout.engine.engine import Engine
+from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
+from rollout.ranges import MAX_SECONDS
+
+_logger = logging.getLogger(__name__)
+_NUM_ANSWERS_KEPT = 256
+_ENTRY_S = 600.0  # to fetch and stage the fleet's weights, at each try to enter it
+_RETRY_S = 0.5  # after an entry that failed
+_MAX_ENTRY_FAILURES = 20  # in sequence
+_IDLE_S = 0.5
+_STAGING_POLL_S = 0.005
+# Commands that move the memory which staging reads, or end the engine.
+_END_STAGING = (Headers.SUSPEND, Headers.RESUME, Headers.STOP, Headers.SHUTDOWN)
+Ordered = Command | Prepare | Commit | Rollback
+# The engine's verb for each command, and the arguments that it takes.
+_VERBS: dict[Headers, tuple[str, tuple[str, ...]]] = {
+    Headers.PAUSE: ("pause", ()),
+    Headers.UNPAUSE: ("unpause", ()),
+    Headers.SUSPEND: ("suspend", ("mode", "release", "discard_weights")),
+    Headers.RESUME: ("resume", ("only",)),
+    Headers.SET_GENERATION_EPOCH: ("set_generation_epoch", ("version",)),
+    Headers.STATS: ("stats", ()),
+    Headers.CHECKSUMS: ("weight_checksums", ("start",)),
+    Headers.STOP: ("shutdown", ()),
+    Headers.SHUTDOWN: ("shutdown", ()),
+}
+
+
+class EngineAgent:
+    """The only caller of its engine, except for the staging of weights."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        engine_id: bytes,
+        block_size_tokens: int,
+        max_requests: int,
+        settings: Mapping[str, str],
+        fetch: Fetch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`settings`: what all engines of the fleet must have alike. `fetch`: as for WeightUpdates.
+        `clock`: returns monotonic seconds, for deadlines."""
+        self._engine, self._engine_id, self._clock = engine, engine_id, clock
+        self._block_size, self._max_requests = block_size_tokens, max_requests
+        self._settings = settings
+        self._requests = EngineRequests(engine)
+        self._updates = WeightUpdates(engine, fetch)
+        self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
+        self._registered_vote: int | None = None  # as the latest registration named it
+        self._entry: RegisterAck | None = None  # until the engine is what it says
+        self._num_entry_failures, self._retry_at = 0, 0.0
+        self._num_steps = self._num_granted = self._session = 0
+        self._last_step_s = 0.0
+        # A commit while there is work, its answer, and when it ended. The first step after it
+        # confirms it.
+        self._committed: tuple[Commit, Ack, float] | None = None
+        self.is_shut_down = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        is_in_fleet = self._entry is None and self._engine.state is EngineState.RUNNING
+        return is_in_fleet and self._engine.has_unfinished_requests()
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether weights are being staged, so that `poll` will have a result."""
+        return self._updates.in_staging is not None
+
+    @property
+    def max_idle_s(self) -> float:
+        """The longest time in seconds between two calls of `poll` while there is no work."""
+        return _STAGING_POLL_S if self.is_staging else _IDLE_S
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine refuses every further call."""
+        return self._engine.is_broken
+
+    @property
+    def suspects(self) -> tuple[Attempt, ...]:
+        """The attempts of the step that raised last, any of which may be the cause."""
+        return self._requests.attempts(self._engine.suspects())
+
+    def registration(self) -> Register:
+        """Return what the coordinator must know of the engine at the beginning of a session.
+
+        Any thread may call it.
+        """
+        self._registered_vote = self._updates.voted_command_id
+        return Register(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            state=self._engine.state.name,
+            weights_version=self._engine.weights_version,
+            weights_checksum=self._updates.checksum,
+            block_size_tokens=self._block_size,
+            max_requests=self._max_requests,
+            running=self._requests.held(),
+            prepared_command_id=self._registered_vote,
+            settings=self._settings,
+        )
+
+    def check_ranks(self) -> None:
+        """Raise LockstepError if a rank of the engine is gone."""
+        self._engine.check_ranks()
+
+    def status(self) -> EngineStatus:
+        """Return the status for a heartbeat. Any thread may call it."""
+        stats = self._engine.stats(of_ranks=False)
+        return EngineStatus(
+            state=stats.state.name,
+            num_steps=self._num_steps,
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running + stats.num_paused,
+            weights_version=stats.weights_version,
+            longest_step_s=min(self._engine.longest_step_s, MAX_SECONDS),
+        )
+
+    def step(self) -> Sequence[Message]:
+        """Run one step of the engine. Returns progress, replies and credit. Raises what it
+        raises."""
+        start = time.perf_counter()
+        records = self._engine.step()
+        confirmations = self._confirm_commit(stepped=True)
+        self._last_step_s = time.perf_counter() - start
+        self._num_steps += 1
+        replies = self._requests.ended(records)
+        return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
+
+    def _credit(self) -> Sequence[Message]:
+        """Grant more requests if there is room for more than was granted before. As many wait here
+        as a step may begin; all others wait in the coordinator, for any engine. Returns nothing
+        before the engine has entered the fleet."""
+        if self._entry is not None:
+            return []
+        ahead, requests = num_ahead(self._max_requests), self._requests
+        room = min(
+            ahead - self._engine.num_waiting,
+            self._max_requests + ahead - requests.num_running,
+        )
+        num_granted = requests.num_received + max(0, room)
+        if num_granted <= self._num_granted:
+            return []
+        self._num_granted = num_granted
+        return [Credit(num_granted=num_granted, session=self._session)]
+
+    # ---- messages
+
+    def handle(self, message: Message) -> Sequence[Message]:
+        """Do what `message` asks. Returns the answers, and credit. Raises ProtocolError for a
+        message that is not for an engine, and the last fault if the engine could not enter the
+        fleet after several tries.
+        """
+        return [*self._handle(message), *self._credit()]
+
+    def _handle(self, message: Message) -> Sequence[Message]:
+        if isinstance(message, AssignRequest):
+            return self._requests.assign(message)
+        if isinstance(message, AbortRequest):
+            return [reply for named in message.attempts for reply in self._requests.abort(named)]
+        if isinstance(message, ReplyAck):
+            for acknowledged in message.attempts:
+                self._requests.forget(acknowledged)
+            return []
+        if isinstance(message, RegisterAck):
+            return self._begin_session(message)
+        if isinstance(message, Ordered):
+            return self._answer(message)
+        raise ProtocolError(f"{type(message).__name__} is no message for an engine")
+
+    def poll(self, *, may_step: bool = True) -> Sequence[Message]:
+        """Return answers that do not come from a step, such as votes. Raises as `handle`."""
+        confirmed = [] if self.has_work and may_step else self._confirm_commit()
+        return [*confirmed, *self._poll(), *self._credit()]
+
+    def _poll(self) -> Sequence[Message]:
+        ended = self._updates.poll(self._clock())
+        if ended is not None:
+            order, error = ended
+            if isinstance(order, Prepare):
+                return [self._vote(order, error)]
+            return self._enter(error)
+        is_due = self._entry is not None and self._clock() >= self._retry_at
+        return self._enter() if is_due and not self.is_staging else []
+
+    def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
+        """Return what to send instead of a message that is too large: the request that it is about
+        ends with `error`. Raises `error` for other messages.
+        """
+        return self._requests.instead_of(message, error)
+
+    def close(self) -> None:
+        """Stop staging, and return when no other thread uses the engine."""
+        self._updates.cancel()
+        self._updates.wait_until_unused()
+
+    # ---- commands
+
+    def _answer(self, message: Ordered) -> Sequence[Message]:
+        """Do a command, once per command id and phase; a repeated one gets its first answer.
+
+        All progress is sent before the answer, so that its receiver knows all earlier tokens.
+        """
+        confirmed = self._confirm_commit()
+        answer = self._answers.get((type(message), message.command_id))
+        if answer is not None:
+            return [*confirmed, *self._requests.progress(), answer]
+        if isinstance(message, Prepare):
+            return [*confirmed, *self._prepare(message)]
+        votes = [*confirmed, *(self._cancel_update() if self._ends_staging(message) else [])]
+        try:
+            answer = Ack(command_id=message.command_id, result=self._do(message))
+        except Exception as error:  # whatever it is, it is the command's answer
+            if not isinstance(error, RolloutError):
+                _logger.exception("command %d failed", message.command_id)
+            answer = nack_of(message.command_id, error)
+        told = [*votes, *self._requests.progress()]
+        if (
+            isinstance(message, Commit)
+            and isinstance(answer, Ack)
+            and self.has_work
+            and self._last_step_s
+        ):
+            self._committed = message, answer, time.perf_counter()
+            return told
+        return [*told, self._keep(message, answer)]
+
+    def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
+        """Confirm the commit that is not confirmed yet, if any. `stepped`: the first step after it
+        has just ended. The reported stall is then the gap between two steps less the length of a
+        step: what a stream notices, such as memory that the new step touches for the first time.
+        """
+        if self._committed is None:
+            return []
+        (commit, answer, ended_at), self._committed = self._committed, None
+        if stepped:
+            more_s = time.perf_counter() - ended_at - self._last_step_s
+            stall_s = answer.result["stall_seconds"] + max(0.0, more_s)
+            result = {**answer.result, "stall_seconds": stall_s}
+            answer = Ack(command_id=commit.command_id, result=result)
+        return [self._keep(commit, answer)]
+
+    def _keep(self, message: Ordered, answer: Ack | Nack) -> Ack | Nack:
+        self._answers[type(message), message.command_id] = answer
+        if len(self._answers) > _NUM_ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        return answer
+
+    def _do(self, message: Command | Commit | Rollback) -> Mapping[str, Any]:
+        if isinstance(message, Command):
+            self.is_shut_down |= message.header is Headers.SHUTDOWN
+            return _run_command(self._engine, message)
+        is_staged = self._updates.voted_command_id == message.command_id
+        if isinstance(message, Rollback):
+            if is_staged:
+                self._updates.drop()
+            return {}
+        if not is_staged:
+            raise WeightUpdateError(
+                f"nothing is prepared for version {message.version}; prepare it again"
+            )
+        return self._updates.commit()
+
+    # ---- weight updates
+
+    def _prepare(self, message: Prepare) -> Sequence[Message]:
+        """Begin staging; `poll` returns the vote."""
+        staging = self._updates.in_staging
+        if isinstance(staging, Prepare) and staging.command_id == message.command_id:
+            return []
+        votes = self._cancel_update()
+        self._updates.drop()
+        try:
+            self._engine.check_update(message.version, message.in_flight)
+        except RolloutError as error:
+            return [*votes, self._vote(message, error)]
+        seconds = math.inf if message.deadline_s is None else message.deadline_s
+        self._updates.begin(message, message.source, self._clock() + seconds)
+        return votes
+
+    def _vote(self, message: Prepare, error: BaseException | None) -> Ack | Nack:
+        if error is not None:
+            return self._keep(message, nack_of(message.command_id, error))
+        result = {"checksum": self._updates.staged_checksum}
+        return self._keep(message, Ack(command_id=message.command_id, result=result))
+
+    def _ends_staging(self, message: Command | Commit | Rollback) -> bool:
+        if isinstance(message, Command):
+            return message.header in _END_STAGING
+        staging = self._updates.in_staging
+        return isinstance(staging, Prepare) and staging.command_id == message.command_id
+
+    def _cancel_update(self) -> list[Message]:
+        """End staging; no thread uses the weights afterwards. Returns the vote no, if one is
+        due."""
+        order = self._updates.cancel()
+        self._updates.wait_until_unused()
+        if not isinstance(order, Prepare):
+            return []
+        error = WeightUpdateError(
+            f"version {order.version} was cancelled before it was staged; the serving weights are "
+            "kept"
+        )
+        return [self._vote(order, error)]
+
+    # ---- entering the fleet
+
+    def _begin_session(self, message: RegisterAck) -> Sequence[Message]:
+        """Drop the attempts that the RegisterAck does not name, and enter the fleet."""
+        self._confirm_commit()  # the registration named the new weights; no answer is needed
+        self._requests.report_interval = max(1, message.report_interval_tokens)
+        self._requests.keep_only(message.keep)
+        self._requests.num_received = self._num_granted = 0
+        self._session = message.session
+        if self._updates.voted_command_id != self._registered_vote:
+            self._updates.drop()  # the registration did not name this vote: nobody decides on it
+        self._entry, staging = message, self._updates.in_staging
+        if isinstance(staging, RegisterAck) and staging.weights == message.weights:
+            return []
+        return [*self._cancel_update(), *self._enter()]
+
+    def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
+        """Enter the fleet, or begin to stage the weights that it serves. `error`: why staging
+        failed.
+
+        The fleet may have replaced the weights that it named, and will name the newer ones; memory
+        may be short for a while. So a failed entry is tried again several times.
+        """
+        entry = self._entry
+        assert entry is not None
+        try:
+            if error is not None:
+                raise error
+            if self._lacks_weights_of(entry):
+                return []
+            self._reach(EngineState[entry.state])
+        except Exception as fault:  # memory may be short, or the publisher gone, for a while
+            self._num_entry_failures += 1
+            if self._num_entry_failures == _MAX_ENTRY_FAILURES:
+                raise
+            is_known = isinstance(fault, WeightUpdateError)
+            _logger.warning("the fleet is not entered yet: %s", fault, exc_info=not is_known)
+            self._retry_at = self._clock() + _RETRY_S
+            return []
+        self._entry, self._num_entry_failures = None, 0
+        # The heartbeat says that it has entered; without it work would wait for the next one.
+        return [*self._requests.unacknowledged(), Heartbeat(sequence=0, status=self.status())]
+
+    def _lacks_weights_of(self, entry: RegisterAck) -> bool:
+        """Commit the weights of the RegisterAck if they are staged, else begin to stage them.
+        Returns whether they are still missing."""
+        engine = self._engine
+        if entry.weights is None or entry.weights_version <= engine.weights_version:
+            return False
+        if self._updates.is_staged_for_entry:
+            self._updates.commit()
+            return False
+        if engine.state is EngineState.RUNNING:
+            engine.pause()
+        elif engine.state is EngineState.SUSPENDED:
+            engine.resume()  # staging needs the memory of the weights
+        self._updates.begin(entry, entry.weights, self._clock() + _ENTRY_S)
+        return True
+
+    def _reach(self, target: EngineState) -> None:
+        engine = self._engine
+        if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
+            engine.resume()
+        if target is EngineState.RUNNING:
+            engine.unpause()
+            return
+        if engine.state is EngineState.RUNNING:
+            engine.pause()
+        if target is EngineState.SUSPENDED and engine.state is EngineState.PAUSED:
+            engine.suspend()
+
+
+def _run_command(engine: Engine, command: Command) -> Mapping[str, Any]:
+    """Run a command. Returns its report as plain values, {} if it has none.
+
+    Raises ProtocolError for an unknown command or argument, and what the engine raises.
+    """
+    verb, known = _VERBS.get(command.header, ("", ()))
+    if not verb:
+        raise ProtocolError(f"{command.header.name} is no command for an engine")
+    if unknown := command.arguments.keys() - known:
+        raise ProtocolError(
+            f"{command.header.name} has no argument {sorted(unknown)[0]!r}; it takes {known}"
+        )
+    report = getattr(engine, verb)(**command.arguments)
+    if not is_dataclass(report) or isinstance(report, type):
+        return {}
+    return {k: v.name if isinstance(v, Enum) else v for k, v in asdict(report).items()}

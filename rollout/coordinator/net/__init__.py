@@ -1,0 +1,1 @@
+"""ZeroMQ sockets of a fleet: links, addresses, and who may connect."""

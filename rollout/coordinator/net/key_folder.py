@@ -1,0 +1,84 @@
+"""The keys of a fleet as a folder: the coordinator's pair, its allow-list, a folder for each peer.
+
+    DIR/coordinator.key_secret, DIR/coordinator.key    stay with the coordinator
+    DIR/allowed/NAME.key                               who may come in; removed, refused
+    DIR/NAME/own.key_secret, own.key, coordinator.key  all that the hosts of the peer NAME need
+
+Whoever holds a peer's folder can come in as that peer: copy it as a password is copied.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.coordinator.net.security import (
+    CurveKeys,
+    CurveServerKeys,
+    client_keys_in,
+    create_key_files,
+    server_keys_in,
+)
+from rollout.errors import ConfigError
+
+ENGINE, CLIENT = "engine", "client"
+_COORDINATOR, _OWN, _ALLOWED = "coordinator", "own", "allowed"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT)) -> None:
+    """Make the folder, for its owner only, with a pair for each of `peers`.
+
+    In a folder that is there the coordinator's pair stays, and the peers are added. Raises
+    ConfigError for a peer that is there already or has no name for a folder, before any is made.
+    """
+    root = Path(folder)
+    for peer in peers:
+        if not _NAME.fullmatch(peer) or peer in (_COORDINATOR, _ALLOWED):
+            raise ConfigError(
+                f"a peer cannot be called {peer!r}: use letters, digits and ._-, and neither "
+                f"{_COORDINATOR!r} nor {_ALLOWED!r}"
+            )
+        if (root / peer).exists() or (root / _ALLOWED / f"{peer}.key").exists():
+            raise ConfigError(f"{peer!r} has keys in {str(root)!r}; remove them or use a new name")
+    try:
+        (root / _ALLOWED).mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+        if not (root / f"{_COORDINATOR}.key").exists():
+            create_key_files(root, _COORDINATOR)
+        for peer in peers:
+            own = root / peer
+            own.mkdir(mode=0o700)
+            create_key_files(own, _OWN)
+            shutil.copy(root / f"{_COORDINATOR}.key", own)
+            # Last, and whole: the coordinator may be reading the folder.
+            unseen = root / _ALLOWED / f".{peer}"
+            shutil.copy(own / f"{_OWN}.key", unseen)
+            os.replace(unseen, root / _ALLOWED / f"{peer}.key")
+    except OSError as fault:
+        raise ConfigError(f"the keys in {str(root)!r} cannot be made: {fault}") from fault
+
+
+def coordinator_keys(folder: str | Path) -> CurveServerKeys:
+    """Of a folder that `create_key_folder` has made. Raises ConfigError."""
+    root = Path(folder).resolve()
+    return server_keys_in(root / f"{_COORDINATOR}.key_secret", (), root / _ALLOWED)
+
+
+def peer_keys(folder: str | Path, peer: str) -> CurveKeys:
+    """Keys of `peer`, in the whole folder, or of whichever peer `folder` alone is.
+
+    Raises ConfigError if there are none, naming the peers that there are.
+    """
+    root = Path(folder)
+    own = root if (root / f"{_OWN}.key_secret").exists() else root / peer
+    if not (own / f"{_OWN}.key_secret").exists():
+        there = sorted(path.parent.name for path in root.glob(f"*/{_OWN}.key_secret"))
+        raise ConfigError(
+            f"{str(root)!r} has no keys of {peer!r}; there are {', '.join(there) or 'none'}. "
+            f"`rollout keys {root} {peer}` makes them where the coordinator's are"
+        )
+    return client_keys_in(own / f"{_OWN}.key_secret", own / f"{_COORDINATOR}.key")

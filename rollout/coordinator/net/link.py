@@ -1,0 +1,456 @@
+"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import zmq
+
+from rollout.coordinator.net.dealer import (
+    CONNECTED,
+    REFUSED,
+    CoordinatorLostError,
+    Dealer,
+    address_of,
+)
+from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
+from rollout.coordinator.net.waker import Waker
+from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, encode
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol.messages import (
+    AbortRequest,
+    Ack,
+    AssignRequest,
+    Attempt,
+    Command,
+    Commit,
+    Connect,
+    ConnectAck,
+    Disconnect,
+    EngineReply,
+    EngineReplyPartial,
+    EngineStatus,
+    Heartbeat,
+    Message,
+    Nack,
+    Prepare,
+    Register,
+    RegisterAck,
+    ReplyAck,
+    Rollback,
+)
+from rollout.errors import ConfigError, ProtocolError, RolloutError
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES
+
+_logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 2**16  # messages of an engine, in each direction
+_FOR_CLIENTS = (EngineReply, EngineReplyPartial, Ack, Nack)
+_FOR_ENGINES = (AssignRequest, AbortRequest, Command, ReplyAck, Prepare, Commit, Rollback)
+
+_MAX_REASON = 1000
+_MIN_HEARTBEAT_S = 0.005
+_REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
+# Seconds that a connection and its handshake may take before both are tried again.
+_ANSWER_S = 2.0
+# A client takes the coordinator's process for dead after refused connections for so many seconds.
+_REFUSED_S = 0.25
+GIVE_UP_S = 30.0
+# How long a closing socket may take to send its last frames.
+_LINGER_MS = 500
+
+
+class LinkClosedError(RolloutError):
+    """A link was used after its end."""
+
+
+class Link:
+    """Connects, shakes hands, reconnects after a lost connection, sends heartbeats, and moves
+    messages between the socket and its owner. Nothing that its owner does or omits ends the
+    session.
+
+    handshake: returns the first message of each session: a client's Connect, an engine's Register.
+    status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
+    thread calls both while the owner's thread may be in a step: they must neither wait for it nor
+    change anything. on_news: the link's thread calls it when there is something to `receive` after
+    there was nothing; it must not block.
+
+    Messages wait while there is no session. After the next handshake the link sends those again
+    that may have been lost with the connection: some arrive twice, none is missing. One thread
+    calls `receive`, `queue`, `flush` and `may_step`; any thread may call `close`. An engine must
+    call `receive` now and then: with a full inbox the link reads nothing, not even answers to
+    heartbeats.
+
+    A lost coordinator ends the link with a CoordinatorLostError. It is lost when it says goodbye,
+    when another one is at its address, or when it was out of reach for `give_up_s` seconds. A
+    client gives up earlier: when the coordinator's process has ended, when it does not know the
+    client any more, or when it was out of reach for as long as the client's lease.
+    """
+
+    def __init__(
+        self,
+        address: int | str,
+        *,
+        handshake: Callable[[], Connect | Register],
+        status: Callable[[], EngineStatus] | None = None,
+        on_news: Callable[[], None] = lambda: None,
+        curve: CurveKeys | None = None,
+        max_queued: int | None = MAX_QUEUED,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        give_up_s: float = GIVE_UP_S,
+    ) -> None:
+        """Connect in the background. Raises ConfigError if `address` is not an address."""
+        self.address = address_of(address)
+        self._handshake, self._status = handshake, status
+        self._is_client = status is None
+        self._curve, self._max_frame_bytes = curve, max_frame_bytes
+        self._max_queued, self._give_up_s = max_queued, give_up_s
+        self._waker = Waker()
+        self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
+        self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
+        self._lease = Lease()
+        self._goodbye: Disconnect | None = None
+        self._arrived: list[Message] = []  # not in the inbox yet
+        self._has_ended = False
+        # ---- the session; `_num_sessions` counts those whose first message is in the inbox
+        self.num_malformed = 0
+        self.refusal: RolloutError | None = None
+        self._possible_fault = ""  # of a handshake that may have failed for its keys
+        self._has_answer = threading.Event()  # a first answer to a handshake, or the end
+        self._num_sessions = self._num_taken = 0
+        self._is_in_session = False
+        self._coordinator_id: bytes | None = None
+        self._lease_s = self._heartbeat_s = math.inf
+        self._next_heartbeat = self._redial_at = self._lost_at = self._give_up_at = math.inf
+        self._heard_at = -math.inf
+        # ---- of the connection
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._greeted_at: float | None = None  # when the handshake over this connection was sent
+        try:
+            self._dealer = self._dial()
+        except (ConfigError, zmq.ZMQError):
+            self._waker.close()
+            self.context.term()
+            raise
+        name = "client-link" if self._is_client else "engine-link"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self.close(f"it failed: {error!r}", is_fault=True)
+        else:
+            self.close()
+
+    # ---- the owner's thread
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket of the latest connection. The link's thread uses it; look, and no more."""
+        return self._dealer.socket
+
+    def wait_registered(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` seconds for the first session. Raises the coordinator's refusal,
+        or CoordinatorLostError if there is no answer. The link goes on trying in either case."""
+        self._has_answer.wait(timeout_s)
+        if self.refusal is not None:
+            raise self.refusal
+        if not self._num_sessions:
+            raise self._inbox.end or CoordinatorLostError(
+                f"no coordinator answers at {self.address} after {timeout_s:g} s; is it running, "
+                f"and is this its address?{self._possible_fault}"
+            )
+
+    def receive(self, timeout_s: float = 0.0) -> list[Message]:
+        """Return the messages that have arrived, after waiting up to `timeout_s` seconds for the
+        first one. A ConnectAck or RegisterAck is always the first of the list.
+
+        Besides those, clients get EngineReply, EngineReplyPartial, Ack and Nack; engines get
+        AssignRequest, AbortRequest, ReplyAck, Command, Prepare, Commit and Rollback; the link
+        handles all others. Raises CoordinatorLostError, LinkClosedError, or another RolloutError if
+        the link failed, once all messages have been returned."""
+        messages = self._inbox.take_all(timeout_s)
+        self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
+        return messages
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `receive` has something to return or raise; if not, `on_news` says when."""
+        return self._inbox.has_news
+
+    def queue(self, message: Message) -> None:
+        """Add a message to those that the next `flush` sends; once the coordinator is lost it is
+        dropped. It may go earlier, when the link's thread wakes for something else.
+
+        Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
+        LinkClosedError after `close`."""
+        self.outbox.put(encode(message, self._max_frame_bytes))
+
+    def flush(self) -> None:
+        """Send the queued messages. Call it once per turn: small messages are sent together, and
+        waking the link's thread takes the interpreter lock from the owner's."""
+        self.outbox.flush()
+
+    def may_step(self) -> bool:
+        """Whether the engine's lease is valid now, also right after the process stood still.
+
+        After a registration it is valid once `receive` has returned the RegisterAck, which says
+        which attempts are void. It is not while half of the queue is full: each step adds messages.
+        """
+        is_current = self._num_taken == self._num_sessions
+        has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
+        return is_current and has_room and time.monotonic() < self._lease.until
+
+    def close(
+        self,
+        reason: str = "the engine stops",
+        *,
+        is_fault: bool = False,
+        suspects: Sequence[Attempt] = (),
+    ) -> None:
+        """Send the queued messages if there is a session, say goodbye, and end the thread. A second
+        call does nothing. `is_fault`: the engine failed, perhaps because of `suspects`, the
+        attempts of its last step."""
+        closed = LinkClosedError(f"the link to {self.address} is closed")
+        self.outbox.close(closed)
+        self._inbox.close(closed)
+        if self._goodbye is None:
+            self._goodbye = Disconnect(
+                reason=reason[:_MAX_REASON], is_fault=is_fault, suspects=tuple(suspects)
+            )
+        self._has_answer.set()
+        self._waker.wake()
+        self._thread.join()
+
+    # ---- the link's own thread
+
+    def _run(self) -> None:
+        try:
+            while self._goodbye is None and not self._has_ended:
+                self._turn()
+            if self._is_in_session and self._goodbye is not None:
+                self.outbox.send_all(self._dealer.send)
+                self._dealer.send(encode(self._goodbye))
+        except Exception as fault:
+            _logger.exception("the link to the coordinator failed")
+            self._end(RolloutError(f"the link to {self.address} failed: {fault!r}"))
+            raise
+        finally:
+            # Here, not in `close`, which several threads may call at once: a context ends once.
+            self._is_in_session = False
+            self._lease.end()
+            self._dealer.close(_LINGER_MS)
+            self._waker.close()
+            self.context.term()
+
+    def _turn(self) -> None:
+        """Wait until there is something to do, and do it."""
+        due_at = min(self._redial_at, self._give_up_at)
+        if self._is_in_session:
+            due_at = min(self._next_heartbeat, self._silent_at)
+        left_s = due_at - time.monotonic()
+        timeout_ms = None if math.isinf(left_s) else max(0, math.ceil(left_s * 1000))
+        has_message, has_event = self._dealer.wait(timeout_ms, for_messages=self._inbox.has_room)
+        if has_message:
+            # One message, which may be a Batch: asking in vain for another costs more than polling.
+            self._receive()
+        for event in self._dealer.events() if has_event else ():
+            if event == CONNECTED:
+                self._greet()
+            elif fault := handshake_fault(event):
+                self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
+            else:
+                self._receive(until_empty=True)  # messages that came before the end
+                self._disconnected(is_refused=event == REFUSED)
+        self._do_due(time.monotonic())
+        if self._is_in_session:
+            self.outbox.send_all(self._dealer.send)
+
+    @property
+    def _silent_at(self) -> float:
+        """When to begin another session if nothing arrives, in monotonic seconds. A client needs no
+        lease, so any message counts: a coordinator may echo heartbeats late."""
+        return self._heard_at + self._lease_s if self._is_client else self._lease.until
+
+    def _do_due(self, now: float) -> None:
+        if self._is_in_session and now >= self._silent_at:
+            self._leave("it was silent for the lease", now)
+        if self._is_in_session:
+            if now >= self._next_heartbeat:
+                self._send_heartbeat(now)
+        elif now >= self._give_up_at:
+            self._lose(f"it was out of reach for {now - self._lost_at:.3g} s")
+        elif now >= self._redial_at:
+            self._dealer.close()
+            self._dealer = self._dial()
+
+    def _send_heartbeat(self, now: float) -> None:
+        self._next_heartbeat = now + self._heartbeat_s
+        sequence = self._lease.heartbeat(now, self.outbox.num_sent)
+        status = None if self._status is None else self._status()
+        self._dealer.send(encode(Heartbeat(sequence=sequence, status=status)))
+
+    # ---- the connection
+
+    def _dial(self) -> Dealer:
+        self._greeted_at, self._redial_at = None, time.monotonic() + _ANSWER_S
+        return Dealer(
+            *(self.context, self.address, self._waker),
+            max_frame_bytes=self._max_frame_bytes,
+            curve=self._curve,
+        )
+
+    def _disconnected(self, *, is_refused: bool) -> None:
+        now = time.monotonic()
+        if self._has_ended:
+            return
+        if self._is_in_session:
+            self._leave("the connection is lost", now)
+            return
+        self._dealer.close()
+        self._redial_at = now + _REDIAL_S
+        if is_refused and self._is_client and now - self._lost_at >= _REFUSED_S:
+            self._lose("its process has ended, connections are refused")
+
+    def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
+        """A handshake failed; the link tries again. `wait_registered` raises at once if only a key
+        can be the cause, else at its end: the coordinator may have died during the handshake."""
+        if not is_certain:
+            self._possible_fault = f" If it is: {fault}"
+        elif self.refusal is None:
+            self.refusal = ConfigError(f"the coordinator at {self.address}: {fault}")
+            _logger.warning("%s", self.refusal)
+            self._has_answer.set()
+
+    def _greet(self) -> None:
+        self._dealer.send(encode(self._handshake(), self._max_frame_bytes))
+        self._greeted_at = time.monotonic()
+        self._redial_at = self._greeted_at + _ANSWER_S
+
+    def _enter(self, ack: ConnectAck | RegisterAck) -> None:
+        """The handshake is answered."""
+        if self._greeted_at is None or self._is_in_session:
+            return  # it answers no handshake of this session
+        if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
+            spoken = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
+            self._refused(ProtocolVersionError(f"the coordinator speaks protocol {spoken}"))
+            return
+        if self._coordinator_id not in (None, ack.coordinator_id):
+            self._lose("another coordinator is at its address, which does not know this peer")
+            return
+        if isinstance(ack, ConnectAck) and self._num_sessions and not ack.is_resumed:
+            self._lose("it does not know this client any more, whose lease ran out")
+            return
+        self._is_in_session, self._coordinator_id, self.refusal = True, ack.coordinator_id, None
+        self._lost_at = self._redial_at = self._give_up_at = math.inf
+        self._lease_s, self._heartbeat_s = ack.lease_s, max(ack.heartbeat_s, _MIN_HEARTBEAT_S)
+        self._next_heartbeat = time.monotonic()
+        # In this order: the engine's thread may step under the lease once it has taken the message.
+        self._num_sessions += 1
+        self._lease.begin(ack.lease_s, self._greeted_at)
+        self._arrived.append(ack)
+        self._hand_over()
+        self._has_answer.set()
+        _logger.info("%s: session %d", self.address, self._num_sessions)
+
+    def _leave(self, why: str, now: float) -> None:
+        """The session is over: begin another one."""
+        _logger.info("coordinator at %s: %s", self.address, why)
+        self._is_in_session = False
+        self._dealer.close()
+        self.outbox.rewind()
+        give_up_s = min(self._give_up_s, self._lease_s) if self._is_client else self._give_up_s
+        self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
+
+    def _refused(self, error: RolloutError) -> None:
+        """The coordinator does not know this peer, or refuses it."""
+        now = time.monotonic()
+        self._lease.end()
+        if self._is_in_session:
+            self._leave(f"it no longer knows this peer ({error})", now)
+            return
+        self.refusal = error
+        self._redial_at = now + _RETRY_S
+        self._has_answer.set()
+        _logger.warning("refused at %s: %s", self.address, error)
+
+    def _lose(self, reason: str) -> None:
+        because = "" if self.refusal is None else f"; it said last: {self.refusal}"
+        error = CoordinatorLostError(
+            f"the coordinator at {self.address} is lost: {reason}{because}"
+        )
+        # Not a warning: most goodbyes answer a shutdown.
+        _logger.info("coordinator at %s: %s%s", self.address, reason, because)
+        self._end(error)
+
+    def _end(self, error: RolloutError) -> None:
+        self._has_ended, self._is_in_session = True, False
+        self._lease.end()
+        self.outbox.lose()
+        self._hand_over()  # messages that came before the end
+        self._inbox.close(error)
+        self._has_answer.set()
+
+    # ---- messages
+
+    def _receive(self, *, until_empty: bool = False) -> None:
+        while self._inbox.has_room:
+            try:
+                frames = self._dealer.receive()
+            except ProtocolError as fault:
+                frames = []
+                self._malformed(fault)
+            if frames is None:
+                return
+            self._heard_at = time.monotonic()
+            for frame in frames:  # a malformed frame does not affect the others
+                try:
+                    self._take(decode(frame, self._max_frame_bytes))
+                except ProtocolError as fault:
+                    self._malformed(fault)
+            self._hand_over()
+            if not until_empty:
+                return
+
+    def _malformed(self, fault: ProtocolError) -> None:
+        self.num_malformed += 1
+        if self.num_malformed == 1:
+            _logger.warning("coordinator %s sent a malformed frame: %s", self.address, fault)
+
+    def _hand_over(self) -> None:
+        """Put the messages that have arrived into the inbox."""
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self._inbox.put(arrived)
+
+    def _take(self, message: Message) -> None:
+        if self._has_ended:
+            return
+        if isinstance(message, Heartbeat):
+            if not self._is_in_session:  # it was heard, and is admitted once a command has ended
+                self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
+            self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
+        elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
+            self._enter(message)
+        elif isinstance(message, Nack) and message.command_id is None:
+            self._refused(message.error.to_error())
+        elif isinstance(message, Disconnect):
+            self._lose(f"it has gone: {message.reason or 'no reason given'}")
+        elif isinstance(message, _FOR_CLIENTS if self._is_client else _FOR_ENGINES):
+            self._arrived.append(message)
+        else:
+            raise ProtocolError(f"{type(message).__name__} is no message for this peer")

@@ -1,0 +1,223 @@
+"""Who may come in: sockets that only this user can reach, and CURVE keys that are known by name.
+
+docs/architecture.md says which is for whom.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from rollout.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "rollout-"
+_SOCKET = "socket"
+_KEY_LINE = re.compile(r'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
+# A socket's monitor reports these of a handshake that failed.
+KEY_IS_UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+HANDSHAKE_FAULTS = (
+    KEY_IS_UNKNOWN | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+# ---- CURVE keys, all in Z85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveServerKeys:
+    """A coordinator's two keys, and the public ones of all clients and engines that may come in.
+
+    An AsyncLLM adds those of its own client and engines. allow_list: a folder whose files *.key
+    have further ones. It is read whenever somebody dials, so a file that is added or removed
+    counts from then on; who is connected stays.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    clients: frozenset[bytes] = frozenset()
+    allow_list: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        object.__setattr__(self, "clients", frozenset(self.clients))
+        for key in (self.public, self.secret, *self.clients):
+            _require_key(key)
+
+    @classmethod
+    def made(cls) -> CurveServerKeys:
+        """New keys, which nobody knows."""
+        public, secret = zmq.curve_keypair()
+        return cls(public=public, secret=secret, clients=frozenset())
+
+    def with_client(self) -> tuple[CurveServerKeys, CurveKeys]:
+        """These keys with one client more, and the keys of that client, which are made here."""
+        public, secret = zmq.curve_keypair()
+        own = CurveKeys(server_public=self.public, public=public, secret=secret)
+        return replace(self, clients=self.clients | {public}), own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """The coordinator's public key, and the two of the client or engine itself."""
+
+    server_public: bytes
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for key in (self.server_public, self.public, self.secret):
+            _require_key(key)
+
+
+def _require_key(key: bytes) -> None:
+    try:
+        is_key = len(z85.decode(key)) == 32
+    except (ValueError, KeyError, TypeError):
+        is_key = False
+    if not is_key:
+        raise ConfigError(
+            "a CURVE key is 40 bytes of Z85, as zmq.curve_keypair() makes them; one of those given "
+            "is not"
+        )
+
+
+def create_key_files(folder: str | Path, name: str) -> None:
+    """Make two keys: `name.key` has the public one, `name.key_secret`, for this user only, both.
+
+    The format is that of zmq.auth. Raises ConfigError if they cannot be written, or exist.
+    """
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    text = f'metadata\ncurve\n    public-key = "{public}"\n'
+    files = (
+        (f"{name}.key", text, 0o644),
+        (
+            f"{name}.key_secret",
+            f'{text}    secret-key = "{secret}"\n',
+            0o600,
+        ),
+    )
+    try:
+        for file_name, content, mode in files:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(Path(folder, file_name), flags, mode), "w") as file:
+                file.write(content)
+    except OSError as fault:
+        raise ConfigError(f"the keys of {name!r} cannot be written: {fault}") from fault
+
+
+def public_key_in(path: str | Path) -> bytes:
+    """Of a file that `create_key_files` or zmq.auth has made. Raises ConfigError."""
+    return _keys_in(path, is_secret=False)["public"]
+
+
+def server_keys_in(
+    path: str | Path, clients: Iterable[str | Path], allow_list: Path | None = None
+) -> CurveServerKeys:
+    """`path`: the coordinator's secret file. `clients`: public files. Raises ConfigError."""
+    keys = _keys_in(path, is_secret=True)
+    return CurveServerKeys(
+        public=keys["public"],
+        secret=keys["secret"],
+        clients=frozenset(public_key_in(client) for client in clients),
+        allow_list=allow_list,
+    )
+
+
+def client_keys_in(path: str | Path, server: str | Path) -> CurveKeys:
+    """`path`: the secret file of a client or engine. `server`: the coordinator's public one.
+
+    Raises ConfigError.
+    """
+    return CurveKeys(server_public=public_key_in(server), **_keys_in(path, is_secret=True))
+
+
+def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
+    try:
+        with open(path) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            found = {kind: key.encode() for kind, key in _KEY_LINE.findall(file.read())}
+    except (OSError, ValueError) as fault:
+        raise ConfigError(f"the key file {str(path)!r} cannot be read: {fault}") from fault
+    if is_secret and mode & 0o077:
+        raise ConfigError(
+            f"others than its owner may use the key file {str(path)!r} (mode "
+            f"{mode & 0o777:04o}): chmod 600 it, and make new keys if it was read"
+        )
+    wanted = ("public", "secret") if is_secret else ("public",)
+    for kind in wanted:
+        if kind not in found:
+            raise ConfigError(f"the key file {str(path)!r} has no {kind}-key")
+    return {kind: found[kind] for kind in wanted}
+
+
+def handshake_fault(event: int) -> str | None:
+    """What one of HANDSHAKE_FAULTS says to the peer that dialled; None for another event."""
+    if event == KEY_IS_UNKNOWN:
+        return "it does not know the key of this peer: its allow-list must have it"
+    if event & HANDSHAKE_FAULTS:
+        return "its CURVE keys are not those given here, or one side has none"
+    return None
+
+
+# ---- addresses
+
+
+def private_address() -> str:
+    """An ipc:// address in a new directory that only this user can enter.
+
+    In XDG_RUNTIME_DIR if there is one, else where temporary files are. Raises ConfigError.
+    """
+    tried = []
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if not parent:
+            continue
+        try:
+            directory = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # of mode 0700
+        except OSError as fault:
+            tried.append(str(fault))
+            continue
+        path = os.path.join(directory, _SOCKET)
+        if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN:
+            return f"ipc://{path}"
+        os.rmdir(directory)
+        tried.append(f"{path!r} has more than {zmq.IPC_PATH_MAX_LEN} bytes")
+    raise ConfigError(
+        f"no place for the fleet's socket: {'; '.join(tried)}. Set TMPDIR to a short path that can "
+        "be written to"
+    )
+
+
+def remove_private_address(address: str) -> None:
+    """Remove the directory of a `private_address`, if it is one and there. Twice is fine."""
+    folder, name = os.path.split(address.removeprefix("ipc://"))
+    if name == _SOCKET and os.path.basename(folder).startswith(_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:
+    """Raise ConfigError for an IP address that other machines can reach, unless asked for."""
+    if has_keys:
+        return
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if is_loopback:
+        logger.info("any process of this machine can join the coordinator at %s", address)
+    elif insecure:
+        logger.warning("the coordinator at %s takes orders from whoever can reach it", address)
+    else:
+        raise ConfigError(
+            f"host={host!r} can be reached by other machines: give curve keys, or insecure=True "
+            "where the network is trusted"
+        )

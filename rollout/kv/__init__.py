@@ -1,1 +1,0 @@
-"""Where the KV bytes are: their arithmetic, and the tensors that hold them."""

@@ -1,0 +1,1 @@
+"""Checkpoints: reading, writing and loading Hugging Face model directories."""

@@ -1,0 +1,168 @@
+"""A CausalLM from a directory, a transformers model, a spec or another CausalLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from rollout.errors import ModelError
+from rollout.layers.shard import Shard
+from rollout.models.causal_lm import CausalLM
+from rollout.models.checkpoints.dequantized import Dequantized
+from rollout.models.checkpoints.reader import Checkpoint, read_config, write_directory
+from rollout.models.plain_tensors import is_sharded, named_weights
+from rollout.models.quantization import quant_method_of
+from rollout.models.spec import ModelSpec, parse_dtype, union_of_ids
+from rollout.models.weights import NamedTensors, copy_weights
+
+Fill: TypeAlias = Callable[[], None]
+
+
+def build_model(
+    source: str | Path | nn.Module | ModelSpec,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> CausalLM:
+    """Return a model ready for `prepare`. `source` is not changed, and only a CausalLM is kept.
+
+    A Hugging Face directory is loaded; a transformers model is copied; a spec gets random weights
+    from `seed`; a CausalLM that already has the dtype and device comes back itself, else a copy.
+    `dtype` "auto" is the config's for directories and specs (that of the embeddings, where a
+    directory's config has none), the parameters' for modules. Sharded parameters are gathered in
+    the order of their names, which is a collective of all ranks.
+    Raises ModelError for a source that is none of these or does not fit its own config.
+    """
+    model, fill = open_model(source, dtype=dtype, device=device, seed=seed)
+    if fill is not None:
+        fill()
+    return model
+
+
+def open_model(
+    source: str | Path | nn.Module | ModelSpec,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    rank: int = 0,
+    size: int = 1,
+) -> tuple[CausalLM, Fill | None]:
+    """Return a model whose weights are undefined, and the call that writes them.
+
+    The arguments are those of `build_model`, which makes that call; of `size` ranks that share the
+    model, this is `rank`, and the call writes its parts of the same weights. The parameters may be
+    moved before it; on a CPU this takes no memory, since pages that nobody has written are not
+    resident. The call is None for a CausalLM that comes back itself, with its values. Raises
+    ModelError, as the call does.
+    """
+    device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
+    if isinstance(source, ModelSpec):
+        model = CausalLM(_with_dtype(source, dtype).local(rank, size), device)
+        return model, partial(model.randomize, seed)
+    if isinstance(source, CausalLM) and _is_as_wanted(source, dtype, device, Shard(rank, size)):
+        return source, None
+    spec, tensors, origin = _contents_of(source, dtype)
+    model = CausalLM(spec.local(rank, size), device)
+    return model, lambda: copy_weights(model.weight_table(), tensors, origin)
+
+
+def spec_of(
+    source: str | Path | nn.Module | ModelSpec, dtype: torch.dtype | str = "auto"
+) -> ModelSpec:
+    """Return the spec of the whole model that `open_model` would make. Raises ModelError."""
+    if isinstance(source, ModelSpec):
+        return _with_dtype(source, dtype)
+    return _contents_of(source, dtype)[0]
+
+
+def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+    """Return the spec, all weights, and how errors call the source."""
+    if isinstance(source, str | Path):
+        return _of_directory(Path(source), dtype)
+    if isinstance(source, CausalLM):
+        spec = _with_dtype(_own_spec(source), dtype)
+        return spec, source.read_weights(), "the given CausalLM"
+    if _is_transformers_model(source):
+        return _of_transformers(source, dtype)
+    raise ModelError(
+        f"cannot build a model from {type(source).__name__}; give a Hugging Face directory, "
+        "a transformers model, a rollout.models.CausalLM or a ModelSpec"
+    )
+
+
+def without_shards(source: Any, dtype: torch.dtype | str) -> Any:
+    """Return `source`, or a CausalLM with whole parameters if those of `source` are sharded.
+
+    An engine in another process could not gather them. Gathering is a collective of all ranks.
+    Raises ModelError.
+    """
+    if isinstance(source, nn.Module) and any(map(is_sharded, source.parameters())):
+        return build_model(source, dtype=dtype)
+    return source
+
+
+def save_hf_directory(model: CausalLM, path: str | Path) -> None:
+    """Write config.json and model.safetensors, which transformers and `build_model` load.
+
+    Tied weights are written once. Raises ModelError if the spec has no Hugging Face config.
+    """
+    weights = {name: values.contiguous() for name, values in model.read_weights().items()}
+    if model.spec.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    write_directory(Path(path), model.spec.to_hf_config(), weights)
+
+
+def _of_directory(directory: Path, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory; models are not downloaded here")
+    config = read_config(directory)
+    if dtype != "auto":
+        config["dtype"] = dtype
+    spec, method = ModelSpec.from_hf_config(config), quant_method_of(config)
+    checkpoint = Checkpoint.open(directory)
+    tensors = Dequantized(checkpoint, method, spec.dtype) if method else checkpoint
+    return spec, tensors, str(directory)
+
+
+def _own_spec(model: CausalLM) -> ModelSpec:
+    """The spec of a model whose parameters may have been cast."""
+    return replace(model.spec, dtype=model.model.embed_tokens.weight.dtype)
+
+
+def _is_as_wanted(
+    model: CausalLM, dtype: torch.dtype | str, device: torch.device, shard: Shard
+) -> bool:
+    weight = model.model.embed_tokens.weight
+    has_dtype = dtype == "auto" or parse_dtype(dtype) == weight.dtype
+    return has_dtype and device == weight.device and shard == model.spec.shard
+
+
+def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+    weights = dict(sorted(named_weights(model).items()))
+    config = dict(model.config.to_dict())
+    first_dtype = next((parameter.dtype for parameter in model.parameters()), None)
+    config["dtype"] = first_dtype if dtype == "auto" else dtype
+    generation_config = getattr(model, "generation_config", None)
+    config["eos_token_id"] = union_of_ids(
+        config.get("eos_token_id"), getattr(generation_config, "eos_token_id", None)
+    )
+    return ModelSpec.from_hf_config(config), weights, f"the given {type(model).__name__}"
+
+
+def _is_transformers_model(source: object) -> bool:
+    """Whether `source` looks like one. transformers is optional and slow, so it is not imported."""
+    config = getattr(source, "config", None)
+    has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
+    return has_config and hasattr(source, "named_parameters")
+
+
+def _with_dtype(spec: ModelSpec, dtype: torch.dtype | str) -> ModelSpec:
+    return spec if dtype == "auto" else replace(spec, dtype=parse_dtype(dtype))

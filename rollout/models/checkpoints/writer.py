@@ -1,0 +1,171 @@
+"""CheckpointWriter: tensors as they come into safetensors files, and an index of the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightUpdateError
+from rollout.models.checkpoints.reader import INDEX_FILE
+
+# Of a file: its tensors are known last, but stand first, at a multiple of what vectors need.
+_HEADER_BYTES = (1 << 16) - 8
+_EMPTY_HEADER_BYTES = 64
+_MAX_FILE_BYTES = 4 << 30
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+class CheckpointFile(Protocol):
+    """A file that is being written, and holds nothing yet."""
+
+    @property
+    def name(self) -> str: ...
+
+    def write_at(self, start: int, bytes_N: memoryview) -> None:
+        """Raises OSError."""
+        ...
+
+    def room(self, start: int, num_bytes: int) -> Tensor:
+        """Memory to write these bytes to, uint8 [num_bytes]. Raises OSError."""
+        ...
+
+    def end(self, num_bytes: int) -> None:
+        """It has this size, and nothing more is written. Raises OSError."""
+        ...
+
+
+class PlainFile:
+    """A CheckpointFile of any file system, without `room`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._file, self.name = FileIO(path, "w"), path.name
+
+    def write_at(self, start: int, bytes_N: memoryview) -> None:
+        self._file.seek(start)
+        while bytes_N:
+            bytes_N = bytes_N[self._file.write(bytes_N) or 0 :]  # at most 2 GiB at once
+
+    def room(self, start: int, num_bytes: int) -> Tensor:
+        raise NotImplementedError("it is written by write_at")
+
+    def end(self, num_bytes: int) -> None:
+        self._file.close()
+
+
+class CheckpointWriter:
+    """Writes safetensors files as tensors come, so that none has to be held. A context manager.
+
+    In each file the header has a fixed size and is written last. A new file begins where the header
+    is full, and where the next tensor would not lie at a multiple of its item's size.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_file_bytes: int = _MAX_FILE_BYTES,
+        open_file: Callable[[Path], CheckpointFile] = PlainFile,
+    ) -> None:
+        self._directory, self._max_file_bytes = directory, max_file_bytes
+        self._open_file = open_file
+        self._file: CheckpointFile | None = None
+        self._header: dict[str, Any] = {}
+        self._num_bytes = self._total_bytes = self._num_files = 0
+        self._header_bytes = _EMPTY_HEADER_BYTES
+        self._file_names: dict[str, str] = {}  # by tensor
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end_file(is_whole=exception[0] is None)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Append a contiguous tensor of the host. Raises OSError, and WeightUpdateError for a dtype
+        that safetensors lacks.
+        """
+        file, start = self._begin(name, values)
+        bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
+        file.write_at(start, memoryview(bytes_N))
+
+    def room_for(self, name: str, values: Tensor) -> Tensor:
+        """Memory to which a tensor like `values` is to be written, of its shape and dtype. Raises
+        as `write` does.
+        """
+        file, start = self._begin(name, values)
+        return file.room(start, values.nbytes).view(values.dtype).view(values.shape)
+
+    def _begin(self, name: str, values: Tensor) -> tuple[CheckpointFile, int]:
+        """The file of the next tensor, and where in it that begins."""
+        dtype = DTYPES.get(values.dtype)
+        if dtype is None:
+            raise WeightUpdateError(f"{name!r} is {values.dtype}, which no safetensors file holds")
+        entry_bytes = len(json.dumps(name)) + 24 * values.dim() + 128
+        file = self._file_for(values, entry_bytes)
+        start, end = self._num_bytes, self._num_bytes + values.nbytes
+        self._header[name] = {
+            "dtype": dtype,
+            "shape": list(values.shape),
+            "data_offsets": [start, end],
+        }
+        self._num_bytes, self._header_bytes = end, self._header_bytes + entry_bytes
+        self._total_bytes += values.nbytes
+        return file, 8 + _HEADER_BYTES + start
+
+    def write_index(self, metadata: Mapping[str, str]) -> None:
+        """Make the checkpoint valid, at once as a whole. Raises OSError."""
+        index = {
+            "metadata": {"total_size": self._total_bytes, **metadata},
+            "weight_map": self._file_names,
+        }
+        part = self._directory / f"{INDEX_FILE}.part"
+        part.write_text(json.dumps(index), encoding="utf-8")
+        os.replace(part, self._directory / INDEX_FILE)
+
+    def _file_for(self, values: Tensor, entry_bytes: int) -> CheckpointFile:
+        is_full = self._num_bytes + values.nbytes > self._max_file_bytes and self._num_bytes > 0
+        if (
+            self._file is None
+            or is_full
+            or self._header_bytes + entry_bytes > _HEADER_BYTES
+            or self._num_bytes % values.dtype.itemsize
+        ):
+            self._end_file(is_whole=True)
+            self._num_files += 1
+            path = self._directory / f"model-{self._num_files:05d}.safetensors"
+            self._file = self._open_file(path)
+        return self._file
+
+    def _end_file(self, *, is_whole: bool) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if is_whole:
+            # transformers refuses a file that does not say for which framework it is.
+            of_file = {"__metadata__": {"format": "pt"}, **self._header}
+            header = json.dumps(of_file, separators=(",", ":")).encode()
+            size = _HEADER_BYTES.to_bytes(8, "little")
+            file.write_at(0, memoryview(size + header.ljust(_HEADER_BYTES)))
+        file.end(8 + _HEADER_BYTES + self._num_bytes)
+        self._file_names |= dict.fromkeys(self._header, file.name)
+        self._header, self._header_bytes, self._num_bytes = {}, _EMPTY_HEADER_BYTES, 0

@@ -1,1 +1,0 @@
-"""From a StepPlan to a StepOutput, and from named tensors to new weights."""

@@ -1,0 +1,1 @@
+"""SGLang's routes for trainers, and its /generate."""

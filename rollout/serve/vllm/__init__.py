@@ -1,0 +1,1 @@
+"""vLLM's routes for trainers: pause, sleep and weight transfer."""

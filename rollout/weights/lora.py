@@ -1,0 +1,252 @@
+"""LoraAdapter: the low-rank change of some linear layers, under PEFT's names.
+
+Shape letters: R rank, N out features, K in features of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollout.errors import WeightUpdateError
+from rollout.models.checkpoints.reader import read_json, read_tensors, tensor_names
+from rollout.models.plain_tensors import named_weights, plain_name, refusal
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# "default" or whatever an adapter is called stands in the names of a live model, not of a file.
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight"
+)
+_REMEDY = "merge the adapter in the trainer and push all weights"
+# Settings of PEFT that change more than the product of A and B, with the values that do not.
+_OFF = (None, False)
+_NONE_NAMED: tuple[Any, ...] = (None, [], ())
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora"), _OFF),
+    **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication"), _NONE_NAMED),
+    "trainable_token_indices": (*_NONE_NAMED, {}),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "monteclora_config"), (None,)),
+    "kasa_config": (None,),
+    "ensure_weight_tying": _OFF,
+    "bias": (None, "none"),
+}
+# Settings that `_from_config` reads, and settings of the training alone.
+READ_KEYS = frozenset(
+    (
+        *("peft_type", "init_lora_weights", "r", "lora_alpha", "use_rslora"),
+        *("rank_pattern", "alpha_pattern"),
+    )
+)
+TRAINING_KEYS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "target_modules", "exclude_modules", "lora_dropout", "runtime_config"),
+        *("layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+        "qalora_group_size",  # read with use_qalora alone
+    )
+)
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # these leave the base alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraPair:
+    """One adapted layer: its weight becomes base + scale * (B @ A)."""
+
+    names: tuple[str, str]  # of A and B
+    a_RK: Tensor
+    b_NR: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """What `update_weights` adds to the weights of some linear layers: alpha / rank * (B @ A).
+
+    `tensors`: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
+    "base_model.model." and the adapter's name. With `use_rslora` the scale is alpha / sqrt(rank).
+    `ranks` and `alphas` have those of single layers, by module name, where they differ. `base`: all
+    weights, by name, that the adapter belongs to; None: those that the engine serves, without its
+    last adapter. Raises WeightUpdateError for a rank or an alpha that is no number.
+    """
+
+    tensors: Mapping[str, Tensor]
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    base: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for rank in (self.rank, *self.ranks.values()):
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+                raise WeightUpdateError(f"rank={rank!r} of an adapter must be a positive integer")
+        for alpha in (self.alpha, *self.alphas.values()):
+            if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+                raise WeightUpdateError(f"alpha={alpha!r} of an adapter must be a number")
+            if not math.isfinite(alpha):
+                raise WeightUpdateError(f"alpha={alpha!r} of an adapter must be finite")
+
+    @classmethod
+    def from_peft(
+        cls,
+        model: Any,
+        adapter_name: str | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> LoraAdapter:
+        """Take the live tensors of an adapter of a PEFT model; None means its active one.
+
+        They are read when the adapter is pushed, so none may change before that returns. `weights`
+        has them by name where the model's own parameters are parts only. Raises WeightUpdateError
+        naming what B @ A does not express, such as DoRA or trained biases.
+        """
+        configs = getattr(model, "peft_config", None)
+        if not isinstance(configs, Mapping):
+            raise WeightUpdateError(
+                f"{type(model).__name__} has no peft_config; is it a PEFT model?"
+            )
+        name = _active_adapter(model, configs) if adapter_name is None else adapter_name
+        if name not in configs:
+            raise WeightUpdateError(f"there is no adapter {name!r}, only {', '.join(configs)}")
+        weights = named_weights(model) if weights is None else weights
+        adapter = _from_config(
+            configs[name].to_dict(),
+            {
+                key: tensor.detach()
+                for key, tensor in weights.items()
+                if f".{name}." in f"{key.partition('.lora_')[2]}."
+            },
+        )
+        pairs = adapter.pairs()
+        for path, module in model.named_modules():
+            scales = getattr(module, "scaling", None)
+            pair = pairs.get(plain_name(path).removeprefix("base_model.model."))
+            if pair and isinstance(scales, Mapping) and scales.get(name) != pair.scale:
+                raise WeightUpdateError(
+                    f"{path!r} scales its adapter by {scales.get(name)}, but its config gives "
+                    f"{pair.scale}; undo set_scale, or {_REMEDY}"
+                )
+        return adapter
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> LoraAdapter:
+        """Read what PEFT's `save_pretrained` has written. Raises ModelError for files that are
+        missing or broken, WeightUpdateError naming what B @ A does not express.
+        """
+        weights = Path(directory) / WEIGHTS_FILE
+        config = read_json(Path(directory) / CONFIG_FILE)
+        return _from_config(config, dict(read_tensors(weights, tensor_names(weights))))
+
+    def pairs(self) -> dict[str, LoraPair]:
+        """Return A, B and scale of each adapted module by its name.
+
+        Raises WeightUpdateError naming a tensor that is no half of a pair, that lacks its other
+        half, or that does not have the rank.
+        """
+        halves: dict[str, dict[str, str]] = {}
+        for name in self.tensors:
+            match = _NAME.fullmatch(name)
+            if match is None:
+                raise WeightUpdateError(
+                    f"{name!r} is no lora_A or lora_B weight of a linear layer; DoRA, embeddings, "
+                    f"biases and modules_to_save are not supported: {_REMEDY}"
+                )
+            other = halves.setdefault(match["module"], {}).setdefault(match["half"], name)
+            if other != name:
+                raise WeightUpdateError(f"{name!r} and {other!r} are the same; push one adapter")
+        if not halves:
+            raise WeightUpdateError("the adapter has no tensors; name an adapter that was trained")
+        for module in {*self.ranks, *self.alphas} - halves.keys():
+            raise WeightUpdateError(f"the adapter has a rank or an alpha, but no A of {module!r}")
+        return {module: self._pair(module, names) for module, names in halves.items()}
+
+    def _pair(self, module: str, names: Mapping[str, str]) -> LoraPair:
+        for half, other in (("A", "B"), ("B", "A")):
+            if half not in names:
+                raise WeightUpdateError(
+                    f"the adapter has {names[other]!r}, but not its lora_{half}"
+                )
+        rank = self.ranks.get(module, self.rank)
+        pair = LoraPair(
+            names=(names["A"], names["B"]),
+            a_RK=self.tensors[names["A"]],
+            b_NR=self.tensors[names["B"]],
+            scale=_scale(self.alphas.get(module, self.alpha), rank, self.use_rslora),
+        )
+        for name, dim in ((names["A"], 0), (names["B"], 1)):
+            tensor = self.tensors[name]
+            if reason := refusal(tensor):
+                raise WeightUpdateError(f"{name!r} {reason}")
+            if not tensor.is_floating_point():
+                raise WeightUpdateError(f"{name!r} has dtype {tensor.dtype}; send a floating one")
+            if tensor.dim() != 2 or tensor.shape[dim] != rank:
+                form = "[rank, in features]" if dim == 0 else "[out features, rank]"
+                raise WeightUpdateError(
+                    f"{name!r} has shape {list(tensor.shape)}, but {form} with rank {rank} is "
+                    "expected"
+                )
+        return pair
+
+
+def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
+    """Source: LoRA (Hu et al. 2021), section 4.1; rsLoRA (Kalajdzievski 2023)."""
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
+
+
+def _active_adapter(model: Any, configs: Mapping[str, Any]) -> str:
+    active = getattr(model, "active_adapters", [*configs])
+    names = list(active() if callable(active) else active)
+    if len(names) != 1:
+        raise WeightUpdateError(
+            f"the model has {len(names)} active adapters ({', '.join(names)}); name one of "
+            f"{', '.join(configs)}"
+        )
+    return str(names[0])
+
+
+def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoraAdapter:
+    """Raises WeightUpdateError for settings that are more than a low-rank change."""
+    kind = config.get("peft_type")
+    if getattr(kind, "value", kind) != "LORA":
+        raise WeightUpdateError(f"peft_type={kind!r} is not supported, only LORA is: {_REMEDY}")
+    for key, value in config.items():
+        if key in READ_KEYS or key in TRAINING_KEYS:
+            continue
+        if not any(
+            type(value) is type(each) and value == each for each in NEUTRAL_VALUES.get(key, _OFF)
+        ):
+            raise WeightUpdateError(f"{key}={value!r} is not supported: {_REMEDY}")
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        raise WeightUpdateError(
+            f"init_lora_weights={config['init_lora_weights']!r} changes the base weights: push all "
+            "of them once, and then LoraAdapter(tensors=..., rank=..., alpha=...)"
+        )
+    modules = [match["module"] for name in tensors if (match := _NAME.fullmatch(name))]
+    return LoraAdapter(
+        tensors=tensors,
+        rank=config.get("r"),  # type: ignore[arg-type]
+        alpha=config.get("lora_alpha"),  # type: ignore[arg-type]
+        use_rslora=bool(config.get("use_rslora")),
+        ranks=_by_module(config.get("rank_pattern") or {}, modules),
+        alphas=_by_module(config.get("alpha_pattern") or {}, modules),
+    )
+
+
+def _by_module(patterns: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
+    """The first pattern that matches the end of a module's name, from a dot on, counts."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        for pattern, value in patterns.items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                found[module] = value
+                break
+    return found

@@ -1,0 +1,161 @@
+"""An adapter becomes plain weights: base + scale * (B @ A), in float32, cast once.
+
+Shape letters: R rank, N out features, K in features of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollout.errors import WeightUpdateError
+from rollout.layers.shard import Cut
+from rollout.layers.weight_slot import WeightSlot
+from rollout.models.causal_lm import CausalLM
+from rollout.models.plain_tensors import full_tensor
+from rollout.models.weights import WeightTable
+from rollout.weights.fingerprints import kept_pieces
+from rollout.weights.lora import LoraPair
+from rollout.weights.update import Holder
+
+_SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedWeights:
+    """What a rank keeps of the weights of a model that an adapter changes; empty without one.
+
+    `bases`: what the adapted ones are without it, on the host. `follows_served`: the adapter is on
+    weights that are served; those that lack here stay as they are.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    bases: Mapping[str, Tensor] = field(default_factory=dict)
+    follows_served: bool = False
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors on the host; gathering is a collective, in the order of names."""
+    whole = {name: full_tensor(tensors[name]) for name in sorted(tensors)}
+    return {name: tensor.detach().cpu() for name, tensor in whole.items()}
+
+
+def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
+    """Raise WeightUpdateError naming an adapted module that is no linear layer of `model`, whose
+    weight is also another layer's, or to which A and B do not fit.
+    """
+    slots, linear = model.weight_slots(), model.linear_modules()
+    num_users = Counter(slot.address for slot in slots.values())
+    for module, pair in pairs.items():
+        name = f"{module}.weight"
+        if module not in linear or name not in slots:
+            kind = "expert weights" if ".experts" in module else "no linear layer of this model"
+            raise WeightUpdateError(
+                f"{pair.names[0]!r} adapts {module!r}, which is {kind}; leave it out of "
+                "target_modules, or merge the adapter in the trainer and push all weights"
+            )
+        if num_users[slots[name].address] > 1:
+            raise WeightUpdateError(
+                f"{pair.names[0]!r} adapts {name!r}, which is tied: the other layer would change, "
+                "too; leave it out of target_modules, or set tie_word_embeddings to false"
+            )
+        _check_fit(pair, slots[name])
+
+
+def _check_fit(pair: LoraPair, slot: WeightSlot) -> None:
+    num_outputs, num_inputs = slot.shape
+    for name, given, size, what in (
+        (pair.names[0], pair.a_RK.shape[1], num_inputs, "in"),
+        (pair.names[1], pair.b_NR.shape[0], num_outputs, "out"),
+    ):
+        if given != size:
+            raise WeightUpdateError(
+                f"{name!r} has {given} {what} features, but the model's layer has {size}"
+            )
+
+
+def adapt_served(
+    pairs: Mapping[str, LoraPair],
+    slots: Mapping[str, WeightSlot],
+    bases: Mapping[str, Tensor],
+    check: Callable[[], None],
+    holder: Holder,
+) -> AdaptedWeights:
+    """Put an adapter on the weights that are served, less the adapter that they have now.
+
+    `bases` has what the weights under that one were before. `check` may raise between two layers.
+    `holder` has the sums.
+    """
+    tensors: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    merger = Merger(pairs.values())
+    for name, slot in slots.items():
+        check()
+        base = bases.get(name)
+        pair = pairs.get(name.removesuffix(".weight"))
+        if pair is not None:
+            kept[name] = slot.read().to("cpu", copy=True) if base is None else base
+            tensors[name] = holder.hold(
+                name, merger.merged(kept[name], pair, slot.cut), is_new=True
+            )
+        elif base is not None:
+            tensors[name] = base
+    return AdaptedWeights(tensors=tensors, bases=kept, follows_served=True)
+
+
+def adapt_given(
+    pairs: Mapping[str, LoraPair],
+    table: WeightTable,
+    source: Mapping[str, Tensor],
+    check: Callable[[], None],
+    holder: Holder,
+) -> AdaptedWeights:
+    """Put an adapter on all weights of `source` in the model's dtypes, in which they serve. The
+    sums are with `holder`."""
+    tensors = {piece.weight: kept for piece, kept in kept_pieces(source, table, holder).items()}
+    bases: dict[str, Tensor] = {}
+    merger = Merger(pairs.values())
+    for module, pair in pairs.items():
+        check()
+        name = f"{module}.weight"
+        slot = table.slots[name]
+        bases[name] = tensors[name].detach().to("cpu", slot.dtype, copy=True)
+        tensors[name] = holder.hold(name, merger.merged(bases[name], pair, slot.cut), is_new=True)
+    return AdaptedWeights(tensors=tensors, bases=bases)
+
+
+class Merger:
+    """Adds A and B to bases, one layer after the other, in memory of its own.
+
+    Fresh memory for each product would cost a page fault for every 4 KiB, more than the sums.
+    """
+
+    def __init__(self, pairs: Iterable[LoraPair]) -> None:
+        sizes = [pair.b_NR.shape[0] * pair.a_RK.shape[1] for pair in pairs]
+        self._scratch = torch.empty(max(sizes), dtype=torch.float32)
+
+    @torch.no_grad()
+    def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
+        """base + (B @ A) * scale in float32, on the host, cast to the dtype of the base.
+
+        [N, K], or what `cut` keeps of it, as `base_NK` is.
+        """
+        shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
+        change_NK = self._scratch[: math.prod(shape)].view(shape)
+        # In one product, whatever the size: parts of it might be summed in another order.
+        torch.mm(pair.b_NR.float(), pair.a_RK.float(), out=change_NK)
+        if cut is not None:
+            change_NK = cut.of(change_NK)
+        num_rows, num_columns = base_NK.shape
+        merged_NK = torch.empty_like(base_NK)
+        rows_at_once = max(1, _SUMMED_AT_ONCE // num_columns)
+        for start in range(0, num_rows, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            sum_RK = change_NK[rows].mul_(pair.scale).add_(base_NK[rows].float())
+            merged_NK[rows].copy_(sum_RK)
+        return merged_NK

@@ -1,0 +1,1 @@
+"""Weight transports: how the tensors of a push travel from a trainer to the engines of a fleet."""

@@ -1,0 +1,262 @@
+"""CollectiveTransport: broadcasts from the trainer to the engines, in a group of their own.
+
+A bucket of bytes travels at a time, through one buffer that stays. Nothing is kept: an engine that
+comes after a push gets no work until the next one, in which it takes part.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from rollout.errors import ConfigError, WeightUpdateError
+from rollout.parallel.stores import open_store
+from rollout.weights.source import WeightsSource
+from rollout.weights.transports.buckets import BucketWriter, PushEnd
+from rollout.weights.transports.group import (
+    OVER,
+    Arrival,
+    GroupPlan,
+    put,
+    read,
+    wait_for,
+)
+from rollout.weights.transports.paths import (
+    SHARED_PLACES,
+    Broadcasts,
+    BucketPath,
+    SharedBucket,
+)
+from rollout.weights.transports.reading import TensorReader, terms_of
+from rollout.weights.update import NamedTensors
+
+KIND = "collective"
+BUCKET_BYTES = 64 << 20
+STALL_S = 20.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Push:
+    """number: of the transport's pushes, from 1. num_announced: buckets that were. is_dropped:
+    nobody takes it any more."""
+
+    number: int
+    id: str
+    named_tensors: NamedTensors
+    source: WeightsSource
+    num_announced: int = 0
+    is_dropped: bool = False
+
+
+class _DroppedError(WeightUpdateError):
+    """The push was dropped while it was sent."""
+
+
+class CollectiveTransport:
+    """A WeightTransport: `send` forms the group and broadcasts the tensors as it reads them.
+
+    Groups of torch.distributed know no passwords: whoever reaches `host` can read the weights, so
+    the network must be closed to others.
+    """
+
+    kind = KIND
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        backend: str = "gloo",
+        bucket_bytes: int = BUCKET_BYTES,
+        stall_timeout_s: float = STALL_S,
+        reject_non_finite: bool = True,
+    ) -> None:
+        """host: an address of this machine that the engines reach. backend: gloo or nccl.
+        stall_timeout_s: how long one bucket may take; a member that is slower ends the push.
+
+        Raises ConfigError if nothing can listen there.
+        """
+        if bucket_bytes < 8 or bucket_bytes % 8:
+            raise ConfigError(f"bucket_bytes={bucket_bytes} must be a multiple of 8, above 0")
+        self._host, self._backend, self._stall_s = host, backend, stall_timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._reject_non_finite = reject_non_finite
+        try:
+            self._store, self._port = open_store(host, stall_timeout_s)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"no engine can reach weights at {host!r}: {error}") from error
+        put(self._store, OVER, 0)
+        self._num_pushes = 0
+        self._turn = threading.Lock()  # held while a push is sent
+        self._path: BucketPath | None = None
+        self._group = ""  # its name
+        self._engines: tuple[str, ...] = ()  # of ranks 1, 2, ... of the group
+        self._push: _Push | None = None
+        self._old: _Push | None = None  # whose keys are still in the store
+        self.committed: WeightsSource | None = None
+
+    def publish(
+        self, named_tensors: NamedTensors, *, builds_on: str | None = None
+    ) -> WeightsSource:
+        """Say where the engines meet; `send` reads the tensors. See WeightTransport. `builds_on`:
+        as in a WeightsSource, for a DeltaTransport.
+        """
+        self.drop()
+        self._num_pushes += 1
+        push_id = f"{self._num_pushes}-{uuid.uuid4().hex}"
+        source = WeightsSource(
+            kind=self.kind,
+            address=f"{self._host}:{self._port} {push_id}",
+            manifest={},
+            checksum="",
+            lora=terms_of(named_tensors),
+            is_kept=False,
+            builds_on=builds_on,
+        )
+        self._push = _Push(self._num_pushes, push_id, named_tensors, source)
+        return source
+
+    def send(self, source: WeightsSource) -> None:
+        """Form the group with the engines that come, and broadcast. Raises WeightUpdateError naming
+        the tensor that could not be read, or if an engine is lost or takes too long.
+        """
+        push = self._push
+        assert push is not None, "it was published"
+        assert push.source is source, "and nothing after it"
+        with self._turn:
+            self._forget(self._old)
+            self._old = push
+            try:
+                self._form_group(push)
+                end = self._send_buckets(push)
+            except _DroppedError as error:
+                end = PushEnd(push.num_announced, "", str(error))
+            except WeightUpdateError as error:
+                self._end(push, PushEnd(push.num_announced, "", str(error)))
+                raise
+            except BaseException as error:
+                fault = f"{type(error).__name__}: {error}"
+                self._end(push, PushEnd(push.num_announced, "", fault))
+                raise
+            self._end(push, end)
+
+    def commit(self) -> None:
+        """The engines have the weights, and nothing is kept here."""
+        if self._push is not None:
+            self.committed, self._push = self._push.source, None
+
+    def drop(self) -> None:
+        """End the push: `send` returns when the bucket on its way has come, or has failed."""
+        push, self._push = self._push, None
+        if push is not None:
+            push.is_dropped = True
+
+    def close(self) -> None:
+        """Leave the group. A second call does nothing."""
+        self.drop()
+        with self._turn:
+            self._leave()
+            self._store = self.committed = None
+
+    # ---- one push, in the thread of `send`
+
+    def _check(self, push: _Push) -> None:
+        if push.is_dropped or self._store is None:
+            raise _DroppedError("the push was rolled back")
+
+    def _form_group(self, push: _Push) -> None:
+        """Wait for the engines, and make their group unless they have it from the push before."""
+        store, key = self._store, push.id
+        try:
+            count = int(wait_for(store, f"{key}/members", lambda: self._check(push)))
+            encoded = [
+                wait_for(store, f"{key}/member/{slot}", lambda: self._check(push))
+                for slot in range(count)
+            ]
+            arrivals = sorted((read(e, Arrival) for e in encoded), key=lambda a: a.engine)
+            engines = tuple(arrival.engine for arrival in arrivals)
+            is_same = engines == self._engines and all(
+                arrival.group == self._group for arrival in arrivals
+            )
+            if self._path is None or not is_same:
+                self._leave()
+                self._meet(push, uuid.uuid4().hex, engines)
+            else:
+                put(store, f"{key}/plan", self._plan(self._group, engines, self._path.address))
+        except (RuntimeError, OSError, MemoryError, msgspec.MsgspecError) as error:
+            self._leave()
+            raise WeightUpdateError(f"no group with the engines came about: {error}") from error
+
+    def _meet(self, push: _Push, name: str, engines: tuple[str, ...]) -> None:
+        """Make the group of that name."""
+        store, key, size = self._store, f"{push.id}/plan", len(engines)
+        if self._backend in SHARED_PLACES:
+            self._path = SharedBucket(store, self._backend, self._bucket_bytes, size)
+            put(store, key, self._plan(name, engines, self._path.address))
+        else:
+            put(store, key, self._plan(name, engines))
+            self._path = Broadcasts(store, name, self._backend, 0, 1 + size, self._host)
+        self._group, self._engines = name, engines
+        _logger.info("weights are sent to a group of %d engines", size)
+
+    def _plan(self, name: str, engines: tuple[str, ...], address: str = "") -> GroupPlan:
+        of_buckets = self._backend, self._bucket_bytes, self._stall_s
+        return GroupPlan(name, engines, *of_buckets, address=address)
+
+    def _leave(self) -> None:
+        if self._path is not None:
+            self._path.close()
+        self._path, self._group, self._engines = None, "", ()
+
+    def _send_buckets(self, push: _Push) -> PushEnd:
+        path = self._path
+        assert path is not None
+
+        def send(header: bytes, bucket_N: Tensor) -> None:
+            self._check(push)
+            key = f"{push.id}/{push.num_announced}"
+            try:
+                self._store.set(key, header)
+                push.num_announced += 1
+                path.send(bucket_N, key, lambda: self._check(push), self._stall_s)
+            except RuntimeError as error:
+                self._leave()
+                raise WeightUpdateError(
+                    f"sending bucket {push.num_announced} failed: {error}"
+                ) from error
+
+        writer = BucketWriter(path.buffer(self._bucket_bytes), send)
+        reader = TensorReader(reject_non_finite=self._reject_non_finite, device=path.device)
+        reader.read(push.named_tensors, writer.write)
+        return writer.end()
+
+    def _end(self, push: _Push, end: PushEnd) -> None:
+        """Tell the engines, wherever they wait."""
+        store: Any = self._store
+        if store is None:
+            return
+        try:
+            if end.fault and not store.check([f"{push.id}/plan"]):
+                put(store, f"{push.id}/plan", GroupPlan("", (), "", 0, fault=end.fault))
+            put(store, f"{push.id}/{push.num_announced}", end)
+        except RuntimeError as error:
+            _logger.warning("the engines cannot be told of the end of a push: %s", error)
+
+    def _forget(self, push: _Push | None) -> None:
+        """Remove what an earlier push has left in the store. An engine that has been out of reach
+        may still wait there for its end."""
+        if push is None:
+            return
+        put(self._store, OVER, push.number)
+        for key in ("members", "joined", "plan", *map(str, range(push.num_announced + 1))):
+            self._store.delete_key(f"{push.id}/{key}")
+        for slot in range(len(self._engines)):
+            self._store.delete_key(f"{push.id}/member/{slot}")
+        for number in range(push.num_announced):
+            self._store.delete_key(f"{push.id}/{number}/taken")

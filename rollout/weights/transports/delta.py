@@ -1,0 +1,214 @@
+"""DeltaTransport: pushes of only what has changed since the push before.
+
+It encodes a push as a link of a chain, and hands that to a transport that carries it: the first
+link has all tensors, each later one the elements whose bits differ from those of the link before. A
+description goes last, as one more tensor, with the checksums of what a link builds on and of what
+it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError
+from rollout.models.weights import is_computed
+from rollout.weights.lora import LoraAdapter
+from rollout.weights.source import WeightsSource
+from rollout.weights.transports.collective import CollectiveTransport
+from rollout.weights.transports.directory import DirectoryTransport
+from rollout.weights.transports.reading import TensorReader
+from rollout.weights.update import Fingerprint, NamedTensors, checksum_of, streamed
+
+INDEX, VALUE, DESCRIPTION = "#index", "#value", "#delta"
+WHOLE_EVERY = 16
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an item
+
+
+class LinkDescription(msgspec.Struct, frozen=True):
+    """What a link builds on ("" for nothing), the checksum of the tensors after it, and the names
+    that are there no longer. parent: address and checksum of the link before, where links are kept.
+    """
+
+    builds_on: str
+    result: str
+    removed: tuple[str, ...] = ()
+    parent: tuple[str, str] | None = None
+
+
+@dataclass(slots=True)
+class _Link:
+    """The push that runs. result: its checksum, once it was read."""
+
+    builds_on: str
+    result: str = ""
+
+
+class DeltaTransport:
+    """A WeightTransport over another one, which carries the links.
+
+    The trainer's process holds one copy of the weights on the host, to compare with, and so does
+    each engine, to build on. Of the weights of a chain engines that come late need all links: a
+    directory keeps them until the next whole push; over a collective they wait for that.
+    """
+
+    def __init__(
+        self,
+        carrier: DirectoryTransport | CollectiveTransport,
+        *,
+        whole_every: int = WHOLE_EVERY,
+        reject_non_finite: bool = True,
+    ) -> None:
+        """whole_every: how many pushes a chain has; the one after a refused push is whole, too.
+
+        Raises ConfigError if it is below 1.
+        """
+        if whole_every < 1:
+            raise ConfigError(f"whole_every={whole_every} must be 1 or more; 16 is usual")
+        self._carrier, self._whole_every = carrier, whole_every
+        self._reader = TensorReader(reject_non_finite=reject_non_finite)
+        self._copy: dict[str, Tensor] = {}
+        self._fingerprints: dict[str, Fingerprint] = {}
+        self._link: _Link | None = None
+        self._checksum = ""  # of the copy, "" while that is not what the engines serve
+        self._num_links = 0
+        self._source: WeightsSource | None = None  # of the last link that was committed
+
+    @property
+    def kind(self) -> str:
+        """That of the carrier, whose sources say beside it that they are links."""
+        return self._carrier.kind
+
+    @property
+    def committed(self) -> WeightsSource | None:
+        """The source of the last committed weights; None before the first commit."""
+        return self._carrier.committed
+
+    def publish(self, named_tensors: NamedTensors) -> WeightsSource:
+        """Compare the tensors with those of the push before, and hand on what differs; of an
+        adapter, all. See WeightTransport.
+        """
+        self.drop()
+        if isinstance(named_tensors, LoraAdapter):
+            return self._carrier.publish(named_tensors)
+        is_whole = self._num_links % self._whole_every == 0
+        link = self._link = _Link("" if is_whole else self._checksum)
+        if not link.builds_on:
+            self._copy, self._fingerprints, self._num_links = {}, {}, 0
+        return self._carrier.publish(self._encoded(named_tensors, link), builds_on=link.builds_on)
+
+    def send(self, source: WeightsSource) -> None:
+        """As the carrier does."""
+        self._carrier.send(source)
+
+    def commit(self) -> None:
+        """The engines serve the link, and the next one builds on it."""
+        self._carrier.commit()
+        if self._link is not None:
+            self._checksum, self._source = self._link.result, self._carrier.committed
+            self._num_links += 1
+            self._link = None
+
+    def drop(self) -> None:
+        """Engines may have the link or not: the next one is whole."""
+        if self._link is not None:
+            self._link, self._checksum, self._num_links = None, "", 0
+        self._carrier.drop()
+
+    def close(self) -> None:
+        """Release all weights. A second call does nothing."""
+        self.drop()
+        self._carrier.close()
+        self._copy = {}
+
+    # ---- one push, as the carrier reads it
+
+    def _encoded(self, named_tensors: NamedTensors, link: _Link) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that travel. Reads one tensor of the source at a time."""
+        stream = streamed(named_tensors)
+        names: set[str] = set()
+        try:
+            while (pair := next(stream, None)) is not None:
+                name = pair[0]
+                if not is_computed(name):
+                    values = self._reader.values_of(*pair)
+                    self._fingerprints[name] = self._reader.fingerprint_of(name, values)
+                    names.add(name)
+                    yield from self._difference(name, values)
+                    del values
+                del pair  # before the next one is gathered
+        except Exception:
+            stream.drain()
+            raise
+        self._reader.check_finite(self._fingerprints)
+        removed = self._copy.keys() - names
+        for name in removed:
+            del self._copy[name], self._fingerprints[name]
+        link.result = checksum_of(self._fingerprints)
+        before = self._source if link.builds_on else None
+        is_kept = before is not None and before.is_kept
+        parent = (before.address, before.tensors_checksum) if before and is_kept else None
+        description = LinkDescription(link.builds_on, link.result, tuple(sorted(removed)), parent)
+        encoded = bytearray(msgspec.json.encode(description))
+        yield DESCRIPTION, torch.frombuffer(encoded, dtype=torch.uint8)
+
+    def _difference(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what makes the copy equal to `values`, and make it so."""
+        copy = self._copy.get(name)
+        if copy is None or (copy.dtype, copy.shape) != (values.dtype, values.shape):
+            self._copy[name] = values.clone()
+            yield name, values
+            return
+        old_N, new_N = _bits(copy), _bits(values)
+        index_C = (old_N != new_N).nonzero().squeeze(1)
+        if not len(index_C):
+            return
+        if len(index_C) * (4 + values.itemsize) >= values.nbytes:
+            copy.copy_(values)
+            yield name, values
+            return
+        changed_C = values.reshape(-1)[index_C]
+        copy.view(-1)[index_C] = changed_C
+        if values.numel() < 2**31:
+            index_C = index_C.to(torch.int32)
+        yield name + INDEX, index_C
+        yield name + VALUE, changed_C
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The items of a contiguous tensor as integers, [N]: a NaN equals itself then."""
+    return values.reshape(-1).view(_BITS[values.itemsize])
+
+
+def apply_link(
+    tensors: dict[str, Tensor], link: dict[str, Tensor], description: LinkDescription
+) -> set[str]:
+    """Change `tensors` as a link says, which is emptied. Returns the names that have changed.
+
+    Raises IndexError, KeyError and RuntimeError for a link that does not fit them.
+    """
+    changed = set()
+    for name in description.removed:
+        del tensors[name]
+    for key in list(link):
+        if key.endswith(VALUE):
+            continue
+        values = link.pop(key)
+        name = key.removesuffix(INDEX)
+        if name == key:
+            tensors[name] = values.clone()  # a view of a file otherwise
+        else:
+            tensors[name].view(-1)[values.long()] = link.pop(name + VALUE)
+        changed.add(name)
+    return changed
+
+
+def description_of(link: dict[str, Tensor]) -> LinkDescription:
+    """Take the description out of a link. Raises KeyError and msgspec.MsgspecError."""
+    encoded: Any = link.pop(DESCRIPTION).numpy()
+    return msgspec.json.decode(encoded.tobytes(), type=LinkDescription)

@@ -1,0 +1,135 @@
+"""TensorReader: reads the tensors of a push once, one after another, and hashes them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.ops.fingerprint import hashed_dtype
+from rollout.errors import WeightUpdateError
+from rollout.models.weights import is_computed
+from rollout.weights.hashing import FingerprintOf, fingerprint_on
+from rollout.weights.lora import LoraAdapter
+from rollout.weights.source import LoraTerms
+from rollout.weights.update import (
+    Fingerprint,
+    NamedTensors,
+    checksum_of,
+    streamed,
+)
+
+
+class TensorReader:
+    """Reads pushes; see `read`."""
+
+    def __init__(self, *, reject_non_finite: bool, device: torch.device | None = None) -> None:
+        """`device`: where tensors are handed out; None for the host."""
+        self._reject_non_finite = reject_non_finite
+        self._device = device or torch.device("cpu")
+        self._fingerprint: FingerprintOf | None = None  # made when it is needed
+
+    def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
+        """Give each tensor to `write`: whole, contiguous, on the device, valid until it returns.
+        Returns the checksum of all of them as they are.
+
+        They are read as `streamed` does, one in memory at a time. Reading sharded ones is a
+        collective of all ranks of a trainer, so they are read to the end, too, if `write` or a
+        value is at fault. Raises WeightUpdateError naming the tensor, and what `write` raises.
+        Tensors that a model computes are left out.
+        """
+
+        def written(name: str, tensor: Tensor) -> Fingerprint:
+            values = self.values_of(name, tensor)
+            write(name, values)
+            return self.fingerprint_of(name, values)
+
+        return self._read(named_tensors, written)
+
+    def read_into(
+        self, named_tensors: NamedTensors, room_for: Callable[[str, Tensor], Tensor]
+    ) -> str:
+        """Copy each tensor to what `room_for` gives for it: memory of the host, of its shape and
+        dtype. See `read`.
+        """
+        ops = cpu_backend("device").ops
+
+        def copied(name: str, tensor: Tensor) -> Fingerprint:
+            return ops.copy_with_fingerprint(room_for(name, tensor), tensor.detach()).tolist()
+
+        return self._read(named_tensors, copied)
+
+    @torch.no_grad()
+    def _read(self, named_tensors: NamedTensors, take: Callable[[str, Tensor], Fingerprint]) -> str:
+        stream = streamed(named_tensors)
+        fingerprints: dict[str, Fingerprint] = {}
+        try:
+            while (pair := next(stream, None)) is not None:
+                if not is_computed(pair[0]):
+                    fingerprints[pair[0]] = _blaming(take, *pair)
+                del pair  # before the next one is gathered
+        except Exception:
+            stream.drain()
+            raise
+        self.check_finite(fingerprints)
+        return checksum_of(fingerprints)
+
+    def values_of(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor on the device, contiguous. Raises WeightUpdateError naming it."""
+        try:
+            return tensor.detach().to(self._device).contiguous()
+        except (RuntimeError, TypeError) as error:
+            raise _copy_failed(name, error) from error
+
+    def fingerprint_of(self, name: str, values: Tensor) -> Fingerprint:
+        """Of a tensor of `values_of`. Raises WeightUpdateError naming it."""
+        hash_of = self._fingerprint = self._fingerprint or fingerprint_on(self._device)
+        try:
+            return hash_of(values, hashed_dtype(values.dtype)).tolist()
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise _copy_failed(name, error) from error
+
+    def check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
+        """Raise WeightUpdateError naming a tensor with NaN or infinity, if that is refused."""
+        bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
+        if bad and self._reject_non_finite:
+            more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
+            raise WeightUpdateError(
+                f"{bad[0]!r} holds NaN or infinity{more}; the serving weights are kept. "
+                "reject_non_finite_weights=False would let it pass"
+            )
+
+
+def _blaming(take: Callable[[str, Tensor], Fingerprint], name: str, tensor: Tensor) -> Fingerprint:
+    try:
+        return take(name, tensor)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise _copy_failed(name, error) from error
+
+
+def _copy_failed(name: str, error: Exception) -> WeightUpdateError:
+    return WeightUpdateError(f"copying {name!r} failed: {error}")
+
+
+def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
+    """Return what the tensors of an adapter mean; None for weights. Raises WeightUpdateError naming
+    a tensor that is no half of a pair.
+    """
+    if not isinstance(named_tensors, LoraAdapter):
+        return None
+    adapter = named_tensors
+    if adapter.base is not None:
+        raise WeightUpdateError(
+            "an adapter with a base is for an engine in this process; push the base by itself, "
+            "then the adapter without it"
+        )
+    adapter.pairs()
+    return LoraTerms(
+        rank=adapter.rank,
+        alpha=float(adapter.alpha),
+        use_rslora=adapter.use_rslora,
+        ranks=dict(adapter.ranks),
+        alphas={module: float(alpha) for module, alpha in adapter.alphas.items()},
+    )

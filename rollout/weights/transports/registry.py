@@ -1,0 +1,57 @@
+"""transport_of: the transport that a user has named, or brought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout.addresses import LOOPBACK
+from rollout.errors import ConfigError
+from rollout.weights.transports.base import WeightTransport
+from rollout.weights.transports.collective import CollectiveTransport
+from rollout.weights.transports.cuda_ipc import CudaIpcTransport
+from rollout.weights.transports.delta import DeltaTransport
+from rollout.weights.transports.directory import DirectoryTransport
+from rollout.weights.transports.shared import SharedTransport
+
+_DELTA = "delta+"
+_FORMS = ("shared", "directory:PATH", "collective", "collective:HOST", "cuda_ipc")
+
+
+def transport_of(
+    named: str | WeightTransport | None,
+    *,
+    reject_non_finite: bool,
+    own_host: Callable[[], str] = lambda: LOOPBACK,
+) -> WeightTransport:
+    """Return the transport that `named` says: "shared" (None, too), "directory:PATH",
+    "collective", "collective:HOST" or "cuda_ipc", all but the first also behind "delta+". One that
+    the user has made is taken as it is. own_host: where engines reach this machine, asked for a
+    collective without a HOST.
+
+    Raises ConfigError naming the legal ones.
+    """
+    if named is None:
+        named = "shared"
+    if not isinstance(named, str):
+        return named
+    changes_only = named.startswith(_DELTA)
+    kind, _, argument = named.removeprefix(_DELTA).partition(":")
+    if kind == "shared" and not argument and not changes_only:
+        return SharedTransport(reject_non_finite=reject_non_finite)
+    carrier: DirectoryTransport | CollectiveTransport
+    # What a delta holds is checked when it is made.
+    checks = reject_non_finite and not changes_only
+    if kind == "directory" and argument:
+        carrier = DirectoryTransport(argument, reject_non_finite=checks)
+    elif kind == "cuda_ipc" and not argument:
+        carrier = CudaIpcTransport(reject_non_finite=checks)
+    elif kind == "collective":
+        carrier = CollectiveTransport(argument or own_host(), reject_non_finite=checks)
+    else:
+        raise ConfigError(
+            f"weight_transport={named!r} is none of {', '.join(_FORMS)}; before all but the first "
+            f"may stand {_DELTA!r}"
+        )
+    if changes_only:
+        return DeltaTransport(carrier, reject_non_finite=reject_non_finite)
+    return carrier

@@ -1,0 +1,199 @@
+"""SharedTransport: one copy of the weights in shared memory, for all engines of a machine.
+
+The memory belongs to an anonymous file. It has no name that could be left behind, and the system
+frees it when the trainer and all readers have ended. Linux only.
+
+A file that is released is kept for the push after the next, since new memory costs more than the
+copy. Each reader holds a lock on it for as long as it has a view of the tensors; a file that is
+being read is not written, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+import uuid
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import ConfigError, WeightUpdateError
+from rollout.parallel.mapped_file import lock_for_reading, lock_for_writing, unlock
+from rollout.parallel.shared_tensors import Place, SharedTensors, TensorFile
+from rollout.weights.source import TensorEntry, WeightsSource
+from rollout.weights.transports.kept import KeptTransport
+from rollout.weights.transports.reading import TensorReader, terms_of
+from rollout.weights.update import NamedTensors
+
+KIND = "shared"
+_NAME = "rollout-weights"
+_ADDRESS = re.compile(r"(/proc/[0-9]+/fd/[0-9]+) ([0-9a-f]{32})")
+_ID_BYTES = 32  # at the beginning of a file: of which push its tensors are
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    file: TensorFile
+    source: WeightsSource
+
+
+class SharedTransport(KeptTransport[_Segment]):
+    """A WeightTransport: `publish` makes the copy, which engines map."""
+
+    kind = KIND
+
+    def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
+        """`reuses_memory`: between pushes keep the memory of two copies rather than of one."""
+        self._reader = TensorReader(reject_non_finite=reject_non_finite)
+        self._reuses_memory = reuses_memory
+        self._spare: TensorFile | None = None
+        super().__init__(lambda segment: self._keep_spare(segment.file))
+
+    def publish(self, named_tensors: NamedTensors) -> WeightsSource:
+        """Copy tensors, on whatever device, to shared memory. See WeightTransport.
+
+        Raises WeightUpdateError also if there is no memory, and on other systems than Linux.
+        """
+        self.drop()
+        lora = terms_of(named_tensors)
+        push_id = uuid.uuid4().hex
+        file = None
+        try:
+            file = self._file_to_write()
+            file.begin(_ID_BYTES)
+            checksum = self._reader.read_into(named_tensors, file.room_for)
+            file.cut()
+            _write_id(file, push_id)
+            unlock(file.descriptor)
+        except ConfigError as error:
+            raise WeightUpdateError(
+                f"{error}; use LLM without use_coordinator, which takes them in its own process"
+            ) from error
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            if not isinstance(error, OSError):
+                raise
+            raise WeightUpdateError(
+                f"no shared memory for weights ({error}); free some, or push to each engine by "
+                "itself"
+            ) from error
+        source = WeightsSource(
+            kind=KIND,
+            address=f"{file.address} {push_id}",
+            manifest={name: _entry(place) for name, place in file.places.items()},
+            checksum="",
+            tensors_checksum=checksum,
+            lora=lora,
+        )
+        return self._begin(_Segment(file, source))
+
+    def close(self) -> None:
+        """Release all weights. A second call does nothing."""
+        self._reuses_memory = False
+        super().close()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def _file_to_write(self) -> TensorFile:
+        """The spare one if nobody reads it any more, else a new one; either is locked."""
+        if self._spare is not None and lock_for_writing(self._spare.descriptor):
+            file, self._spare = self._spare, None
+            return file
+        file = TensorFile(_NAME)
+        lock_for_writing(file.descriptor)
+        return file
+
+    def _keep_spare(self, released: TensorFile) -> None:
+        """Keep it in place of the one before, of which a reader may have been too slow."""
+        _write_id(released, "")  # who comes now must not begin to read it
+        old: TensorFile | None = released
+        if self._reuses_memory:
+            old, self._spare = self._spare, released
+        if old is not None:
+            old.close()
+
+
+def fetch_shared(source: WeightsSource) -> SharedTensors:
+    """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do. The
+    other ranks of an engine can open them, too.
+
+    Raises WeightUpdateError if the source does not exist any more, is no file of a SharedTransport,
+    or does not have the size that its manifest says.
+    """
+    try:
+        shared, size = _open(source)
+    except (OSError, ValueError) as error:
+        raise WeightUpdateError(
+            f"the weights at {source.address!r} cannot be opened ({error}); is the publisher alive?"
+        ) from error
+    expected = max((e.offset + e.num_bytes for e in source.manifest.values()), default=_ID_BYTES)
+    if size != expected:
+        raise WeightUpdateError(
+            f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
+        )
+    return shared
+
+
+def _open(source: WeightsSource) -> tuple[SharedTensors, int]:
+    """The tensors, and the bytes of their file. Raises OSError, ValueError, WeightUpdateError."""
+    address = _ADDRESS.fullmatch(source.address)
+    if address is None:
+        raise FileNotFoundError("this is not an address of a SharedTransport")
+    path, push_id = address.groups()
+    # Whatever is there now: opening a pipe, say, must not wait for who fills it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size = _size_of(descriptor)
+        lock_for_reading(descriptor)
+        if os.pread(descriptor, _ID_BYTES, 0) != push_id.encode():
+            raise FileNotFoundError("they were released for newer ones")
+        places = {name: _place(name, entry, size) for name, entry in source.manifest.items()}
+        kept = os.dup(descriptor)
+    except BlockingIOError as error:
+        raise FileNotFoundError("they were released for newer ones") from error
+    finally:
+        os.close(descriptor)
+    return SharedTensors.of_descriptor(kept, size, places), size
+
+
+def _entry(place: Place) -> TensorEntry:
+    return TensorEntry(
+        dtype=str(place.dtype).removeprefix("torch."),
+        shape=place.shape,
+        offset=place.start,
+        num_bytes=place.end - place.start,
+    )
+
+
+def _write_id(file: TensorFile, push_id: str) -> None:
+    id_N = bytearray(push_id.encode().ljust(_ID_BYTES))
+    file.bytes_at(0, _ID_BYTES).copy_(torch.frombuffer(id_N, dtype=torch.uint8))
+
+
+def _size_of(descriptor: int) -> int:
+    """Return the size in bytes of a publisher's file. Raises OSError for any other file."""
+    status = os.fstat(descriptor)
+    # The system reuses the numbers of closed descriptors.
+    is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+    if not is_named or not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError("they were released for newer ones")
+    return status.st_size
+
+
+def _place(name: str, entry: TensorEntry, size: int) -> Place:
+    """Return the place of a manifest's tensor. Raises WeightUpdateError if it does not fit."""
+    dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
+    if (
+        not isinstance(dtype, torch.dtype)
+        or end > size
+        or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes
+    ):
+        raise WeightUpdateError(
+            f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {size} as {entry.dtype} "
+            f"{list(entry.shape)}"
+        )
+    return Place(start=entry.offset, dtype=dtype, shape=tuple(entry.shape))

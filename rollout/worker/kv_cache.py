@@ -1,0 +1,182 @@
+"""KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend.
+
+A block lies in one piece with all its layers, so that moving it is one copy, whatever the layout
+within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.cpu.residency import resident_bytes
+from rollout.worker.kv_layout import NUM_SCRATCH_BLOCKS, bytes_per_block, strips_of
+
+BlockIds = Sequence[int] | NDArray[np.integer]
+
+_BUFFER = "kv_cache"
+MAX_COPIED_BYTES = 256 << 20  # of a temporary that blocks are copied through
+
+
+class KVCache:
+    """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
+
+    It lives through: resident -> [offload] -> release -> restore -> [onload] -> resident. What was
+    not offloaded is lost with release. Each of these may be tried again after an exception.
+    """
+
+    def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
+        self._memory = backend.memory
+        self._arena = backend.create_host_arena()
+        self._spec = spec
+        self._shape = backend.attention.cache_shape(spec, num_blocks + NUM_SCRATCH_BLOCKS)
+        self._strips = strips_of(backend.attention, spec)
+        self._copy_tokens = backend.copy_tokens
+        self.num_blocks = num_blocks
+        self.bytes_per_block = bytes_per_block(backend.attention, spec)
+        self._buffer: Tensor | None = None
+        # One tensor per layer in the attention backend's layout, new ones after each restore; none
+        # while released.
+        self.layers: tuple[Tensor, ...] = ()
+        self._is_released = False
+        self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
+        self._move = copy_runs
+        self._carve(self._memory.allocate(_BUFFER, self.num_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache, the scratch block included."""
+        return (self.num_blocks + NUM_SCRATCH_BLOCKS) * self.bytes_per_block
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the tensors exist, that is, not between `release` and `restore`."""
+        return bool(self.layers)
+
+    @property
+    def num_resident_bytes(self) -> int:
+        """Bytes of the cache that take memory now: a host gives pages to blocks that are written
+        to, a device to all. 0 while released.
+        """
+        return 0 if self._buffer is None else resident_bytes(self._buffer)
+
+    @property
+    def num_offloaded_bytes(self) -> int:
+        """Bytes of the blocks that wait in the host arena."""
+        return len(self._arena_index) * self.bytes_per_block
+
+    @property
+    def offloaded_blocks(self) -> list[int]:
+        """Ids of the blocks that wait in the host arena."""
+        return list(self._arena_index)
+
+    def data_ptrs(self) -> dict[str, int]:
+        """Address of each layer's tensor, by name; empty while released."""
+        return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
+
+    def release(self) -> int:
+        """Give the memory back; contents are lost. Returns the bytes released, 0 if it had none."""
+        if self._is_released:
+            return 0
+        self.layers, self._buffer = (), None
+        num_bytes = self._memory.release(_BUFFER)
+        self._is_released = True
+        return num_bytes
+
+    def restore(self) -> int:
+        """Reserve the memory again; contents are undefined. Returns its bytes, 0 if it is there."""
+        if self.layers:
+            return 0
+        self._carve(self._memory.restore(_BUFFER))
+        self._is_released = False
+        return self.num_bytes
+
+    def offload(self, block_ids: BlockIds) -> int:
+        """Copy these blocks into the host arena, in place of its contents. Returns bytes copied."""
+        self._arena_index = {}  # until all are copied
+        buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
+        index = {int(block): place for place, block in enumerate(block_ids)}
+        assert len(index) == len(block_ids), "a block is named twice"
+        self._move(self._in_blocks(buffer), range(len(block_ids)), self._pool, block_ids)
+        self._arena_index = index
+        return buffer.numel()
+
+    def onload(self, block_ids: BlockIds) -> int:
+        """Bring offloaded blocks back in place; the arena forgets them. Returns bytes copied."""
+        if len(block_ids) == 0:
+            return 0
+        ordered = sorted(block_ids, key=self._arena_index.__getitem__)
+        places = [self._arena_index[block] for block in ordered]
+        arena = self._arena.reserve((places[-1] + 1) * self.bytes_per_block)
+        self._move(self._pool, ordered, self._in_blocks(arena), places)
+        for block in ordered:
+            del self._arena_index[block]
+        return len(ordered) * self.bytes_per_block
+
+    def discard(self, block_ids: BlockIds) -> int:
+        """Forget offloaded blocks and free their bytes in the arena. Returns bytes freed.
+
+        Whole pages are freed: a little less than the blocks, until the last block is forgotten.
+        """
+        num_freed = 0
+        for block in block_ids:
+            start = self._arena_index.pop(block) * self.bytes_per_block
+            num_freed += self._arena.discard(start, start + self.bytes_per_block)
+        if not self._arena_index:
+            self._arena.release()
+        return num_freed
+
+    def copy_tokens(self, sources: BlockIds, targets: BlockIds, lengths: BlockIds) -> None:
+        """Copy the first tokens of blocks, `lengths` of each, in all layers, to other blocks.
+
+        No block is both a source and a target. What lies behind these tokens in a target is
+        undefined then.
+        """
+        ids_3K = torch.from_numpy(np.array([sources, targets, lengths], dtype=np.int64))
+        if self._pool.is_cuda:
+            ids_3K = ids_3K.pin_memory()  # else the host would wait for the step before
+        source_K, target_K, length_K = ids_3K.to(self._pool.device, non_blocking=True)
+        if self._copy_tokens is not None:
+            self._copy_tokens(self._pool, source_K, target_K, length_K, self._strips)
+            return
+        # Whole blocks, and not all of them through one temporary.
+        count = max(1, MAX_COPIED_BYTES // self.bytes_per_block)
+        for source_P, target_P in zip(source_K.split(count), target_K.split(count), strict=True):
+            self._pool.index_copy_(0, target_P, self._pool.index_select(0, source_P))
+
+    @property
+    def _pool(self) -> Tensor:
+        """The whole cache, [blocks, bytes]."""
+        assert self._buffer is not None, "the KV cache is released"
+        return self._in_blocks(self._buffer)
+
+    def _in_blocks(self, buffer: Tensor) -> Tensor:
+        return buffer.view(-1, self.bytes_per_block)
+
+    def _carve(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        blocks = buffer.view(self._spec.dtype).view(self._shape[0], -1, *self._shape[1:])
+        self.layers = blocks.unbind(1)
+
+
+def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds) -> None:
+    """Copy sources[source_ids] to targets[target_ids]; consecutive ids need one copy together.
+
+    Returns when all bytes are there, also if one of the two is on a device.
+    """
+    if len(target_ids) == 0:
+        return
+    moves = np.diff(np.stack([np.asarray(target_ids), np.asarray(source_ids)]), axis=1)
+    edges = [0, *(np.flatnonzero((moves != 1).any(axis=0)) + 1).tolist(), len(target_ids)]
+    for start, end in pairwise(edges):
+        to, source = int(target_ids[start]), int(source_ids[start])
+        count = end - start
+        targets[to : to + count].copy_(sources[source : source + count], non_blocking=True)
+    for device_bytes in (targets, sources):
+        device_bytes[:1, :1].cpu()  # waits for the copies queued on the device; free on a CPU

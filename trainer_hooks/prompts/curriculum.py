@@ -1,0 +1,113 @@
+"""A curriculum: which prompts of an epoch come first, or come at all, by their histories."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import ConfigError
+from rollout.ranges import AnyValue, check_fields
+from rollout.step.seeds import mix_seed, uniforms
+from trainer_hooks.prompts.history import PromptHistory
+
+PromptWeight = Callable[[int, PromptHistory], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curriculum:
+    """Draws each next prompt with a chance in proportion to its weight.
+
+    `weight`: of row `index` with its history, 0 or more; a pure function of the two. Rows without
+    a weight come when no others are left.
+    `with_replacement`: False draws among the rows that the epoch has not had, so that each comes
+    once per epoch, and the weights say which come early. True draws among all: an epoch is then a
+    number of draws, as many as there are rows, and a row comes as often as its weight says.
+    """
+
+    weight: Annotated[PromptWeight, AnyValue("its weights are checked when they are drawn by")]
+    with_replacement: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+def learnability(index: int, history: PromptHistory) -> float:
+    """p (1 - p) and a little, where p is the last mean reward, held within [0, 1].
+
+    It is the variance of a reward of 0 or 1, and so how much the group can teach. Prompts that
+    were never scored weigh as much as the best; 0.01 lets the others come back.
+    Source: Foster et al. 2025, arXiv 2502.12272.
+    """
+    p = 0.5 if history.last_reward is None else min(max(history.last_reward, 0.0), 1.0)
+    return p * (1.0 - p) + 0.01
+
+
+class CurriculumDraws:
+    """The draws of a curriculum over `num_rows` rows: which row comes at each place of an epoch.
+
+    A draw is a function of (seed, epoch, position), the weights, and the rows that the epoch has
+    had.
+    """
+
+    def __init__(self, curriculum: Curriculum, num_rows: int, seed: int) -> None:
+        self._curriculum, self._seed = curriculum, seed
+        self._weights = np.zeros(num_rows)
+        self._is_left = np.ones(num_rows, dtype=bool)  # not yet drawn in this epoch
+
+    def weigh(self, indices: Iterable[int], history_of: Callable[[int], PromptHistory]) -> None:
+        """Compute the weights of these rows anew. Raises ConfigError for one that is no weight."""
+        for index in indices:
+            weight = float(self._curriculum.weight(index, history_of(index)))
+            if not 0.0 <= weight < math.inf:
+                raise ConfigError(
+                    f"the curriculum's weight of row {index} is {weight}; 0 or more, and finite, "
+                    "is wanted"
+                )
+            self._weights[index] = weight
+
+    def draw(self, epoch: int, position: int) -> int:
+        """The row at the next place of the epoch."""
+        if position == 0:
+            self._is_left[:] = True
+        seed = np.array([mix_seed(self._seed, epoch)], dtype=np.uint64)
+        share = float(uniforms(seed, np.array([position]))[0])
+        index = _drawn(np.where(self._is_left, self._weights, 0.0), share)
+        if index is None:
+            index = _drawn(self._is_left.astype(float), share)
+        assert index is not None, "an epoch has as many draws as rows"
+        if not self._curriculum.with_replacement:
+            self._is_left[index] = False
+        return index
+
+    def state(self) -> dict[str, Any]:
+        """The rows that the epoch has left, as JSON; the weights are those of the histories."""
+        left = b64encode(np.packbits(self._is_left).tobytes()).decode()
+        return {"with_replacement": self._curriculum.with_replacement, "left": left}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue an epoch. Raises ConfigError for a state of the other kind of draws."""
+        is_own = self._curriculum.with_replacement
+        if (is_saved := state["with_replacement"]) != is_own:
+            raise ConfigError(
+                f"the state is that of a curriculum with with_replacement={is_saved} instead of "
+                f"{is_own}"
+            )
+        bits = np.frombuffer(b64decode(state["left"]), dtype=np.uint8)
+        self._is_left = np.unpackbits(bits, count=len(self._weights)).astype(bool)
+
+
+def _drawn(weights: NDArray[np.float64], share: float) -> int | None:
+    """The row at `share` of the sum of weights; None if all are 0."""
+    ends = np.cumsum(weights)
+    if not ends[-1] > 0.0:
+        return None
+    index = int(np.searchsorted(ends, share * ends[-1], side="right"))
+    if index == len(ends):  # the product has been rounded up to the sum
+        index = int(np.flatnonzero(weights)[-1])
+    return index

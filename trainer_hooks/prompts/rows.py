@@ -1,0 +1,122 @@
+"""A row of a file or dataset as a PromptItem: its prompt, through a chat template, and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.chat_messages import plain_message
+from rollout.errors import ConfigError
+from rollout.utf8_lines import lone_surrogate
+from trainer_hooks.prompts.chat_format import ChatFormat, ChatTemplate
+from trainer_hooks.prompts.ledger import PromptItem
+
+_MAX_SHOWN = 60  # characters of a prompt in an error
+
+
+def as_item(
+    values: Mapping[str, Any],
+    prompt_column: str,
+    template: ChatTemplate | None,
+    place: str,
+    *,
+    is_arrow: bool = False,
+) -> PromptItem:
+    """Return a row as a PromptItem. `place`: how errors name the row.
+
+    `is_arrow`: the row comes from Arrow, where every object of a column has the keys that any of
+    them has, with null for those that it had not. Within tool calls such keys are left out.
+    Raises ConfigError for a row without a prompt, for one that its chat template refuses, and for
+    half a surrogate pair in any of its columns.
+    """
+    if prompt_column not in values:
+        raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
+    if (text := lone_surrogate(values)) is not None:
+        raise ConfigError(
+            f"{place} holds half a surrogate pair, {_shown(text)}, which is no text; write the "
+            "whole character, or leave it out"
+        )
+    columns = {name: value for name, value in values.items() if name != prompt_column}
+    scoring = columns.get("reward_model")
+    if isinstance(scoring, Mapping) and "ground_truth" in scoring:
+        columns.setdefault("ground_truth", scoring["ground_truth"])
+    prompt, place = values[prompt_column], f"{place}, column {prompt_column!r}"
+    if _are_messages(prompt):
+        prompt = [_plain_message(message, place, is_arrow) for message in prompt]
+    if isinstance(template, ChatFormat) and isinstance(prompt, str) and prompt:
+        prompt = template.messages(prompt)
+    if isinstance(template, ChatFormat) and _are_messages(prompt):
+        columns["messages"] = template.messages(prompt)
+    return PromptItem(_as_prompt(prompt, template, place), columns)
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and "role" in message
+            and not message.keys().isdisjoint(("content", "tool_calls"))
+            for message in value
+        )
+    )
+
+
+def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
+    """Return a chat message as templates expect it. Raises ConfigError for parts that are no
+    text."""
+    if is_arrow and isinstance(calls := message.get("tool_calls"), list):
+        # A JSON text of arguments keeps the nulls that somebody wrote.
+        message = {**message, "tool_calls": _without_nulls(calls)}
+    try:
+        plain = plain_message(message)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if not plain.get("tool_calls"):  # Arrow cannot tell none from an empty list
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return `value` without the keys of objects that are null."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
+def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | Sequence[int]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+            return value
+        if _are_messages(value):
+            if template is None:
+                raise ConfigError(
+                    f"{place} holds chat messages; pass chat_template, a callable or a "
+                    "transformers tokenizer"
+                )
+            return _rendered(value, template, place)
+    raise ConfigError(
+        f"{place} is {_shown(value)}; text, token ids or messages with role and content are wanted"
+    )
+
+
+def _rendered(
+    messages: list[dict[str, Any]], template: ChatTemplate, place: str
+) -> str | Sequence[int]:
+    try:
+        return template(messages)
+    except Exception as error:  # a template is a program; it raises anything
+        raise ConfigError(
+            f"{place}: the chat template refuses the messages {_shown(messages)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

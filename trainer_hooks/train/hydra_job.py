@@ -1,0 +1,123 @@
+"""A Hydra job whose whole config is one frozen dataclass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console, RenderableType
+from rich.syntax import Syntax
+
+from rollout.errors import ConfigError
+from trainer_hooks.environments import EnvironmentFailed
+from trainer_hooks.guarded_step import NonFiniteGradientError
+from trainer_hooks.rewards import RewardFunctionError
+from trainer_hooks.train.config_loading import (
+    as_plain,
+    dataclass_by_name,
+    dataclass_of,
+    init_field_types,
+    load_dataclass,
+    unknown_key_error,
+)
+
+# What ends a job with its message: for any other exception Hydra prints a traceback below it.
+_FAULTS = (ConfigError, EnvironmentFailed, NonFiniteGradientError, RewardFunctionError)
+T = TypeVar("T")
+
+
+def run_hydra_job(
+    job: Callable[[T], None],
+    kind: type[T],
+    config_path: str,
+    config_name: str,
+    shows_config: Callable[[T], bool] = lambda settings: True,
+) -> None:
+    """Compose the config from the command line, print it, and call `job` with it as a `kind`.
+
+    `config_path`: where the YAML is, as hydra.main takes it; "pkg://conf" works in any directory.
+    `shows_config`: whether a loaded config is printed at the start.
+    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
+    So do gradients that are not finite, and a reward function or an environment that never
+    succeeds, whose traceback is in the log.
+    """
+
+    def compose_and_call(config: DictConfig) -> None:
+        try:
+            settings = load_dataclass(kind, config)
+            if shows_config(settings):
+                Console().print(config_report(settings))
+            job(settings)
+        except _FAULTS as error:
+            raise SystemExit(f"error: {error}") from error
+
+    entry = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
+    try:
+        sys.argv[1:] = checked_overrides(sys.argv[1:], kind)
+        entry(compose_and_call)()
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def wandb_names(run_name: str, part: str) -> tuple[str, str]:
+    """Name and group of the W&B run of `part` of this job, such as "seed_0".
+
+    The jobs of a `--multirun` share a group; each is named after its number and its overrides.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return f"{run_name}-{part}", run_name
+    job, overrides = HydraConfig.get().job, HydraConfig.get().overrides.task
+    given = ",".join(item.lstrip("+") for item in overrides)
+    return f"{run_name}-{job.num}-{part}-{given}", f"{run_name}-multirun"
+
+
+def config_report(settings: Any) -> RenderableType:
+    """The loaded config as YAML."""
+    yaml = OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
+    return Syntax(yaml.rstrip(), "yaml", background_color="default")
+
+
+def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
+    """`arguments` with every plain `key=value` checked against the fields of `kind`.
+
+    Hydra knows only the keys that the YAML lists: a field left at its default there becomes
+    `++key=value`, which Hydra takes. Where a group may be named by an import path, as in
+    reward=package.module:function, its dataclass says which overrides that stands for. `kind` may
+    name, in `PRESETS`, config groups that only choose keys of others: they pass, as do flags, other
+    `+`, `++` and `~` overrides, and Hydra's own keys. Raises ConfigError for a key that `kind` does
+    not have, as `load_dataclass` does.
+    """
+    return [checked for argument in arguments for checked in _checked_override(argument, kind)]
+
+
+def _checked_override(argument: str, kind: type) -> list[str]:
+    key, assigned, value = argument.partition("=")
+    if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
+        return [argument]
+    part: type | None = kind
+    by_name: type | None = None  # the dataclass of the entries, where the next name is free
+    if key in getattr(kind, "PRESETS", ()):
+        return [argument]
+    names = key.split(".")
+    for position, name in enumerate(names):
+        if by_name is not None:
+            part, by_name = by_name, None
+            continue
+        assert part is not None
+        field_types = init_field_types(part)
+        if name not in field_types:
+            path, rest = ".".join(names[:position]), ".".join(names[position:])
+            raise unknown_key_error(rest, field_types, path)
+        part, by_name = dataclass_of(field_types[name]), dataclass_by_name(field_types[name])
+        if part is None and by_name is None:
+            return [f"++{argument}"]
+    if part is not None and ":" in value and hasattr(part, "overrides_of"):
+        overrides: list[str] = part.overrides_of(value)
+        return overrides
+    # A whole dataclass is a config group, `model=small`, whose choice is Hydra's to make.
+    return [argument] if len(names) == 1 else [f"++{argument}"]

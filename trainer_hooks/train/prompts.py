@@ -1,0 +1,145 @@
+"""The prompts of a job from its settings: sources, their rows' checks, and what is held out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.errors import ConfigError
+from trainer_hooks.prompts.chat_format import ChatFormat
+from trainer_hooks.prompts.checks import CheckedRows, PromptCheck, SelectedRows, check_rows
+from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, as_rows
+from trainer_hooks.prompts.sources import (
+    DatasetPrompts,
+    JsonlPrompts,
+    MixedPrompts,
+    ParquetPrompts,
+    ReasoningGymPrompts,
+)
+from trainer_hooks.train.import_paths import import_object
+from trainer_hooks.train.settings import DataSettings, SourceSettings
+
+logger = logging.getLogger(__name__)
+
+
+def open_source(
+    source: SourceSettings, chat: ChatFormat | None, part: str, seed: int
+) -> PromptRows:
+    """The rows of one source. `part`, `seed`: for a function that makes them."""
+    path, column, options = source.path, source.prompt_column, dict(source.options)
+    assert path is not None, "the settings check it"
+    if source.kind in ("jsonl", "parquet"):
+        reader = JsonlPrompts if source.kind == "jsonl" else ParquetPrompts
+        return reader(path, column, chat_template=chat, **options)
+    if not isinstance(path, str):
+        raise ConfigError(f"data.path={list(path)} of kind {source.kind} must be one path")
+    if source.kind == "datasets":
+        return DatasetPrompts(path, column, chat_template=chat, **options)
+    if source.kind == "reasoning_gym":
+        return ReasoningGymPrompts(path, chat_template=chat, **options)
+    return as_rows(import_object(path, "data.path")(part, seed, **options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPrompts:
+    """Prompts for training, and prompts that the training never sees.
+
+    `held_out_keys`: the hashes of the latter; rows with one of them are not to be trained on.
+    """
+
+    train: PromptRows
+    held_out: Sequence[PromptItem]
+    held_out_keys: frozenset[int]
+
+
+def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> SplitPrompts:
+    """Hold out `data.num_held_out` prompts of all sources, by their weights, and mix the others.
+
+    Every source is split before it is mixed, since a mixture repeats the rows of small sources.
+    What is held out is a prompt, not a row: its other rows, of whichever source, are not trained on
+    either. A tenth of the different prompts of a source are held out at most.
+    """
+    candidates = _first_rows(sources)
+    num_prompts = sum(map(len, candidates.values()))
+    num_held_out = min(data.num_held_out, num_prompts // 10)
+    weights = np.array([data.named_sources[name].weight for name in sources])
+    bounds = np.rint(num_held_out * np.cumsum(weights) / weights.sum()).astype(int)
+    chosen: dict[str, list[int]] = {}
+    for name, count in zip(sources, np.diff(bounds, prepend=0), strict=True):
+        own = candidates[name]
+        count = min(int(count), len(own) // 10)
+        chosen[name] = [own[i * len(own) // count] for i in range(count)]
+    keys = frozenset(sources[n].keys[i] for n, indices in chosen.items() for i in indices)
+    train = {name: without_prompts(source, keys, name) for name, source in sources.items()}
+    held_out = {n: SelectedRows(sources[n].rows, own) for n, own in chosen.items() if own}
+    # With its number of rows as its weight, every row of a source comes once.
+    num_each = {name: float(len(rows)) for name, rows in held_out.items()}
+    own_rows = _mixed(held_out, num_each, data) if held_out else []
+    rows = _mixed(train, {name: own.weight for name, own in data.named_sources.items()}, data)
+    items = [as_prompt_item(own_rows[i]) for i in range(len(own_rows))]
+    num_repeats = sum(len(s.rows) for s in sources.values()) - sum(map(len, train.values()))
+    if num_repeats > len(items):
+        logger.info(
+            "%d rows are left out of the training: they repeat prompts that are held out",
+            num_repeats - len(items),
+        )
+    return SplitPrompts(train=rows, held_out=items, held_out_keys=keys)
+
+
+def _mixed(
+    rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
+) -> PromptRows:
+    """Return the rows of all sources. Rows of `data.sources` have their source's name."""
+    if not data.sources:
+        return next(iter(rows.values()))
+    return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})
+
+
+def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> PromptRows:
+    """Return the rows of a source whose prompts are not among `keys`.
+
+    `name`: of the source. Raises ConfigError if none is left.
+    """
+    if not keys:
+        return source.rows
+    kept = [index for index, key in enumerate(source.keys) if key not in keys]
+    if not kept:
+        raise ConfigError(
+            f"every prompt of the source {name!r} is held out for evaluation; lower "
+            "data.num_held_out, or leave the source out"
+        )
+    return source.rows if len(kept) == len(source.keys) else SelectedRows(source.rows, kept)
+
+
+def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
+    """Return the rows of each source whose prompts no row before them has, in any source."""
+    seen: set[int] = set()
+    found: dict[str, list[int]] = {}
+    for name, source in sources.items():
+        found[name] = []
+        for index, key in enumerate(source.keys):
+            if key not in seen:
+                seen.add(key)
+                found[name].append(index)
+    return found
+
+
+def held_out_of_file(
+    rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
+) -> list[PromptItem]:
+    """Return the prompts of `data.held_out_path`, and log how many of them are trained on as well.
+
+    Raises ConfigError for bad rows.
+    """
+    checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
+    count = min(data.num_held_out or len(checked.rows), len(checked.rows))
+    trained = set(train.keys)
+    if num_both := sum(key in trained for key in checked.keys[:count]):
+        logger.warning(
+            "%d of %d prompts of data.held_out_path=%s are trained on as well",
+            num_both, count, data.held_out_path,
+        )  # fmt: skip
+    return [as_prompt_item(checked.rows[i]) for i in range(count)]

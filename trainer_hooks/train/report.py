@@ -1,0 +1,282 @@
+"""A run as one HTML page: curves, staleness, where the time went, samples coloured by version.
+
+python -m trainer_hooks.train.report outputs/train_grpo/demo/seed_0
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rollout.errors import ConfigError
+from trainer_hooks.metrics.axes import TRAINER_STEP
+from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
+from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
+from trainer_hooks.metrics.stage_clock import minutes
+from trainer_hooks.train.report_samples import NUM_STEPS, SAMPLE_STYLE, samples_section, spread
+from trainer_hooks.train.samples import FILE_NAME
+from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
+
+REPORT_NAME = "report.html"
+WINDOW_STEPS = 10  # at both ends of a run, over which its reward is a mean
+# Title -> metrics of one chart, in the order of the page; a chart without values is left out.
+CURVES = {
+    "reward": ("reward", "eval/greedy_reward"),
+    "reward within a group, deviation": ("reward_std",),
+    "rewards by term": ("rewards/*/mean",),
+    "completion length, tokens": ("completions/mean_length", "completions/max_length"),
+    "share of completions cut": ("completions/clipped_ratio",),
+    "entropy, nats": ("train/entropy",),
+    "loss": ("train/loss",),
+    "gradient norm": ("train/grad_norm",),
+    "KL to the reference, nats": ("train/kl",),
+    "share of tokens clipped": ("train/clip_ratio/region_mean",),
+    "staleness, versions": ("policy_staleness/mean", "policy_staleness/max"),
+    "bound on staleness, versions": ("producer/max_staleness_versions",),
+    "effective sample size of a batch, share": ("producer/ess",),
+    "groups that were dropped or made again": ("rollouts/num_*_groups",),
+    "groups that were filtered, by reason": ("rollouts/filtered/*",),
+    "rollouts that failed, by fault": ("rollouts/num_failures/*",),
+    "tokens per second": ("completions/tokens_per_s", "train/tokens_per_s"),
+    "warm-up: reward": ("warmup/reward",),
+    "warm-up: loss": ("warmup/loss",),
+}
+WARMUP_STEP = "warmup/step"
+# Metrics of held-out prompts; those of a source are eval/<source>/<name>.
+EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
+_PAGE_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #15181c; --text: #e6e6e6; --quiet: #a5a5a5; --rule: #444; } }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
+  padding: 0 1rem; color: var(--text); background: var(--page); }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+nav a { margin-right: 1rem; color: inherit; }
+.charts { display: grid; gap: 1.4rem 1.2rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
+figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; font-size: .9rem; }
+.legend { font-size: .8rem; }
+table { border-collapse: collapse; }
+td, th { padding: .15rem .8rem .15rem 0; text-align: left; font-weight: 400; vertical-align: top; }
+th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
+.note { color: var(--quiet); }
+"""
+
+
+def write_report(directory: Path | str, title: str | None = None) -> Path:
+    """Write report.html from the metrics.jsonl and completions.jsonl of a run; returns its path.
+
+    A run that goes on, or was killed, has them as well.
+    Raises ConfigError for a directory without metrics.
+    """
+    directory = Path(directory)
+    if not (directory / "metrics.jsonl").exists():
+        raise ConfigError(f"{directory} holds no metrics.jsonl; name the directory of a run")
+    rows = read_jsonl(directory / "metrics.jsonl")
+    samples = _samples_of_shown_steps(directory / FILE_NAME)
+    path = directory / REPORT_NAME
+    path.write_text(report_page(rows, samples, title or str(directory)), encoding="utf-8")
+    return path
+
+
+def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
+    """Those that the page chooses from: all of a long run would take gigabytes of memory."""
+    parts = [part for part in (rotated_path(path), path) if part.exists()]
+    steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
+    shown = set(spread(sorted(steps), NUM_STEPS))
+    return [s for part in parts for s in iterate_jsonl(part) if s[TRAINER_STEP] in shown]
+
+
+def report_page(
+    rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], title: str
+) -> str:
+    """The page. `rows`: of metrics.jsonl; `samples`: of completions.jsonl. It needs no other file
+    and no network, and is well-formed XML as well.
+    """
+    steps = [row for row in rows if row.get("reward") is not None]
+    sections = {
+        "Curves": _charts(_curves(rows)),
+        "Evaluation": _charts(_evaluations(rows)),
+        "Age of tokens and time": _charts(_lags_and_times(steps)),
+        "Samples": samples_section(samples),
+    }
+    present = {name: text for name, text in sections.items() if text}
+    links = " ".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in present)
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+        f"<title>{html.escape(title)}</title>",
+        f"<style>{_PAGE_STYLE}{STYLE}{SAMPLE_STYLE}</style></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        _summary_table(rows, steps),
+        f"<nav>{links}</nav>",
+        *(f'<h2 id="{_anchor(name)}">{name}</h2>{text}' for name, text in present.items()),
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _summary_table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
+    cells = {}
+    if steps:
+        num_steps = max(min(WINDOW_STEPS, len(steps) // 2), 1)
+        first, last = steps[:num_steps], steps[-num_steps:]
+        seconds = sum(row.get("timing_s/step") or 0.0 for row in steps)
+        tokens = sum(row.get("completions/num_tokens") or 0 for row in steps)
+        rewards = (fmean(row["reward"] for row in part) for part in (first, last))
+        cells = {
+            "steps": f"{steps[-1].get(TRAINER_STEP, len(steps)):,}",
+            f"reward, first and last {num_steps} steps, means": _arrow(rewards),
+            "time": minutes(seconds),
+            "tokens generated": f"{tokens:,.0f}",
+        }
+    held_out = [v for row in rows if (v := row.get("eval/greedy_reward")) is not None]
+    if held_out:
+        cells["held-out reward, greedy"] = _arrow(dict.fromkeys([held_out[0], held_out[-1]]))
+    shares = {
+        "tokens older than the weights they train": "policy_staleness/stale_fraction",
+        "rollouts that failed": "failed_fraction",
+        "engines idle": "engine/idle_share",
+    }
+    for label, name in shares.items():
+        if values := [row[name] for row in steps if row.get(name) is not None]:
+            cells[label] = f"{fmean(values):.1%}"
+    text = "" if steps else '<p class="note">No training step is in the metrics.</p>'
+    lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells.items())
+    return text + (f"<table>{lines}</table>" if lines else "")
+
+
+def _arrow(values: Any) -> str:
+    return " → ".join(f"{value:.3f}" for value in values)
+
+
+# ---- charts
+
+
+def _charts(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+
+
+def _figure(title: str, names: Sequence[str], chart: str) -> str:
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{chart}{legend(names)}</figure>"
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    figures = []
+    names = dict.fromkeys(name for row in rows for name in row)
+    for title, wanted in CURVES.items():
+        series = {
+            name: points
+            for pattern in wanted
+            for name in names
+            if _fits(name, pattern) and (points := _points(rows, name))
+        }
+        if any("*" in pattern for pattern in wanted):
+            series = _short_names(series)
+        if title == "rewards by term" and len(series) == 1:
+            continue  # it is the reward
+        if series:
+            figures.append(_figure(title, list(series), line_chart(series)))
+    return figures
+
+
+def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
+    """Series by the part of their names that differs, without counts that are 0 throughout."""
+    short = {}
+    for name, points in series.items():
+        prefix, _, own = name.partition("/")
+        if prefix == "rewards":
+            short[own.removesuffix("/mean")] = points
+        elif any(count for _, count in points):
+            own = own.rpartition("/")[2].removeprefix("num_").removesuffix("_groups")
+            short[own.replace("_", " ")] = points
+    return short
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A chart for each metric of evaluations, with a line per source."""
+    charts: dict[str, dict[str, list[Point]]] = defaultdict(dict)
+    for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
+        source, _, metric = name.removeprefix("eval/").rpartition("/")
+        if metric.startswith(EVALUATED) and (points := _points(rows, name)):
+            charts[metric][source or "all"] = points
+    return [
+        _figure(f"held out: {metric}", list(series), line_chart(series))
+        for metric, series in charts.items()
+        if metric != "greedy_reward" or len(series) > 1  # else it is in the chart of the reward
+    ]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    start, star, end = pattern.partition("*")
+    if not star:
+        return name == pattern
+    is_long = len(name) > len(start) + len(end)
+    return is_long and name.startswith(start) and name.endswith(end)
+
+
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    axis = WARMUP_STEP if name.startswith("warmup/") else TRAINER_STEP
+    if name.startswith("rollouts/"):  # a count that is missing is 0
+        return [(row.get(axis, 0), row.get(name) or 0) for row in rows if "reward" in row]
+    return [
+        (row.get(axis, 0), row[name])
+        for row in rows
+        if isinstance(row.get(name), int | float) and abs(row[name]) < 1e300
+    ]
+
+
+def _lags_and_times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not steps:
+        return []
+    xs = [row.get(TRAINER_STEP, 0) for row in steps]
+    parts = {
+        "tokens trained on, by age in versions": _lag_shares(steps),
+        "time of a step, shares": _time_shares(steps),
+    }
+    return [_figure(name, list(own), stacked_chart(xs, own)) for name, own in parts.items() if own]
+
+
+def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    counts = [read_histogram(row, "policy_staleness") for row in steps]
+    totals = [max(sum(own.values()), 1) for own in counts]
+    return {
+        f"{age}+" if age == NUM_BINS else str(age): [
+            own.get(age, 0) / total for own, total in zip(counts, totals, strict=True)
+        ]
+        for age in sorted({age for own in counts for age in own})
+    }
+
+
+def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The largest share first, at the bottom; what is never 1% is left out."""
+    prefix = "timing_share/"
+    names = dict.fromkeys(name for row in steps for name in row if name.startswith(prefix))
+    shares = {name.removeprefix(prefix): [row.get(name) or 0.0 for row in steps] for name in names}
+    ordered = sorted(shares, key=lambda name: -sum(shares[name]))
+    return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
+
+
+def main() -> None:
+    """Write the report of the run named on the command line."""
+    parser = argparse.ArgumentParser(description="the HTML report of a run")
+    parser.add_argument("directory", type=Path, help="the run's, with metrics.jsonl in it")
+    parser.add_argument("--title")
+    arguments = parser.parse_args()
+    try:
+        print(write_report(arguments.directory, arguments.title))
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The files of one run, the lock on them, and Ctrl-C as a request to stop between two steps."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from rollout.errors import ConfigError
+from trainer_hooks.files import set_aside
+from trainer_hooks.metrics import MetricsLogger, start_wandb_run
+from trainer_hooks.metrics.logger import MetricsView
+from trainer_hooks.metrics.wandb_run import where_to_look
+from trainer_hooks.train.hydra_job import wandb_names
+
+_log = logging.getLogger(__name__)
+
+
+def open_logger(
+    directory: Path, settings: Any, view: MetricsView, resume_step: int | None = None
+) -> MetricsLogger:
+    """The logger of the run in `directory`: its metrics.jsonl, `view` and, if wanted, a W&B run.
+
+    `settings`: the job's dataclass, which W&B shows as the run's config; its `logger` holds
+    LoggerSettings, its `run_name` names the run. `resume_step`: the step from which a resumed run
+    continues; None starts metrics.jsonl anew.
+    """
+    wandb_run, wanted = None, settings.logger
+    if wanted.wandb != "off":
+        name, group = wandb_names(settings.run_name, directory.name)
+        wandb_run = start_wandb_run(
+            project=wanted.wandb_project,
+            name=name,
+            group=group,
+            tags=wanted.wandb_tags,
+            directory=directory,
+            config=asdict(settings),
+            mode=wanted.wandb,
+            resume=resume_step is not None,
+        )
+        if wanted.console:
+            Console().print(where_to_look(wandb_run), highlight=False, soft_wrap=True)
+    return MetricsLogger(
+        jsonl=directory / "metrics.jsonl", wandb=wandb_run, console=view, resume_step=resume_step
+    )
+
+
+def begin_directory(directory: Path) -> Path | None:
+    """Make an empty `directory`. What an earlier run left there is renamed (`set_aside`), and its
+    new path returned.
+    """
+    previous = set_aside(directory)
+    directory.mkdir(parents=True)
+    return previous
+
+
+@contextmanager
+def locked_run(directory: Path) -> Iterator[None]:
+    """Hold the folder of a run. Raises ConfigError, naming the process, if another job holds it.
+
+    The lock is flock's, on the file .<name>.lock beside the folder, which itself may be renamed.
+    The kernel releases it when the process ends, by kill -9 too. It holds between hosts where the
+    file system carries flock between them: NFS of Linux does, Lustre with the mount option flock.
+    Where a file system has no locks, a warning says so, and two jobs are not kept apart.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    path = directory.with_name(f".{directory.name}.lock")
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ConfigError(
+                f"another job, {file.read().strip() or 'of an unknown process'}, is running in "
+                f"{directory}; give this one a run_name of its own, or wait until the other ends"
+            ) from error
+        except OSError as error:
+            _log.warning(
+                "the file system of %s has no locks (%s): start no other job of this run_name",
+                path, error,
+            )  # fmt: skip
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; a second one acts as it did before.
+
+    A training step that ends halfway would leave weights that belong to no step.
+    """
+    requested = threading.Event()
+    before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+
+    def request(number: int, frame: FrameType | None) -> None:
+        requested.set()
+        signal.signal(number, before[number])
+
+    for number in before:
+        signal.signal(number, request)
+    try:
+        yield requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,361 @@
+"""Settings that jobs share: one frozen dataclass per config group of conf/.
+
+Each refuses, when it is made, what cannot work, and names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from rollout.errors import ConfigError
+from rollout.ranges import (
+    AnyNumber,
+    AnyText,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonNegativeSeconds,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    PositiveSeconds,
+    check_fields,
+)
+from rollout.sampling_params import Temperature
+from trainer_hooks.prompts.checks import OnBadRow
+from trainer_hooks.rewards.runner import WARN_AFTER_S
+
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """An adapter that is trained in place of the policy's own weights, as PEFT makes it.
+
+    `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A); with
+    `use_rslora` the scale is alpha / sqrt(rank). `target_modules`: the ends of the layers' names;
+    "all-linear" has all but the head. Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
+    """
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    target_modules: Name | tuple[Name, ...] = "all-linear"
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The policy: a Hugging Face checkpoint, or random weights of a shape as Qwen3Config names it,
+    or Qwen3MoeConfig if it has `num_experts`.
+
+    `path`: a directory with config.json, weights and tokenizer.
+    `tokenizer`: another directory, or "package.module:function" that makes one; None takes `path`.
+    A shape has all of its fields, and tied embeddings. Those that may be None are
+    `initializer_range`, which is then the config's, and the three of experts.
+    `lora`: an adapter is trained, the weights stay.
+    """
+
+    path: Name | None = None
+    tokenizer: Name | None = None
+    hidden_size: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    num_hidden_layers: PositiveInt | None = None
+    num_attention_heads: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    max_position_embeddings: PositiveInt | None = None
+    initializer_range: NonNegativeFloat | None = None
+    num_experts: PositiveInt | None = None
+    num_experts_per_tok: PositiveInt | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    lora: LoraSettings | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        missing = [name for name, value in self.shape.items() if value is None]
+        if self.path is None and (missing or self.tokenizer is None):
+            raise ConfigError(
+                "model.path is missing: name a directory with a Hugging Face checkpoint, or give a "
+                f"shape for random weights and a tokenizer (without: {', '.join(missing) or 'it'})"
+            )
+        if self.path is not None and len(missing) < len(self.shape):
+            raise ConfigError(
+                f"model.path={self.path} beside a shape for random weights; choose one of them "
+                "(model=checkpoint has no shape)"
+            )
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The shape of a random policy, by its config's names; all None where `path` has it."""
+        names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]
+        has_experts = any(getattr(self, name) is not None for name in _OF_EXPERTS)
+        optional = {"initializer_range", *(() if has_experts else _OF_EXPERTS)}
+        shape = {name: getattr(self, name) for name in names}
+        return {k: v for k, v in shape.items() if v is not None or k not in optional}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """One source of prompts.
+
+    `kind` and `path`: `jsonl` and `parquet` files; the directory of a `datasets` dataset; the name
+    of a `reasoning_gym` dataset; for `python` the "package.module:function" that returns rows,
+    called as function(part, seed, **options) with part "train", "warmup" or "held_out"; for
+    `environment` the name of one that brings its prompts.
+    `options`: those of the reasoning-gym dataset (size, seed, its own), of the function, or the
+    `split` of a dataset. `weight`: how often its rows come, beside other sources.
+    """
+
+    kind: (
+        Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python", "environment"] | None
+    ) = None
+    path: Name | tuple[Name, ...] | None = None
+    prompt_column: Name = "prompt"
+    options: Options = field(default_factory=dict)
+    weight: PositiveFloat = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings(SourceSettings):
+    """The prompts of a job: one source, or several `sources` by name, each as often as its weight.
+
+    `chat`: whether prompts go through the tokenizer's chat template, text as what the user says;
+    None does so where the tokenizer has one. `system_prompt`: before messages without one.
+    `template_options`: further arguments of the template, such as enable_thinking.
+    `held_out_path`: prompts of the same kind for evaluation. Without one, `num_held_out` prompts (a
+    tenth of all at most) are left out of the training: of each source before it is mixed, with
+    all rows of the same prompt. `on_bad_row`: rows that no engine could answer are named when the
+    job begins; `skip` leaves them out. `title`: of the data, in tables and plots.
+    """
+
+    sources: Mapping[str, SourceSettings] = field(default_factory=dict)
+    chat: bool | None = None
+    system_prompt: AnyText | None = None
+    template_options: Options = field(default_factory=dict)
+    held_out_path: Name | None = None
+    num_held_out: NonNegativeInt = 0
+    on_bad_row: OnBadRow = "refuse"
+    title: AnyText | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        for name, source in self.named_sources.items():
+            if source.kind is None or source.path is None:
+                where = f"data.sources.{name}" if self.sources else "data"
+                raise ConfigError(f"{where} needs kind and path; {where}.path is {source.path!r}")
+        if self.sources and (self.path is not None or self.held_out_path is not None):
+            raise ConfigError("data.path and data.held_out_path belong to one source, not several")
+        if self.sources and any(source.kind == "python" for source in self.sources.values()):
+            raise ConfigError("data.sources cannot be of kind python; let one function mix them")
+
+    @property
+    def shown_title(self) -> str:
+        """What the data is called in tables and plots."""
+        path = self.path or ", ".join(self.sources)
+        return self.title or (path if isinstance(path, str) else path[0])
+
+    @property
+    def named_sources(self) -> Mapping[str, SourceSettings]:
+        """All sources by name; one alone has that of the data."""
+        return self.sources or {"data": self}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm:
+    """One reward function of a job.
+
+    `path`: "package.module:name" of a function, or of a class that is made with `options`; a
+    function gets them as arguments. `convention`: `text` is TRL's for texts, `chat` TRL's for
+    messages, `verl` is compute_score.
+    """
+
+    path: Name
+    weight: AnyNumber = 1.0
+    convention: Literal["text", "chat", "verl"] = "text"
+    options: Options = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """The reward of a completion: the weighted sum of `terms`, by name; none where an environment
+    gives it.
+
+    `workers`: processes that compute it; 0 for a thread of this one. `timeout_s`: of a call.
+    `warn_after_s`: a call that takes longer is named in the log, with its sample.
+    """
+
+    terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+    workers: NonNegativeInt = 0
+    timeout_s: PositiveSeconds | None = None
+    warn_after_s: PositiveSeconds | None = WARN_AFTER_S
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+    @staticmethod
+    def overrides_of(path: str) -> list[str]:
+        """The Hydra overrides that reward=package.module:function stands for."""
+        name = path.rpartition(":")[2]
+        return ["reward=terms", f"++reward.terms.{name}.path={path}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSettings:
+    """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
+
+    `max_steps`: 0 for none. `source`: its own prompts; None takes those of the training.
+    `answer_column`: the completion that is learned.
+    """
+
+    max_steps: NonNegativeInt
+    target_reward: AnyNumber = 0.0
+    learning_rate: PositiveFloat = 1e-3
+    batch_size: PositiveInt = 128
+    first_check: NonNegativeInt = 60  # step of the first measurement of the sampled reward
+    check_interval: PositiveInt = 5  # steps between two measurements
+    check_prompts: PositiveInt = 256
+    answer_column: Name = "answer"
+    source: SourceSettings | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSettings:
+    """A function of the user's own: "package.module:name", and the arguments in `options`.
+
+    A class is made with them.
+    """
+
+    path: Name
+    options: Options = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSettings(FunctionSettings):
+    """The weight function of a Curriculum, and whether it draws with replacement."""
+
+    with_replacement: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerSettings:
+    """Settings of AsyncRolloutProducer, under its names.
+
+    `max_staleness_versions`: the age a token may have when it is trained on; 0 generates only
+    after each update; "ess" follows the effective sample size of the batches.
+    `order`: `admission` hands batches over as they were begun, `ready` as their groups finish;
+    a prompt whose rollouts grew too old `max_reissues` times is then waited for.
+    `oversample_groups`: groups begun in addition; the last ones to finish are aborted. None: a
+    quarter of a batch in ready order, else 0.
+    `drop_zero_variance`: replace groups whose rewards are all equal; `group_filters`: replace what
+    these functions give a reason for. At most `max_refills` of a batch (None: ten times its
+    groups). `curriculum`: draws the next prompts by their histories.
+    `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
+    `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
+    `num_epochs`: passes over the prompts; None goes on for ever.
+    """
+
+    max_staleness_versions: NonNegativeInt | Literal["ess"] = 1
+    order: Literal["admission", "ready"] = "admission"
+    max_reissues: NonNegativeInt = 8
+    oversample_groups: NonNegativeInt | None = None
+    drop_zero_variance: bool = False
+    group_filters: Mapping[str, FunctionSettings] = field(default_factory=dict)
+    curriculum: CurriculumSettings | None = None
+    max_refills: NonNegativeInt | None = None
+    min_valid_samples: PositiveInt = 2
+    max_attempts: PositiveInt = 3
+    version_timeout_s: NonNegativeSeconds = 0.0
+    shuffle: bool = True
+    num_epochs: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        filters = self.drop_zero_variance or self.group_filters
+        if self.max_refills is not None and not filters:
+            raise ConfigError(
+                f"max_refills={self.max_refills} bounds what drop_zero_variance and group_filters "
+                "replace; set drop_zero_variance=true, or leave max_refills out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSyncSettings:
+    """How new weights reach the engines.
+
+    `mode`: `in_flight` commits at a step edge, while requests go on; `suspend` pauses and suspends
+    the engines around the commit, which frees what `release` names for the trainer.
+    """
+
+    mode: Literal["in_flight", "suspend"] = "in_flight"
+    release: tuple[Literal["kv_cache", "weights"], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.release and self.mode == "in_flight":
+            raise ConfigError(
+                f"release={list(self.release)} with mode='in_flight', which frees nothing; choose "
+                "mode='suspend', or leave release out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSettings:
+    """What is measured on held-out prompts beside the reward of their greedy answers.
+
+    `n`: samples of each prompt at `temperature`; 0 for greedy answers alone. `pass_at`,
+    `success_reward`: for pass@k of each k. `answer`: what a completion answers, for maj@n; a
+    function of the completion. See `evaluate`.
+    """
+
+    n: NonNegativeInt = 0
+    temperature: Temperature = 1.0
+    pass_at: tuple[PositiveInt, ...] = ()
+    success_reward: AnyNumber = 1.0
+    answer: FunctionSettings | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if any(not k <= self.n for k in self.pass_at):
+            raise ConfigError(f"pass_at={list(self.pass_at)} must be from 1 to n={self.n}")
+        if self.answer is not None and not self.n:
+            raise ConfigError(f"answer={self.answer.path} with n=0, which samples nothing; set n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerSettings:
+    """Where metrics and samples go besides the files of a run: the terminal, Weights & Biases.
+
+    `num_samples`: how many are shown every `sample_interval` steps. `num_completions`: how many of
+    each step go to completions.jsonl, which is renamed at `completions_file_bytes`.
+    `save_batches`: keep a batch for each checkpoint that sampled it, for trainer_hooks.doctor.
+    """
+
+    console: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: Name = "rollout"
+    wandb_tags: tuple[Name, ...] = ()
+    num_samples: NonNegativeInt = 3
+    sample_interval: PositiveInt = 10
+    num_completions: NonNegativeInt = 64
+    completions_file_bytes: PositiveInt = 64 * 2**20
+    save_batches: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)

@@ -1,0 +1,315 @@
+"""Task: what a job trains on, made from its settings: prompts, rewards, tokenizer, policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from rollout import SamplingParams
+from rollout.errors import ConfigError
+from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
+from trainer_hooks.environments.agent_rollouts import AgentRollouts
+from trainer_hooks.evaluate import evaluate
+from trainer_hooks.pretrained import load_pretrained
+from trainer_hooks.producer.groups import GeneratesAsync, ScopedLLM
+from trainer_hooks.prompts.chat_format import ChatFormat
+from trainer_hooks.prompts.checks import (
+    CheckedRows,
+    CheckedWhenRead,
+    PromptCheck,
+    SelectedRows,
+    check_rows,
+)
+from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
+from trainer_hooks.rewards import ConversationalReward, RewardRunner, VerlReward, WeightedRewards
+from trainer_hooks.train.environment import EnvironmentSettings, environment_rollouts
+from trainer_hooks.train.import_paths import import_function, import_object
+from trainer_hooks.train.prompts import (
+    SplitPrompts,
+    held_out_of_file,
+    open_source,
+    split_sources,
+    without_prompts,
+)
+from trainer_hooks.train.settings import (
+    DataSettings,
+    EvaluationSettings,
+    ModelSettings,
+    RewardSettings,
+    RewardTerm,
+    SourceSettings,
+)
+
+
+class Task:
+    """What a job trains on. The tokenizer is one of transformers.
+
+    `held_out`: prompts that the training never sees; empty where the settings ask for none.
+    `reward`: scores completions; close it at the end, which ends its processes. None where the
+    environment alone does. `rollout_fn`: the environment, if there is one; close it as well.
+    `num_skipped_rows`: bad rows of files and datasets that are left out.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        data: DataSettings,
+        reward: RewardSettings,
+        warmup_source: SourceSettings | None = None,
+        environment: EnvironmentSettings = EnvironmentSettings(),  # noqa: B008 - it is frozen
+        max_sequence_length: int | None = None,
+        answer_column: str | None = None,
+    ) -> None:
+        """`max_sequence_length`: of the engine, if it is known; it bounds prompts and episodes.
+        `answer_column`: what a warm-up learns; None without one.
+
+        Reads every row of files and datasets once, and checks it. Raises ConfigError for settings
+        that name what is not there, and for bad rows unless `data.on_bad_row` is "skip".
+        """
+        self._model, self._data, self._warmup_source = model, data, warmup_source
+        self.tokenizer: Any = load_tokenizer(model)
+        self._chat = chat_format(data, self.tokenizer)
+        self.reward = reward_runner(reward)
+        self.rollout_fn = environment_rollouts(
+            environment, self.tokenizer, data.template_options, max_sequence_length
+        )
+        if self.reward is None and isinstance(self.rollout_fn, AgentRollouts):
+            own = self.rollout_fn.reward_fn
+            self.reward = None if own is None else RewardRunner(own)
+        self._check = prompt_check(model, self.tokenizer, max_sequence_length)
+        self._warmup_check = replace(self._check, answer_column=answer_column)
+        self.num_skipped_rows = 0
+        self.held_out: Sequence[PromptItem]
+        # A function makes prompts for each seed.
+        self._train: PromptRows | None = None
+        self._warmup: PromptRows | None = None
+        held_out_keys: frozenset[int] = frozenset()
+        if data.kind == "python":
+            rows = self._made("held_out", 0, self._check)
+            self.held_out = [as_prompt_item(rows[i]) for i in range(len(rows))]
+        else:
+            split = self._split()
+            self._train, self.held_out = split.train, split.held_out
+            held_out_keys = split.held_out_keys
+        if warmup_source is not None and warmup_source.kind != "python":
+            warmup = self._checked(warmup_source, self._warmup_check, "warmup.source")
+            self._warmup = without_prompts(warmup, held_out_keys, "warmup.source")
+
+    def prompts(self, seed: int) -> PromptRows:
+        """The training prompts of the run with `seed`."""
+        return self._made("train", seed, self._check) if self._train is None else self._train
+
+    def warmup_prompts(self, seed: int) -> PromptRows:
+        """The prompts of the warm-up, in the order in which they are to be used."""
+        if self._warmup_source is None and self._train is None:
+            return self._made("warmup", seed, self._warmup_check)
+        rows = self._train if self._warmup_source is None else self._warmup
+        if rows is None:
+            assert self._warmup_source is not None
+            rows = self._open(self._warmup_source, "warmup", seed)
+            rows = CheckedWhenRead(rows, self._warmup_check)
+        return SelectedRows(rows, np.random.default_rng(seed).permutation(len(rows)))
+
+    def new_policy(self) -> PreTrainedModel:
+        """The policy that a run begins with; random weights are drawn from torch's generator."""
+        if (path := self._model.path) is not None:
+            policy: PreTrainedModel = load_pretrained(
+                AutoModelForCausalLM, "model.path", path, dtype=torch.float32
+            )
+            return policy
+        own: dict[str, Any] = {
+            **self._model.shape,
+            "vocab_size": len(self.tokenizer),
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        if self._model.num_experts is None:
+            return Qwen3ForCausalLM(Qwen3Config(**own))
+        # Experts' weights sum to 1 as in the family's checkpoints, unlike transformers' default.
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
+
+    async def evaluate(
+        self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings
+    ) -> dict[str, float]:
+        """The rewards of answers to the held-out prompts; {} where there are none.
+
+        `eval/greedy_reward`, also as `eval/<source>/greedy_reward`; with samples all metrics of
+        `evaluate`. The samples are those of the same seeds each time.
+        """
+        if not self.held_out:
+            return {}
+        params = replace(params, return_log_probs=False)
+        greedy = replace(params, temperature=0.0)
+        own: dict[str, Any] = {"tokenizer": self.tokenizer, "rollout_fn": self.rollout_fn}
+        of_greedy = await evaluate(llm, self.held_out, self.reward, greedy, **own)
+        metrics = {
+            f"{name.removesuffix('reward')}greedy_reward": value
+            for name, value in of_greedy.items()
+            if name.endswith("/reward")
+        }
+        if not settings.n:
+            return metrics
+        answer_fn = None
+        if (answer := settings.answer) is not None:
+            answer_fn = import_function(answer.path, answer.options, "trainer.evaluation.answer")
+        sampled = await evaluate(
+            llm,
+            self.held_out,
+            self.reward,
+            replace(params, temperature=settings.temperature, seed=0),
+            settings.n,
+            pass_at=settings.pass_at,
+            success_reward=settings.success_reward,
+            answer_fn=answer_fn,
+            **own,
+        )
+        return metrics | sampled
+
+    async def greedy_answers(
+        self, llm: GeneratesAsync, params: SamplingParams, count: int
+    ) -> list[dict[str, str]]:
+        """The greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}."""
+        greedy = replace(params, temperature=0.0, return_log_probs=False)
+        answers = []
+        for item in self.held_out[:count]:
+            scoped = ScopedLLM(llm, greedy, item, 0, as_tokenizer(self.tokenizer))
+            if self.rollout_fn is None:
+                ids = (await llm.generate(item.prompt, greedy)).generated_tokens
+            else:
+                ids = (await self.rollout_fn(scoped, item.prompt)).completion_ids
+            prompt = item.prompt if isinstance(item.prompt, str) else str(list(item.prompt))
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            answers.append({"prompt": prompt, "answer": text})
+        return answers
+
+    def _open(self, source: SourceSettings, part: str, seed: int) -> PromptRows:
+        if source.kind == "environment":
+            if not isinstance(self.rollout_fn, AgentRollouts):
+                raise ConfigError(
+                    "data.kind=environment needs an environment that brings prompts, such as "
+                    "environment=verifiers"
+                )
+            return self.rollout_fn.prompts()
+        return open_source(source, self._chat, part, seed)
+
+    def _checked(self, source: SourceSettings, check: PromptCheck, name: str) -> CheckedRows:
+        """The good rows of a source. `name`: of its settings, for messages."""
+        rows = self._open(source, "train", 0)
+        checked = check_rows(rows, check, self._data.on_bad_row, name)
+        self.num_skipped_rows += checked.num_skipped
+        return checked
+
+    def _split(self) -> SplitPrompts:
+        """Training prompts, and those held out: of their own path, or some of the sources'."""
+        data = self._data
+        # Without prompts of its own a warm-up learns the answers of these.
+        check = self._warmup_check if self._warmup_source is None else self._check
+        sources = {
+            name: self._checked(own, check, f"data.sources.{name}" if data.sources else "data")
+            for name, own in data.named_sources.items()
+        }
+        if data.held_out_path is None:
+            return split_sources(sources, data)
+        (train,) = sources.values()  # the settings refuse it beside several sources
+        rows = self._open(replace(data, path=data.held_out_path), "held_out", 0)
+        held_out = held_out_of_file(rows, data, self._check, train)
+        return SplitPrompts(train=train.rows, held_out=held_out, held_out_keys=frozenset())
+
+    def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
+        """The rows of a function, for one part of a run. Those in a list are checked now."""
+        rows = self._open(self._data, part, seed)
+        if not isinstance(rows, (list, tuple)):
+            return CheckedWhenRead(rows, check)
+        return check_rows(rows, check, self._data.on_bad_row, "data").rows
+
+
+def prompt_check(
+    model: ModelSettings, tokenizer: Any, max_sequence_length: int | None
+) -> PromptCheck:
+    """Return the check of a job's prompts. `max_sequence_length`: of the engine; None takes the
+    model's number of positions."""
+    if model.path is not None:
+        config = load_pretrained(AutoConfig, "model.path", model.path).get_text_config()
+        vocab_size = getattr(config, "vocab_size", None)
+        positions = getattr(config, "max_position_embeddings", None)
+    else:
+        vocab_size, positions = len(tokenizer), model.max_position_embeddings
+    return PromptCheck(
+        encode_all=partial(encode_prompts, HFTokenizer(tokenizer)),
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length or positions,
+    )
+
+
+def load_tokenizer(settings: ModelSettings) -> Any:
+    """The tokenizer of the settings; one without a token for padding pads with its end token.
+
+    Raises ConfigError if there is none, or if it has no end token.
+    """
+    source = settings.tokenizer or settings.path
+    assert source is not None, "the settings check it"
+    if ":" in source:
+        tokenizer = import_object(source, "model.tokenizer")()
+    else:
+        setting = "model.tokenizer" if settings.tokenizer else "model.path"
+        tokenizer = load_pretrained(AutoTokenizer, setting, source)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer {source} has no end token; set its eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
+    """How prompts become text: the tokenizer's chat template, or None for as they are.
+
+    Raises ConfigError for a system prompt without a template.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not (has_template if settings.chat is None else settings.chat):
+        if settings.system_prompt is not None:
+            raise ConfigError(
+                f"data.system_prompt={settings.system_prompt!r} needs a chat template, which "
+                + ("data.chat=false leaves out" if has_template else "the tokenizer does not have")
+            )
+        return None
+    return ChatFormat(tokenizer, settings.system_prompt, settings.template_options)
+
+
+def reward_runner(settings: RewardSettings) -> RewardRunner | None:
+    """The weighted sum of the settings' terms; None if there are none."""
+    if not settings.terms:
+        return None
+    functions = [reward_function(name, term) for name, term in settings.terms.items()]
+    weights = [term.weight for term in settings.terms.values()]
+    reward = WeightedRewards(functions, weights, list(settings.terms))
+    return RewardRunner(
+        reward, settings.workers, settings.timeout_s, warn_after_s=settings.warn_after_s
+    )
+
+
+def reward_function(name: str, term: RewardTerm) -> Any:
+    """The function of a term, in the convention of RewardRunner.
+
+    Raises ConfigError for a path that names none, and for options that it does not take.
+    """
+    function = import_function(term.path, term.options, f"reward.terms.{name}")
+    adapter = {"text": None, "chat": ConversationalReward, "verl": VerlReward}[term.convention]
+    return function if adapter is None else adapter(function)

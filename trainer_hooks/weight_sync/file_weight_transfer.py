@@ -1,0 +1,125 @@
+"""FileWeightTransfer: a trainer's weights to a server through files and HTTP calls."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollout.errors import WeightUpdateError
+from trainer_hooks.weight_sync.weight_files import WeightFiles, weight_directory
+
+_POLL_S = 0.5
+
+
+class FileWeightTransfer:
+    """What TRL's asynchronous trainers take as `weight_transfer`; it needs no NCCL and no GPU.
+
+        rollout serve model=DIR checkpoint_roots=/dev/shm
+        trainer = AsyncGRPOTrainer(..., weight_transfer=FileWeightTransfer("http://127.0.0.1:8000"))
+
+    Each update is a directory of safetensors, which the server reads and this object then removes.
+    Engines freeze their requests meanwhile and go on with them under the new weights. Not thread
+    safe. All methods raise WeightUpdateError with the server's reason.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        directory: str | Path | None = None,
+        *,
+        admin_key: str | None = None,
+        max_shard_bytes: int = 2**30,
+        start_timeout_s: float = 600.0,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """directory: where updates are written, below one of the server's checkpoint_roots, on a
+        file system that both see. None: shared memory, or the system's folder for temporary files.
+        admin_key: the server's. max_shard_bytes: of a file, unless one tensor is larger.
+        start_timeout_s: how long `init_weight_transfer` waits for the server. timeout_s: for each
+        answer.
+        """
+        self._parent = None if directory is None else Path(directory).absolute()
+        self._url, self._admin_key = url.rstrip("/"), admin_key
+        self._max_shard_bytes = max_shard_bytes
+        self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
+        self._is_paused = False
+        # Trainer and server share a file system: no proxy lies between them.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def init_weight_transfer(self) -> None:
+        """Wait until the server is ready."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            try:
+                self._call("GET", "/health")
+                return
+            except WeightUpdateError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_POLL_S)
+
+    def pause(self) -> None:
+        """Freeze the running requests; their KV stays."""
+        self._call("POST", "/pause?mode=keep&clear_cache=false")
+        self._is_paused = True
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        """Write all tensors and have the server commit them; returns when all engines have.
+
+        Sharded ones are gathered. After an error the server has its old weights.
+        """
+        tensors = iter(iterator)
+        try:
+            with weight_directory(self._parent) as directory:
+                with WeightFiles(directory, self._max_shard_bytes) as files:
+                    for name, tensor in tensors:
+                        files.add(name, tensor)
+                self._call("POST", "/update_weights", {"weight_dir": str(directory)})
+        except WeightUpdateError:
+            for _ in tensors:  # other ranks gather the rest together with this one
+                pass
+            raise
+
+    def resume(self) -> None:
+        """Let the requests go on."""
+        self._call("POST", "/resume")
+        self._is_paused = False
+
+    def destroy(self) -> None:
+        """Leave the server running, also after an update that failed."""
+        if self._is_paused:
+            self.resume()
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
+        """Raises WeightUpdateError with the server's reason, or why there was no answer."""
+        headers = {"Content-Type": "application/json"}
+        if self._admin_key is not None:
+            headers["Authorization"] = f"Bearer {self._admin_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        what = f"{method} {self._url}{path}"
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = _reason(error.read())
+            raise WeightUpdateError(f"{what} answered {error.code}: {reason}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise WeightUpdateError(f"{what} got no answer: {error}") from error
+
+
+def _reason(body: bytes) -> str:
+    """Return the message of an error's body, or the body itself."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:500]

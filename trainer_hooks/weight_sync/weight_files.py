@@ -1,0 +1,77 @@
+"""WeightFiles: a trainer's weights as a directory of safetensors, which another process reads."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from rollout.errors import WeightUpdateError
+from rollout.models.checkpoints.writer import CheckpointWriter
+from rollout.models.plain_tensors import full_tensor, refusal
+
+STABLE_FILE = "STABLE"  # written last: whoever watches the directory may read it from now on
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class WeightFiles:
+    """Writes tensors as they come, to files of `max_file_bytes` at most, or of one larger tensor.
+
+    A context manager: at its end it writes the index of the files, and last the file STABLE. All
+    of it raises WeightUpdateError, for tensors that cannot be read and files that cannot be
+    written.
+    """
+
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        self._directory = directory
+        self._writer = CheckpointWriter(directory, max_file_bytes)
+        self._names: set[str] = set()
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor; a sharded one is gathered, which is a collective."""
+        if reason := refusal(tensor):
+            raise WeightUpdateError(f"{name!r} {reason}")
+        if name in self._names:
+            raise WeightUpdateError(f"{name!r} comes twice")
+        self._names.add(name)
+        values = full_tensor(tensor).detach().cpu().contiguous()
+        with _named_errors(self._directory):
+            self._writer.write(name, values)
+
+    def __exit__(self, *exception: object) -> None:
+        with _named_errors(self._directory):
+            self._writer.__exit__(*exception)
+            if exception[0] is None:
+                self._writer.write_index({})
+                (self._directory / STABLE_FILE).touch()
+
+
+@contextmanager
+def weight_directory(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new directory, which is removed at the end. Raises WeightUpdateError.
+
+    parent: None for shared memory, or the system's folder for temporary files.
+    """
+    if parent is None:
+        parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    with _named_errors(parent):
+        directory = Path(tempfile.mkdtemp(prefix="rollout-weights-", dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _named_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeightUpdateError(f"{directory} cannot be written to: {error}") from error
