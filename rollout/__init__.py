@@ -7,7 +7,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 # Module -> the names that it gives to this package. The stub beside this file has the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM",
-    "rollout.apis.groups": "RolloutGroup",
+    "rollout.apis.arguments": "RolloutGroup",
     "rollout.apis.llm": "LLM",
     "rollout.config": (
         "InferenceConfig KVCacheManagementMode MambaInferenceStateConfig "

@@ -1,7 +1,7 @@
 """A rollout engine that lives inside a reinforcement-learning job for language models."""
 
+from rollout.apis.arguments import RolloutGroup as RolloutGroup
 from rollout.apis.async_llm import AsyncLLM as AsyncLLM
-from rollout.apis.groups import RolloutGroup as RolloutGroup
 from rollout.apis.llm import LLM as LLM
 from rollout.config import InferenceConfig as InferenceConfig
 from rollout.config import KVCacheManagementMode as KVCacheManagementMode

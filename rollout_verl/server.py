@@ -18,11 +18,10 @@ from rollout import (
     SamplingParams,
     ServeConfig,
 )
-from rollout.coordinator.client.submission import params_of_sample
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import RolloutError
 from rollout.models.checkpoints.reader import Checkpoint
-from rollout.step.seeds import mix_seed
+from rollout.step.seeds import mix_seed, params_of_sample
 from rollout_verl.settings import engine_fields, sampling_params_of
 from trainer_hooks.losses.routing_forms import without_unknown
 

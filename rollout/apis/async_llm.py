@@ -13,15 +13,17 @@ from typing import Any
 from rollout.addresses import host_towards, own_host
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
-from rollout.apis.results import (
+from rollout.apis.serving import Serving
+from rollout.apis.streaming import (
+    LOST,
     Results,
     failed_request,
     finished_request,
     resume_report,
+    streamed_items,
     suspend_report,
+    wait_for_requests,
 )
-from rollout.apis.serving import Serving
-from rollout.apis.streaming import LOST, abort_requests, streamed_items, wait_for_requests
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
@@ -30,18 +32,23 @@ from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.fleet_stats import engine_stats
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import Prompt
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.net.dealer import CoordinatorLostError, address_of
+from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.security import CurveKeys
-from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.errors import (
+    ConfigError,
+    CoordinatorLostError,
+    EngineStateError,
+    InvalidRequestError,
+    RolloutError,
+)
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
-from rollout.text import Tokenizer, tokenizer_of
+from rollout.text import Prompt, Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
@@ -328,7 +335,7 @@ class AsyncLLM:
         Returns how many there were. Whoever waits for one gets it with the tokens so far, FAILED
         with the finish reason "abort". Ids of other requests are ignored.
         """
-        return await abort_requests(await self.start(), request_ids)
+        return await _abort_requests(await self.start(), request_ids)
 
     # ---- HTTP
 
@@ -451,3 +458,18 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
+
+
+async def _abort_requests(client: InferenceClient, request_ids: Iterable[int] | None) -> int:
+    """End unfinished requests of the client, None for all of them, and wait for their records.
+
+    Returns how many there were. Other ids are ignored.
+    """
+    unfinished = client.completion_futures
+    wanted = unfinished if request_ids is None else dict.fromkeys(request_ids)
+    futures = [unfinished[request_id] for request_id in wanted if request_id in unfinished]
+    for future in futures:
+        client.abort(future.request_id)
+    if futures:
+        await asyncio.wait(futures)
+    return len(futures)

@@ -15,10 +15,9 @@ from rollout.control.state import EngineState
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.agent.loop import serve
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.engine.build import DynamicInferenceEngine
-from rollout.errors import EngineStateError
+from rollout.errors import CoordinatorLostError, EngineStateError
 from rollout.text import Tokenizer
 from rollout.weights.transports.fetching import WeightFetcher
 

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from rollout.apis.results import finished_request
+from rollout.apis.streaming import finished_request
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.submission import Prompt
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer
+from rollout.text import Prompt, Tokenizer
 from rollout.weights.update import NamedTensors
 
 # Verbs that move or read the weights, or change their version; they wait while an update is staged.

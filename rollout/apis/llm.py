@@ -16,17 +16,22 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from rollout.apis.arguments import SamplingArgument, as_groups, config_with
+from rollout.apis.arguments import (
+    Groups,
+    OneThread,
+    RolloutGroup,
+    SamplingArgument,
+    as_groups,
+    config_with,
+)
 from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.engine_host import EngineHost
 from rollout.apis.fleet_runtime import LOST_CHECK_S, FleetRuntime
-from rollout.apis.groups import Groups, OneThread, RolloutGroup
 from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.submission import Prompt
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
@@ -34,7 +39,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.telemetry import ObserverGuard
-from rollout.text import Tokenizer, tokenizer_of
+from rollout.text import Prompt, Tokenizer, tokenizer_of
 from rollout.weights.update import NamedTensors
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollout.coordinator.client.inference_client import ClientStateError
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.errors import (
+    ClientStateError,
     ConfigError,
     ContextOverflowError,
+    CoordinatorLostError,
     EngineStateError,
     InvalidRequestError,
     RolloutError,

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import params_of_sample
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import MaxSequenceLengthOverflowError, RequestAbortedError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
+from rollout.step.seeds import params_of_sample
 
 # Runs of tokens that wait for a slow reader of several streams.
 _MAX_RUNS_WAITING = 64

@@ -10,10 +10,9 @@ from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, We
 from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import Prompt
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer
+from rollout.text import Prompt, Tokenizer
 from rollout.weights.update import NamedTensors
 
 

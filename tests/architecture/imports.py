@@ -16,8 +16,8 @@ PRODUCT = ("rollout", "trainer_hooks")
 SCANNED = (*PRODUCT, "examples", "benchmarks")
 
 # By package, the longest names first: a module belongs to the first entry that it lies in.
-FLOORS: dict[str, int] = {
-    name: int(floor)
+FLOORS: dict[str, float] = {
+    name: float(floor)
     for floor, name in sorted(
         (
             line.split()

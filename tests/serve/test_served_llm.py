@@ -22,7 +22,7 @@ from rollout import (
     SamplingParams,
     ServeConfig,
 )
-from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.errors import CoordinatorLostError
 from tests.apis.fleets import directory, weights
 from tests.serve.served import CONFIG
 from tests.tiny_models import prompt_of
