@@ -1,1 +1,1 @@
-"""The contract between brain and muscle: a plan of integers goes down, sampled tokens come back."""
+"""The contract between scheduler and executor: a plan of integers goes down, tokens come back."""
