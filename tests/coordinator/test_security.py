@@ -22,6 +22,7 @@ import zmq.auth
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.net.dealer import CoordinatorLostError, Dealer
 from rollout.coordinator.net.link import Link
+from rollout.coordinator.net.link_queues import SelfPipe
 from rollout.coordinator.net.router import Router
 from rollout.coordinator.net.security import (
     CurveKeys,
@@ -34,7 +35,6 @@ from rollout.coordinator.net.security import (
     remove_private_address,
     server_keys_in,
 )
-from rollout.coordinator.net.waker import Waker
 from rollout.errors import ConfigError
 from tests.coordinator.test_link import registration, status
 
@@ -55,7 +55,7 @@ def router(host: str | None, port: int | None = None, **options: Any) -> Iterato
 @contextmanager
 def peer(address: str, keys: CurveKeys | None = None) -> Iterator[Dealer]:
     """A dealer that has sent `hello`."""
-    context, waker = zmq.Context(), Waker()
+    context, waker = zmq.Context(), SelfPipe()
     dealer = Dealer(context, address, waker, max_frame_bytes=MAX_FRAME_BYTES, curve=keys)
     try:
         dealer.send(b"hello")

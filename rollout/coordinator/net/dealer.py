@@ -9,8 +9,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rollout.addresses import LOOPBACK
+from rollout.coordinator.net.link_queues import SelfPipe
 from rollout.coordinator.net.security import HANDSHAKE_FAULTS, CurveKeys
-from rollout.coordinator.net.waker import Waker
 from rollout.coordinator.protocol.codec import frames_in
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 
@@ -50,7 +50,7 @@ class Dealer:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
-        waker: Waker,
+        waker: SelfPipe,
         *,
         max_frame_bytes: int,
         curve: CurveKeys | None,
