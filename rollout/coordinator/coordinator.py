@@ -23,7 +23,7 @@ from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.net.key_gate import Refusals
 from rollout.coordinator.net.link_queues import SelfPipe
-from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveServerKeys
 from rollout.coordinator.protocol.codec import batched, encode
 from rollout.coordinator.protocol.messages import Message
@@ -104,7 +104,7 @@ class DataParallelInferenceCoordinator:
             self._waker = SelfPipe()
             undo.callback(self._waker.close)
             where = (host, inference_coordinator_port, advertise_host)
-            self._router = Router(
+            self._router = RouterSocket(
                 *where, max_frame_bytes=max_frame_bytes, curve=curve, insecure=insecure
             )
             undo.callback(self._router.close)

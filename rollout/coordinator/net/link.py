@@ -15,7 +15,7 @@ from rollout.coordinator.net.dealer import (
     CONNECTED,
     REFUSED,
     CoordinatorLostError,
-    Dealer,
+    DealerSocket,
     address_of,
 )
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
@@ -305,9 +305,9 @@ class Link:
 
     # ---- the connection
 
-    def _dial(self) -> Dealer:
+    def _dial(self) -> DealerSocket:
         self._greeted_at, self._redial_at = None, time.monotonic() + _ANSWER_S
-        return Dealer(
+        return DealerSocket(
             *(self.context, self.address, self._waker),
             max_frame_bytes=self._max_frame_bytes,
             curve=self._curve,
