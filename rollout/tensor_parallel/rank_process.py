@@ -10,7 +10,7 @@ import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.backends.select import device_of, use_device
 from rollout.child_process import run_child
 from rollout.config import InferenceConfig
@@ -26,7 +26,7 @@ def _be_rank(
     """`place`: the rank, and where its collectives meet. `given`: as for `load_model`."""
     (rank, address), (model, config, weights_version) = place, given
     use_device(config, rank)
-    meeting = Meeting(device_of(config), config.tensor_parallel_size, address)
+    meeting = RankRendezvous(device_of(config), config.tensor_parallel_size, address)
     # Rank 0 has a deadline for the others, which end with it: they need none.
     collectives = meeting.collectives(rank, timeout_s=math.inf)
     loaded = load_model(model, config, weights_version, collectives)

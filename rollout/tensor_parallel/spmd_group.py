@@ -19,7 +19,7 @@ import msgspec
 from torch import nn
 
 from rollout.backends.group_bytes import all_gather_bytes
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.backends.select import device_of
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError, LockstepError, RolloutError, decode_error, encode_error
@@ -67,10 +67,10 @@ def join_as_lead(
     size, start_s = config.tensor_parallel_size, config.tensor_parallel_start_timeout_s
     with ExitStack() as stack:
 
-        def begin() -> tuple[RankListener, Meeting]:
+        def begin() -> tuple[RankListener, RankRendezvous]:
             listener = RankListener()
             stack.callback(listener.close)
-            meeting = Meeting(device_of(config), size)
+            meeting = RankRendezvous(device_of(config), size)
             stack.callback(meeting.close)
             return listener, meeting
 
@@ -108,7 +108,7 @@ def join_as_follower(model: Model, config: InferenceConfig, weights_version: int
     wire = wire_to_lead(lead.address, rank, start_s)
     channel = FollowerChannel(rank, wire)
     try:
-        meeting = Meeting(device_of(config), config.tensor_parallel_size, lead.place)
+        meeting = RankRendezvous(device_of(config), config.tensor_parallel_size, lead.place)
         collectives: Collectives = answer_next(
             channel,
             lambda: meeting.collectives(
@@ -150,7 +150,7 @@ def _met(
             machine=this_machine(),
             pid=os.getpid(),
             settings=_settings(config, weights_version),
-            place="" if meeting is None else meeting.place,
+            place="" if meeting is None else meeting.address,
             address=b"" if listener is None else listener.address,
         )
     except (RolloutError, OSError) as error:

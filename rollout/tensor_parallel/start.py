@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from rollout.backends.limits import num_usable_cpus
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.backends.select import device_of
 from rollout.child_process import ChildProcess, pickled
 from rollout.config import InferenceConfig
@@ -51,9 +51,9 @@ def start_group(
             (without_shards(model, config.dtype), of_followers, weights_version),
             "the model or its config",
         )
-        meeting = Meeting(device_of(config), size)
+        meeting = RankRendezvous(device_of(config), size)
         for rank, child in enumerate(children, start=1):
-            child.send(pickle.dumps((rank, meeting.place)), sent)
+            child.send(pickle.dumps((rank, meeting.address)), sent)
         del sent
         names = {f"rank {r} (process {c.pid})": c for r, c in enumerate(children, start=1)}
         collectives = meeting.collectives(0, timeout_s=timeout_s, check=lambda: channel.check())
