@@ -18,7 +18,7 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.transports.cuda_ipc import CudaIpcTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights

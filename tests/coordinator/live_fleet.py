@@ -12,7 +12,7 @@ from rollout import DynamicInferenceEngine, EngineState
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.agent.loop import serve
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.coordinator.protocol.messages import Message
 from rollout.weights.transports.fetching import WeightFetcher

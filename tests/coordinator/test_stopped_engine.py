@@ -26,7 +26,7 @@ from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestStream
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
