@@ -19,8 +19,9 @@ _HOMES = {
     "rollout.control.reports": "EngineStats ResumeReport SuspendReport WeightUpdateReport",
     "rollout.control.state": "EngineState",
     "rollout.errors": (
-        "BlockOverflowError ConfigError ContextOverflowError DetokenizeError EngineStateError "
-        "EventPayloadError InvalidRequestError MaxSequenceLengthOverflowError ModelError "
+        "BlockOverflowError ClientStateError ConfigError ContextOverflowError "
+        "CoordinatorLostError DetokenizeError EngineStateError EventPayloadError "
+        "InvalidRequestError LockstepError MaxSequenceLengthOverflowError ModelError "
         "NonFiniteLogitsError ProtocolError RemoteError RequestAbortedError "
         "RequestOverflowError RolloutError TokenLimitClamped TokenOverflowError "
         "WeightUpdateError"

@@ -19,12 +19,15 @@ from rollout.coordinator.coordinator import (
 )
 from rollout.engine.build import DynamicInferenceEngine as DynamicInferenceEngine
 from rollout.errors import BlockOverflowError as BlockOverflowError
+from rollout.errors import ClientStateError as ClientStateError
 from rollout.errors import ConfigError as ConfigError
 from rollout.errors import ContextOverflowError as ContextOverflowError
+from rollout.errors import CoordinatorLostError as CoordinatorLostError
 from rollout.errors import DetokenizeError as DetokenizeError
 from rollout.errors import EngineStateError as EngineStateError
 from rollout.errors import EventPayloadError as EventPayloadError
 from rollout.errors import InvalidRequestError as InvalidRequestError
+from rollout.errors import LockstepError as LockstepError
 from rollout.errors import MaxSequenceLengthOverflowError as MaxSequenceLengthOverflowError
 from rollout.errors import ModelError as ModelError
 from rollout.errors import NonFiniteLogitsError as NonFiniteLogitsError

@@ -20,6 +20,19 @@ from rollout.text import Prompt
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
+# The keyword parameters of AsyncLLM that LLM does not have itself, and their defaults.
+FLEET_DEFAULTS: Mapping[str, Any] = {
+    "data_parallel_size": 1,
+    "spawn": None,
+    "coordinator_host": None,
+    "coordinator_port": None,
+    "coordinator_options": None,
+    "max_engine_restarts": 3,
+    "start_timeout_s": 1800.0,
+    "launcher": None,
+    "weight_transport": None,
+}
+
 # Iterable types that are no lists of token ids.
 _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 

@@ -22,7 +22,6 @@ from rollout.serve.config import ServeConfig
 from rollout.text import Prompt
 
 _T = TypeVar("_T")
-LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
 VERBS_S = 5.0  # how long a shutdown waits for verbs after the fleet has ended
 
 

@@ -79,11 +79,11 @@ async def _generate(state: ServerState) -> None:
     if stats.state is not EngineState.RUNNING:
         raise ApiError(503, f"the engines are {stats.state.name}: nothing is generated")
     params = SamplingParams(num_tokens_to_generate=1)
+    ((future,),) = state.llm.add_groups(
+        [([0], [params])], priority=_PRIORITY, deadline_s=_GENERATE_S
+    )
     try:
-        record = await asyncio.wait_for(
-            state.llm.client.add_request([0], params, priority=_PRIORITY, deadline_s=_GENERATE_S),
-            _GENERATE_S,
-        )
+        record = await asyncio.wait_for(future, _GENERATE_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"no token was generated within {_GENERATE_S:g} seconds") from None
     if not record.merge().num_generated_tokens:

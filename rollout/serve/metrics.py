@@ -14,7 +14,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from rollout.control.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
-from rollout.coordinator.client.fleet_stats import engine_stats, stats_by_engine
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
 from rollout.serve.state import STATE, Route, ServerState
@@ -40,16 +39,16 @@ def metrics_routes() -> list[Route]:
 async def _metrics(request: web.Request, body: Any) -> web.Response:
     state, registry = request.app[STATE], CollectorRegistry()
     try:
-        results = await asyncio.wait_for(state.llm.client.engine_stats(), _ANSWER_S)
+        fleet = await asyncio.wait_for(state.llm.fleet_stats(), _ANSWER_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
     control = request.app.get(CONTROL)
-    registry.register(_Present(state, engine_stats(results)))
+    registry.register(_Present(state, fleet.together))
     registry.register(
         VllmFamilies(
             model_name=state.served_name,
-            engines=stats_by_engine(results),
-            num_queued=results["num_queued"] + state.turnstile.num_waiting,
+            engines=fleet.engines,
+            num_queued=fleet.num_queued + state.turnstile.num_waiting,
             sleeps=control is not None and control.pausing.is_asleep,
         )
     )

@@ -319,7 +319,7 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
         )
     if body.action == "compare" and body.baseline is None:
         raise ApiError(400, "action='compare' needs baseline: checksums", param="baseline")
-    checksums = await weight_checksums(request.app[STATE].llm.client)
+    checksums = await weight_checksums(request.app[STATE].llm)
     if body.baseline is None or body.action == "checksum":
         return json_response({"checksums": checksums})
     names = checksums.keys() | body.baseline.keys()
