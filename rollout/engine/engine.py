@@ -31,7 +31,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, next_version
 from rollout.worker.worker import Worker
 

@@ -25,7 +25,7 @@ from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.served import ServedWeights
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, blaming, next_version, streamed
 from rollout.worker.kv_cache import BlockIds, KVCache
 from rollout.worker.model_runner import ModelRunner

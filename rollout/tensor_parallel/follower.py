@@ -15,7 +15,7 @@ from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.tensor_parallel.executor import digest, joined
 from rollout.weights.lora import LoraAdapter
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.worker.loading import EngineSizes, LoadedModel, runner_of
 from rollout.worker.worker import Worker
 

@@ -13,7 +13,7 @@ from rollout.parallel.collectives import Collectives
 from rollout.tensor_parallel.executor import read_along
 from rollout.tensor_parallel.follower import answer_to, staging_verbs_of, verbs_of
 from rollout.tensor_parallel.spmd_executor import VerbCall, VerbOutcome
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
 from rollout.worker.worker import Worker
 
