@@ -1,8 +1,9 @@
-"""Keywords that vLLM, SGLang and TRL have for a setting: the error says what it is called here."""
+"""Other names of keywords: those of vLLM, SGLang and TRL, and those of older versions."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -29,6 +30,33 @@ def refuses_with_hints(
             init(self, *args, **keywords)
 
         kind.__init__ = checked  # type: ignore[assignment, method-assign]
+        return kind
+
+    return decorate
+
+
+def renamed_keywords(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that takes keywords by their former names, with a warning.
+
+    `names`: former name -> name. Giving both raises TypeError.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        init = kind.__init__
+
+        @functools.wraps(init)
+        def renamed(self: T, *args: Any, **keywords: Any) -> None:
+            for former in names.keys() & keywords.keys():
+                name = names[former]
+                if name in keywords:
+                    raise TypeError(f"{former} is the former name of {name}: give {name} alone")
+                warnings.warn(
+                    f"{former}= is deprecated; write {name}=", DeprecationWarning, stacklevel=2
+                )
+                keywords[name] = keywords.pop(former)
+            init(self, *args, **keywords)
+
+        kind.__init__ = renamed  # type: ignore[assignment, method-assign]
         return kind
 
     return decorate

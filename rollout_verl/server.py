@@ -51,7 +51,7 @@ class EngineServer:
         """Start the engines and an OpenAI-compatible server; returns its address, "ip:port"."""
         self._llm = AsyncLLM(self._model_path, **engine_fields(self._config, self._replica_rank))
         await self._llm.start()
-        await self._llm.serve(ServeConfig(port=0, doors=("openai",)), blocking=False)
+        await self._llm.serve(ServeConfig(port=0, protocols=("openai",)), blocking=False)
         assert self._llm.serving.address is not None
         host, port = self._llm.serving.address
         return f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""ServerState: what handlers share, and Route: one entry of a door's table."""
+"""ServerState: what handlers share, and Route: one entry of a protocol's table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rollout.tool_calls import ReplyFormat
 class ServerState:
     """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
     and output. template: of chats, None without one. reply_format: of what the model answers.
-    sampling_defaults: of fields that clients of the openai door leave out.
+    sampling_defaults: values of the fields that clients of the openai protocol leave out.
     """
 
     llm: ServedLLM
@@ -58,7 +58,7 @@ Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A path of a door. An absent body is an empty object.
+    """A path of a protocol. An absent body is an empty object.
 
     body: the struct that the JSON body is decoded to; None: the body is not read.
     query: the parameters that the handler reads of the query; None: the query is not checked.

@@ -1,4 +1,4 @@
-"""The vllm door's pauses, sleep, aborts and the prefix cache."""
+"""The vllm protocol's pauses, sleep, aborts and the prefix cache."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return the routes of the door, without /generate."""
+    """Return the routes of the protocol, without /generate."""
     post = partial(
         Route,
         method="POST",

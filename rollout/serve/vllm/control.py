@@ -138,7 +138,7 @@ _get = partial(Route, method="GET")
 
 
 def vllm_routes() -> list[Route]:
-    """Return the routes of the door."""
+    """Return the routes of the protocol."""
     return [*_pause_routes(), *_weight_routes()]
 
 
