@@ -108,18 +108,6 @@ class LLM:
             return self._runtime.engine
         raise ConfigError("llm.engine is in other processes; it needs use_coordinator=False")
 
-    def own_runtime(self, user: str) -> InProcessRuntime:
-        """Return what steps the engine of this process, for `user`. Raises ConfigError if there is
-        none, or if it has ranks in other processes of a trainer.
-        """
-        require_one_process(self._ranks, user)
-        if not isinstance(self._runtime, InProcessRuntime):
-            raise ConfigError(
-                f"{user} needs the engine in this process, use_coordinator=False; use AsyncLLM for "
-                "engines behind a coordinator"
-            )
-        return self._runtime
-
     @property
     def seed(self) -> int:
         """The seed that requests without one of their own derive theirs from."""
@@ -405,6 +393,19 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
+    """Return what steps the engine of `llm` in this process, for `user`. Raises ConfigError if the
+    engine is in other processes, or has ranks there.
+    """
+    require_one_process(llm._ranks, user)
+    if not isinstance(llm._runtime, InProcessRuntime):
+        raise ConfigError(
+            f"{user} needs the engine in this process, use_coordinator=False; use AsyncLLM for "
+            "engines behind a coordinator"
+        )
+    return llm._runtime
 
 
 @contextmanager

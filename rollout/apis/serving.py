@@ -6,7 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 
-from rollout.apis.llm import LLM
+from rollout.apis.llm import LLM, own_runtime
 from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.control.state import EngineState
 from rollout.errors import EngineStateError, RolloutError
@@ -67,7 +67,7 @@ class EngineServer:
         """Listen at `address`. Raises EngineStateError if the engine is not RUNNING, or has
         requests, and ConfigError if the address cannot be had.
         """
-        engine = llm.own_runtime("llm.serve").engine
+        engine = own_runtime(llm, "llm.serve").engine
         if engine.state is not EngineState.RUNNING or engine.has_unfinished_requests():
             raise EngineStateError(
                 f"the engine is {engine.state.name} with {len(engine.request_ids())} requests; "

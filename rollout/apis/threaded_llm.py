@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.apis.arguments import SamplingArgument, as_groups
-from rollout.apis.llm import LLM
+from rollout.apis.llm import LLM, own_runtime
 from rollout.apis.streaming import (
     failed_request,
     finished_request,
@@ -86,7 +86,7 @@ class ThreadedLLM:
     def __init__(self, llm: LLM) -> None:
         """Raises ConfigError for an LLM whose engine is not in this process alone."""
         self._llm = llm
-        self._runtime = llm.own_runtime("ThreadedLLM")
+        self._runtime = own_runtime(llm, "ThreadedLLM")
         self.tokenizer, self.model_directory = llm.tokenizer, llm.model_directory
         self._unfinished: set[_Sample] = set()  # written by event loops
         # Guards what follows, and wakes the thread.

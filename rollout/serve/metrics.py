@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from rollout.control.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
@@ -33,7 +33,7 @@ _GAUGES = {
 
 
 def metrics_routes() -> list[Route]:
-    return [Route(method="GET", path="/metrics", handler=_metrics, summary="For Prometheus")]
+    return [get_route("/metrics", _metrics, "For Prometheus")]
 
 
 async def _metrics(request: web.Request, body: Any) -> web.Response:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rollout.serve.config import ServeConfig
 from rollout.serve.errors import ErrorForm, openai_form
-from rollout.serve.fields import Fields
+from rollout.serve.fields import Fields, NoFields
 from rollout.serve.generation_config import SamplingDefaults
 from rollout.serve.labels import VersionLabels
 from rollout.serve.limits import Access, Turnstile
@@ -77,3 +77,48 @@ class Route:
     ends_with_client: bool = False
     generates: bool = False
     summary: str = ""
+
+
+def get_route(
+    path: str,
+    handler: Handler,
+    summary: str,
+    *,
+    query: type[Fields] | None = None,
+    access: Access = Access.INFERENCE,
+    errors: ErrorForm = openai_form,
+) -> Route:
+    """Return the route of a question, which changes nothing."""
+    return Route(
+        method="GET",
+        path=path,
+        handler=handler,
+        summary=summary,
+        query=query,
+        access=access,
+        errors=errors,
+    )
+
+
+def admin_route(
+    path: str,
+    handler: Handler,
+    summary: str,
+    *,
+    body: type[Fields] = NoFields,
+    query: type[Fields] = NoFields,
+    errors: ErrorForm = openai_form,
+    ends_with_client: bool = False,
+) -> Route:
+    """Return the route of an operation."""
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        summary=summary,
+        body=body,
+        query=query,
+        access=Access.ADMIN,
+        errors=errors,
+        ends_with_client=ends_with_client,
+    )
