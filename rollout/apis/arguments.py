@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 from rollout.config import CONFIG_HINTS, InferenceConfig
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError
-from rollout.keyword_hints import hint_of
+from rollout.keyword_hints import hint_of, remedy_of_unknown
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import params_of_sample
@@ -129,8 +128,9 @@ def config_with(
         if name in CONFIG_HINTS:
             raise ConfigError(hint_of(name, value, CONFIG_HINTS))
         if name not in known:
-            nearest = difflib.get_close_matches(name, [*known, *more_names], n=1)
-            remedy = f"did you mean {nearest[0]}?" if nearest else "see rollout.InferenceConfig"
+            remedy = remedy_of_unknown(
+                name, [*known, *more_names], "see rollout.InferenceConfig", cutoff=0.6
+            )
             raise ConfigError(f"{name}={value!r} is unknown; {remedy}")
     return (config or InferenceConfig()).replace(**fields)
 
