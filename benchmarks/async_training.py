@@ -3,9 +3,9 @@
     python benchmarks/async_training.py
 
 Both are the demo of `rollout train` with num_engines=1: the engine in one process, the trainer in
-another, the same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound 1
-the engine makes a batch while the one before it is trained on. Seeds interleaved: one kind, then the
-other. Writes a Markdown page and a JSON file.
+another, the same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound
+1 the engine makes a batch while the one before it is trained on. Seeds interleaved: one kind, then
+the other. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
