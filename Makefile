@@ -82,7 +82,7 @@ $(STAMP312):
 	@touch $@
 
 demo: $(STAMP)
-	$(PY) examples/train_grpo.py seed=0 seeds=$(SEEDS)
+	$(VENV)/bin/rollout train --config-name demo seed=0 seeds=$(SEEDS)
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu" --timeout 120
