@@ -72,12 +72,12 @@ def results() -> dict[str, Any]:
     return {"date": "2026-11-27", "machine": machine, "parts": parts_measured_here()}
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def figures(results: dict[str, Any]) -> dict[str, Any]:
     return {part["name"]: part["figures"] for part in results["parts"]}
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_in_order(results: dict[str, Any]) -> None:
     parts = results["parts"]
     assert [part["error"] for part in parts] == [None] * len(parts)
@@ -140,6 +140,7 @@ def test_speeds_and_shares_follow_from_the_seconds(figures: dict[str, Any]) -> N
     assert f["share_of_floor"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_context_of_a_decode_step_is_prompt_and_what_was_generated(
     figures: dict[str, Any],
 ) -> None:
@@ -169,6 +170,7 @@ def test_suspend_moves_the_kv_of_the_rows_or_the_weights(figures: dict[str, Any]
         assert f["suspend_s"] == pytest.approx((slow + quick) / 2), "the first one is apart"
 
 
+@pytest.mark.slow
 def test_update_is_of_all_weights_and_its_stall_is_beside_a_copy(figures: dict[str, Any]) -> None:
     for shape, spec in REHEARSAL.shapes.items():
         f = figures[f"update {shape}"]
@@ -188,6 +190,7 @@ def test_peers_are_beside_ours(figures: dict[str, Any]) -> None:
     assert f["ratio"] == pytest.approx(f["seconds"]["torch SDPA"] / f["seconds"]["rollout"])
 
 
+@pytest.mark.slow
 def test_host_share_is_of_one_step(figures: dict[str, Any]) -> None:
     f = figures["host 2 rows"]
     assert f["num_steps"] == 5

@@ -64,7 +64,6 @@ def test_first_runs_as_it_is_typed_and_leaves_what_the_caller_needs(
     assert not list((tree / ".gpu" / "triton").rglob("kernels.cubin")), "the bundle is not changed"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shift", range(len(FAULTS)))
 def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
     tree: Path, tmp_path: Path, shift: int
@@ -105,6 +104,7 @@ def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
     ]
 
 
+@pytest.mark.slow
 def test_again_runs_the_tests_of_the_list_alone_and_names_those_that_are_gone(
     tree: Path, tmp_path: Path
 ) -> None:
