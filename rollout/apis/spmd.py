@@ -1,4 +1,4 @@
-"""The verbs of an LLM whose ranks are processes of a trainer: all of them call each verb."""
+"""Calls of an LLM whose ranks are a trainer's processes: all ranks call each method."""
 
 from __future__ import annotations
 

@@ -26,10 +26,11 @@ _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 0 once all requests have been answered, or aborted after `drain_timeout_s`."""
+    """Serve until SIGTERM or Ctrl-C. Returns 0 once all requests are answered, or aborted after
+    `drain_timeout_s`."""
     parser = Parser(
         "serve",
-        "Serve a model over HTTP. SIGTERM lets the running requests end, then exits with 0.",
+        "Serve a model over HTTP. After SIGTERM running requests end, then the exit code is 0.",
     )
     parser.epilog = f"{MODEL_HELP}of the server:\n{help_of(ServeConfig)}"
     given = parser.parse(words)

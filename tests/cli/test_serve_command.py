@@ -70,7 +70,7 @@ def test_a_port_in_use_is_found_before_an_engine_starts(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = fault_of(capsys, directory(), f"port={port}")
-        assert f"port={port} cannot be listened at: " in said
+        assert f"port={port} is not a free address: " in said
         assert "in use" in said
     with pytest.raises(StartedError):
         main(["serve", directory(), f"port={port}"])
@@ -81,7 +81,7 @@ def test_an_address_of_another_machine_is_found_before_an_engine_starts(
 ) -> None:
     keys = ("api_key=a", "admin_key=b")
     said = fault_of(capsys, directory(), "host=no.such.invalid", "port=0", *keys)
-    assert "host='no.such.invalid', port=0 cannot be listened at" in said
+    assert "host='no.such.invalid', port=0 is not a free address" in said
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class WeightTransfer:
         self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
-        self._commit_turn = asyncio.Lock()
+        self._commit_lock = asyncio.Lock()
         # The checkpoint that was loaded last; at first the directory of the model.
         self.loaded_directory = directory
 
@@ -202,7 +202,7 @@ class WeightTransfer:
         """Serve the same weights as the next version, which clients know by `label`. Tokens so far
         keep theirs.
         """
-        async with self._commit_turn:
+        async with self._commit_lock:
             version = (await self._llm.stats()).weights_version + 1
             self._labels.set(version, label)
             await self._pausing.set_generation_epoch(version)
@@ -226,7 +226,7 @@ class WeightTransfer:
         return await self._operations.run(self._commit(named_tensors, label))
 
     async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
-        async with self._commit_turn:
+        async with self._commit_lock:
             stats = await self._llm.stats()
             version = stats.weights_version + 1
             # Before the first token of this version, and in place of a failed update's label.
