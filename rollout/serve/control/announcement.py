@@ -83,7 +83,7 @@ class ModelTensors:
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
-        """Those of the model whose config.json lies there. Raises ModelError."""
+        """Return the tensors of the model in `directory`. Raises ModelError."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
         table = CausalLM(spec, torch.device("meta")).weight_table()
         shapes = {name: tuple(shape) for name, shape in table.shapes().items()}

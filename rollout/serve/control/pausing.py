@@ -19,7 +19,7 @@ _WHO = "pause"  # name under which the limiter is closed
 
 
 class PauseMode(enum.Enum):
-    """What a pause does with requests that run, as vLLM and SGLang call it.
+    """The effect of a pause on running requests, with the names of vLLM and SGLang.
 
     KEEP: they freeze, and go on with their KV. RETRACT: they freeze, and are prefilled again.
     ABORT: they are answered with the tokens that they have. WAIT: they end first. New requests wait
