@@ -39,7 +39,8 @@ def run(words: Sequence[str]) -> int:
     # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
     if "doors" in of_server:
-        print("doors= is deprecated; write protocols=", file=sys.stderr)
+        if not given.json:  # whose stderr is JSON
+            print("doors= is deprecated; write protocols=", file=sys.stderr)
         of_server.setdefault("protocols", of_server.pop("doors"))
     config = ServeConfig(**of_server)
     # Here, since engines may take minutes to start.

@@ -114,7 +114,7 @@ def test_a_word_alone_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
         main(["serve", directory(), "port=0"])
     assert "model=/none is not a directory" in fault_of(capsys, "/none")
     assert "model is given twice" in fault_of(capsys, directory(), f"model={directory()}")
-    assert "'b' is no setting" in fault_of(capsys, "a", "b")
+    assert "'b' is not a setting" in fault_of(capsys, "a", "b")
     for command, *options in (
         ("generate", "--input", os.devnull),
         ("bench",),
@@ -123,3 +123,11 @@ def test_a_word_alone_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main([command, "/none", *options]) == 2
         assert "model=/none is not a directory" in capsys.readouterr().err, command
+
+
+def test_doors_is_taken_as_protocols_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", f"model={directory()}", "doors=front"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == "doors= is deprecated; write protocols="
+    assert "protocols" in error
+    assert "front" in error
