@@ -14,6 +14,7 @@ from benchmarks.trl_step import compare
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 
 
+@pytest.mark.slow
 def test_both_kinds_of_step_are_timed(tmp_path: Path) -> None:
     settings = tiny_settings(algorithm__group_size=4, algorithm__max_new_tokens=6)
     figures = compare(settings, num_rounds=1, directory=tmp_path)

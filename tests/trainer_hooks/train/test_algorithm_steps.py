@@ -69,6 +69,7 @@ def update(**changes: Any) -> tuple[dict[str, float], bool]:
     return metrics, not torch.equal(before, policy.lm_head.weight)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_every_algorithm_trains_a_step(leaf: str) -> None:
     sizes = {"algorithm__group_size": 1} if leaf == "ppo" else {}
@@ -78,6 +79,7 @@ def test_every_algorithm_trains_a_step(leaf: str) -> None:
     assert ("train/vf_loss" in metrics) == (leaf == "ppo")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("changes", "metric"),
     [

@@ -70,6 +70,7 @@ LEFT_OPEN = {
 }
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option: str) -> None:
     if group in JOB_GROUPS:

@@ -56,6 +56,7 @@ def test_a_run_leaves_curve_metrics_summary_and_a_policy_that_transformers_loads
     assert AutoModelForCausalLM.from_pretrained(saved)(tokens).logits.isfinite().all()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("num_engines", "mode", "bound"),
     [

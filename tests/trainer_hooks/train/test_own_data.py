@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from examples.arithmetic import SYSTEM_PROMPT, all_sums, write_checkpoint, write_questions
 from rollout import ConfigError
-from tests.serve import test_text_doors as text_doors
+from tests.serve import test_text_protocols as text_protocols
 from trainer_hooks import RolloutBatch
 from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.train import RewardSettings, RewardTerm
@@ -82,7 +82,7 @@ def test_a_job_trains_on_the_prompt_ids_that_transformers_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_chat: bool
 ) -> None:
     """The checkpoint's tokenizer adds a BOS token to raw text, and its chat template writes one."""
-    tokenizer = AutoTokenizer.from_pretrained(text_doors.directory())
+    tokenizer = AutoTokenizer.from_pretrained(text_protocols.directory())
     rows = [{"prompt": f"The quick brown fox {i}", "answer": str(i)} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     trained: list[list[int]] = []
@@ -94,7 +94,7 @@ def test_a_job_trains_on_the_prompt_ids_that_transformers_makes(
 
     monkeypatch.setattr(Learner, "update", recorded)
     settings = settings_of(
-        f"model.path={text_doors.directory()}", "engine.max_sequence_length=64",
+        f"model.path={text_protocols.directory()}", "engine.max_sequence_length=64",
         "data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}",
         f"data.chat={str(has_chat).lower()}", "data.num_held_out=0", REWARD, *SMALL,
         "trainer.num_steps=1", "trainer.eval_interval=0",

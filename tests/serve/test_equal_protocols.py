@@ -1,4 +1,4 @@
-"""A seeded request gets the same tokens and log-probs in process and through every door."""
+"""A seeded request gets the same tokens and log-probs in process and through every protocol."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def sglang(served: Served, **more: Any) -> Sampled:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("door", [completions, chat, tokens_in_out, sglang])
-def test_an_http_door_gives_what_generation_in_process_gives(
-    served: Served, expected: Sampled, door: Callable[..., Sampled], stream: bool
+@pytest.mark.parametrize("protocol", [completions, chat, tokens_in_out, sglang])
+def test_an_http_protocol_gives_what_generation_in_process_gives(
+    served: Served, expected: Sampled, protocol: Callable[..., Sampled], stream: bool
 ) -> None:
-    tokens, log_probs = door(served, stream=stream)
+    tokens, log_probs = protocol(served, stream=stream)
     assert tokens == expected[0]
     assert log_probs == pytest.approx(expected[1], abs=1e-5)
 

@@ -15,12 +15,10 @@ from rollout import (
     EngineStateError,
     InferenceConfig,
     InvalidRequestError,
-    RolloutGroup,
     SamplingParams,
 )
 from tests.apis.fleets import directory
 from tests.tiny_models import BLOCK_SIZE, prompt_of
-from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import ThreadedLLM, WeightSync
 
 CONFIG = InferenceConfig(
@@ -45,7 +43,7 @@ def test_many_are_awaited_together_and_are_what_the_llm_generates() -> None:
                 single = await threaded.generate(prompts[0], PARAMS)
                 assert single.generated_tokens == expected[0][0].generated_tokens
                 with pytest.raises(InvalidRequestError):
-                    await threaded.generate([], PARAMS)
+                    await threaded.generate([[]], PARAMS)
             with pytest.raises(EngineStateError, match="has ended"):
                 await threaded.generate(prompts[0], PARAMS)
 
@@ -114,63 +112,76 @@ def test_a_shutdown_of_the_llm_is_told_to_those_who_wait(before: list[str]) -> N
         asyncio.run(work(llm))
 
 
-def test_a_group_that_the_llm_had_before_is_nobodys_and_disturbs_no_other() -> None:
+def test_a_group_that_the_llm_had_before_is_left_to_its_collect() -> None:
     async def work(llm: LLM) -> None:
-        llm.submit([1], SamplingParams(num_tokens_to_generate=2))
+        (group_id,) = llm.submit([1], SamplingParams(num_tokens_to_generate=2))
         async with ThreadedLLM(llm) as threaded:
             request = await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
             assert len(request.generated_tokens) == 20
+        (group,) = llm.collect()
+        assert (group.group_id, len(group.requests[0].generated_tokens)) == (group_id, 2)
 
     with LLM(directory(), inference_config=CONFIG) as llm:
         asyncio.run(work(llm))
 
 
-class RefusingLLM:
-    """Runs at every look, yet refuses the first `num_refusals` calls of collect; then all ends."""
+class FailingEngine:
+    """Makes the first `num_failures` steps of an LLM's engine raise."""
 
-    tokenizer, weights_version, state = None, 0, EngineState.RUNNING
+    def __init__(self, llm: LLM, num_failures: int) -> None:
+        self._step, self.num_left = llm.engine.step, num_failures
+        llm.engine.step = self.step  # type: ignore[method-assign]
 
-    def __init__(self, num_refusals: int) -> None:
-        self.num_refusals, self.num_collects = num_refusals, 0
-
-    def submit(self, prompts: Any, params: Any, n: int) -> list[int]:
-        return [0]
-
-    def collect(self, num_groups: int, timeout_s: float) -> list[RolloutGroup]:
-        self.num_collects += 1
-        if self.num_collects <= self.num_refusals:
-            raise EngineStateError("cannot step")
-        return [RolloutGroup(group_id=0, requests=[finished_request([1], [2], versions=[0])])]
-
-    def abort(self, group_ids: list[int]) -> list[RolloutGroup]:
-        return []
+    def step(self) -> Any:
+        if self.num_left:
+            self.num_left -= 1
+            raise RuntimeError("the device is gone")
+        return self._step()
 
 
-def test_a_pause_that_ends_before_the_state_is_looked_at_only_delays() -> None:
-    async def work() -> None:
-        async with ThreadedLLM(RefusingLLM(num_refusals=3)) as threaded:
-            for _ in range(2):
-                request = await asyncio.wait_for(threaded.generate([1]), WAIT_S)
-                assert request.generated_tokens == [2]
-
-    asyncio.run(work())
-
-
-def test_what_a_running_engine_refuses_again_and_again_ends_the_thread() -> None:
-    async def work() -> None:
-        llm = RefusingLLM(num_refusals=10**9)
+def test_a_step_that_fails_twice_only_delays_generate() -> None:
+    async def work(llm: LLM) -> None:
         async with ThreadedLLM(llm) as threaded:
-            with pytest.raises(EngineStateError, match="cannot step"):
-                await asyncio.wait_for(threaded.generate([1]), WAIT_S)
-        assert llm.num_collects < 100, "it waits between two calls"
+            failing = FailingEngine(llm, num_failures=2)
+            request = await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
+            assert len(request.generated_tokens) == 20
+            assert failing.num_left == 0
 
-    asyncio.run(work())
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))
+
+
+def test_three_failed_steps_end_the_threaded_llm_with_their_error() -> None:
+    async def work(llm: LLM) -> None:
+        async with ThreadedLLM(llm) as threaded:
+            FailingEngine(llm, num_failures=3)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
+            error = await asyncio.wait_for(threaded.lost(), WAIT_S)
+            assert "the device is gone" in str(error)
+            with pytest.raises(EngineStateError, match="has ended"):
+                await threaded.generate([1])
+
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))
+
+
+def test_generate_of_the_llm_is_refused_while_a_threaded_llm_steps_it() -> None:
+    async def work(llm: LLM) -> None:
+        async with ThreadedLLM(llm) as threaded:
+            await threaded.generate([1], PARAMS)
+            with pytest.raises(EngineStateError, match="another thread"):
+                llm.generate([1], PARAMS)
+
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))
+        assert llm.generate([1], PARAMS).succeeded()
 
 
 class SlowToEnd(ThreadedLLM):
     """Its thread lives on for a while after all that it had to do."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: LLM) -> None:
         self.is_done, self.may_end = threading.Event(), threading.Event()
         super().__init__(llm)
 
@@ -181,8 +192,8 @@ class SlowToEnd(ThreadedLLM):
 
 
 def test_a_prompt_that_comes_while_the_thread_is_ending_is_refused() -> None:
-    async def work() -> None:
-        threaded = SlowToEnd(RefusingLLM(num_refusals=0))
+    async def work(llm: LLM) -> None:
+        threaded = SlowToEnd(llm)
         closing = asyncio.ensure_future(threaded.aclose())
         await asyncio.to_thread(threaded.is_done.wait)
         try:
@@ -192,10 +203,11 @@ def test_a_prompt_that_comes_while_the_thread_is_ending_is_refused() -> None:
             threaded.may_end.set()
             await closing
 
-    asyncio.run(work())
+    with LLM(directory(), inference_config=CONFIG) as llm:
+        asyncio.run(work(llm))
 
 
-def test_the_control_verbs_are_awaited_and_requests_outlive_them() -> None:
+def test_control_methods_are_awaited_and_requests_outlive_them() -> None:
     async def work(llm: LLM) -> None:
         async with ThreadedLLM(llm) as threaded:
             paused = paused_from_within(llm, num_steps=3)

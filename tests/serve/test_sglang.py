@@ -1,4 +1,4 @@
-"""The sglang door: generate, aborts, pauses, memory, and updates over a gloo group."""
+"""The sglang protocol: generate, aborts, pauses, memory, and updates over a gloo group."""
 
 from __future__ import annotations
 
