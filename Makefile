@@ -86,7 +86,7 @@ $(STAMP312):
 	@touch $@
 
 demo: $(STAMP)
-	$(PY) examples/train_grpo.py seed=0 seeds=$(SEEDS)
+	$(VENV)/bin/rollout train --config-name demo seed=0 seeds=$(SEEDS)
 
 quick: $(STAMP)
 	ROLLOUT_TEST_QUICK=1 $(PYTEST) -m "not slow and not gpu" --timeout 60 \

@@ -11,7 +11,7 @@ pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
 from benchmarks.trl_step import compare
-from tests.examples.grpo_settings import tiny_settings
+from tests.trainer_hooks.train.grpo_settings import tiny_settings
 
 
 @pytest.mark.slow
