@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from rollout.apis.arguments import SamplingArgument, as_groups
-from rollout.apis.groups import RolloutGroup
+from rollout.apis.arguments import RolloutGroup, SamplingArgument, as_groups
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.control.state import EngineState, StateMachine
