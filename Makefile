@@ -11,7 +11,7 @@
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
-#   make lint             ruff and mypy
+#   make lint             ruff, mypy, and import-linter on the contracts of pyproject.toml
 #   make docs             the documentation as a site, in site/
 #   make test-312         the tests of make test under Python 3.12 and what constraints-312.txt
 #                         names, as on a CUDA machine; installs 5 GB into .venv-312 (once)
@@ -113,6 +113,7 @@ bench: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m mypy
 
 docs: $(STAMP)

@@ -26,7 +26,7 @@ from benchmarks.coordinator_load import (
     registration,
 )
 from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
-from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -56,7 +56,7 @@ def serve_relay(pipe: Connection, num_engines: int) -> None:
     With the coordinator's socket options, and its way to call the socket; opens no frame. Ends with
     the pipe.
     """
-    router = Router("127.0.0.1", None, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
+    router = RouterSocket("127.0.0.1", None, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
     socket = router.socket
     pipe.send(router.address)
     poller = zmq.Poller()

@@ -16,7 +16,7 @@ from benchmarks.coordinator_bare import serve_bare_clients, serve_bare_engine, s
 from benchmarks.coordinator_load import Load, Timing
 from benchmarks.coordinator_real import serve_real_clients, serve_real_engine
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 
 # relay: bare peers. bare: the coordinator with bare peers. real: with real ones.
 WAYS = ("relay", "bare", "real")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.coordinator.core.limits import num_ahead
+from rollout.coordinator.core.context import num_ahead
 from rollout.coordinator.protocol.messages import Credit, Register
 from rollout.coordinator.protocol.packed import pack_record
 from rollout.requests.dynamic_request import DynamicInferenceRequest

@@ -33,7 +33,7 @@ from rollout import InferenceConfig
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.transports.collective import CollectiveTransport
 from rollout.weights.transports.directory import DirectoryTransport
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 
 ROOT = Path(__file__).parent

@@ -10,7 +10,7 @@ RolloutError
 ├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
 ├── DetokenizeError                     the tokenizer raised on tokens of a request
 ├── ProtocolError                       a message that cannot be understood
-├── LockstepError                       the ranks of one engine have lost each other
+├── LockstepError                       a rank of one engine died, timed out or diverged
 ├── RequestAbortedError                 the request was ended by its owner
 ├── ContextOverflowError                a request that the context cannot take, now or ever
 │   ├── RequestOverflowError            no row left
@@ -71,8 +71,7 @@ class ProtocolError(RolloutError):
 
 
 class LockstepError(RolloutError):
-    """A rank of an engine is lost, silent or not where the others are: the engine must be made
-    anew."""
+    """A rank of an engine died, timed out or diverged from the others. Create a new engine."""
 
 
 class RequestAbortedError(RolloutError):

@@ -20,7 +20,7 @@ from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import EngineStateError
 from rollout.text import Tokenizer
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 
 _logger = logging.getLogger(__name__)
 _REGISTER_S = 60.0

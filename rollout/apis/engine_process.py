@@ -21,7 +21,7 @@ from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.text import Tokenizer, tokenizer_of
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 
 REGISTER_S = 600.0
 

@@ -13,7 +13,7 @@ from rollout.addresses import listening_host
 from rollout.backends.select import block_size_of, needs_gpu
 from rollout.child_process import end_of, pickled
 from rollout.config import InferenceConfig
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys, remove_private_address
 from rollout.coordinator.routing.policies import find_policy

@@ -20,9 +20,9 @@ from rollout.config import InferenceConfig
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
 from rollout.errors import ConfigError, EngineStateError, encode_error
+from rollout.tensor_parallel.spmd_executor import SpmdExecutor, VerbCall, VerbOutcome
 from rollout.tensor_parallel.spmd_follower import SpmdFollower
 from rollout.tensor_parallel.spmd_group import num_spmd_ranks
-from rollout.tensor_parallel.spmd_muscle import SpmdMuscle, VerbCall, VerbOutcome
 from rollout.text import Tokenizer
 from rollout.weights.update import NamedTensors
 
@@ -55,8 +55,8 @@ def runtime_of(
     if config.pg_collection.tp.rank():
         follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
         return follower, follower
-    engine, muscle = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
-    return InProcessRuntime(engine, tokenizer), _LeadRank(engine, muscle)
+    engine, executor = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
+    return InProcessRuntime(engine, tokenizer), _LeadRank(engine, executor)
 
 
 def on_all_ranks(method: Method) -> Method:
@@ -86,19 +86,19 @@ def require_one_process(ranks: AllRanks | None, what: str) -> None:
 class _LeadRank:
     """Rank 0, which has the engine."""
 
-    def __init__(self, engine: DynamicInferenceEngine, muscle: SpmdMuscle) -> None:
-        self._engine, self._muscle, self._turn = engine, muscle, threading.Lock()
+    def __init__(self, engine: DynamicInferenceEngine, executor: SpmdExecutor) -> None:
+        self._engine, self._executor, self._turn = engine, executor, threading.Lock()
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         with _one_verb(self._turn, call):
-            self._muscle.begin_verb(call)
+            self._executor.begin_verb(call)
             try:
                 result = work()
                 told = pickled(result, f"the result of {call.verb}")
             except BaseException as error:  # Ctrl-C, too: the others would wait
-                self._muscle.end_verb(self._outcome(error=_told(error)))
+                self._executor.end_verb(self._outcome(error=_told(error)))
                 raise
-            self._muscle.end_verb(self._outcome(result=told))
+            self._executor.end_verb(self._outcome(result=told))
             return result
 
     def _outcome(self, **what: Any) -> VerbOutcome:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import coordinator_keys
 
 _LIMITS: Kinds = fields_of(CoordinatorLimits)

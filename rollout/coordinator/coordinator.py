@@ -18,14 +18,13 @@ from typing import Any, Protocol
 import zmq
 
 from rollout.config import PrefixCachingCoordinatorPolicy
-from rollout.coordinator.core.context import Counters
+from rollout.coordinator.core.context import CoordinatorLimits, Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.net.key_gate import Refusals
-from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.link_queues import SelfPipe
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveServerKeys
-from rollout.coordinator.net.waker import Waker
 from rollout.coordinator.protocol.codec import batched, encode
 from rollout.coordinator.protocol.messages import Message
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
@@ -102,10 +101,10 @@ class DataParallelInferenceCoordinator:
         self._is_serving, self._has_ended, self._awake_at = False, False, math.inf
         self._unreached: Outgoing = []
         with contextlib.ExitStack() as undo:
-            self._waker = Waker()
+            self._waker = SelfPipe()
             undo.callback(self._waker.close)
             where = (host, inference_coordinator_port, advertise_host)
-            self._router = Router(
+            self._router = RouterSocket(
                 *where, max_frame_bytes=max_frame_bytes, curve=curve, insecure=insecure
             )
             undo.callback(self._router.close)

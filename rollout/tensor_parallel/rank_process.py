@@ -16,7 +16,7 @@ from rollout.child_process import run_child
 from rollout.config import InferenceConfig
 from rollout.parallel.channel import FollowerChannel
 from rollout.parallel.wire import SocketWire
-from rollout.tensor_parallel.follower import follow, prepared_muscle
+from rollout.tensor_parallel.follower import follow, prepared_worker
 from rollout.worker.loading import load_model
 
 
@@ -35,8 +35,8 @@ def _be_rank(
     wire = SocketWire(socket.socket(fileno=os.dup(pipe.fileno())))
     staging = SocketWire(wire.receive_socket(config.tensor_parallel_start_timeout_s))
     channel = FollowerChannel(rank, wire)
-    muscle = prepared_muscle(channel, loaded)
-    follow(muscle, collectives, channel, FollowerChannel(rank, staging))
+    worker = prepared_worker(channel, loaded)
+    follow(worker, collectives, channel, FollowerChannel(rank, staging))
 
 
 if __name__ == "__main__":

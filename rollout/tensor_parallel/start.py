@@ -1,4 +1,4 @@
-"""start_group: the processes that run one engine together, and the muscle that leads them."""
+"""start_group: the processes that run one engine together, and the executor that leads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout.config import InferenceConfig
 from rollout.models.checkpoints.loading import spec_of, without_shards
 from rollout.parallel.channel import LeadChannel, raise_first
 from rollout.parallel.wire import SocketWire
-from rollout.tensor_parallel.executor import LeadMuscle, end_processes
+from rollout.tensor_parallel.executor import TensorParallelExecutor, end_processes
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of, sizes_of
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _MODULE = "rollout.tensor_parallel.rank_process"
 
 def start_group(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
-) -> tuple[LoadedModel, EngineSizes, LeadMuscle]:
+) -> tuple[LoadedModel, EngineSizes, TensorParallelExecutor]:
     """Start the other ranks of an engine as children of this process, which is rank 0, and load the
     model on all of them.
 
@@ -67,7 +67,7 @@ def start_group(
         sizes = prepare_ranks(loaded, channel)
         runner, kv = runner_of(loaded, sizes)
         raise_first(channel.answers(timeout_s=start_s))
-        muscle = LeadMuscle(
+        executor = TensorParallelExecutor(
             *(runner, kv, loaded.weights),
             collectives=collectives,
             channel=channel,
@@ -76,7 +76,7 @@ def start_group(
         )
         undo.pop_all()
     logger.info("tensor parallel: rank 0 of %d, with %s", size, ", ".join(names))
-    return loaded, sizes, muscle
+    return loaded, sizes, executor
 
 
 def prepare_ranks(loaded: LoadedModel, channel: LeadChannel) -> EngineSizes:

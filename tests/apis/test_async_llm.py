@@ -24,7 +24,7 @@ from rollout import (
 from rollout.apis import fleet_processes
 from rollout.apis.fleet_processes import coordinator_arguments
 from rollout.child_process import ChildProcess
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoints.loading import build_model
 from tests.apis.fake_fleet import memory_files

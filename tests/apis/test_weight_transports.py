@@ -18,9 +18,9 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.weights.transports.base import WeightTransport
-from rollout.weights.transports.cuda_ipc import CudaIpcTransport
+from rollout.weights.transports.collective import CudaIpcTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet

@@ -13,7 +13,7 @@ from rollout.cli import serve
 from rollout.cli.main import main
 from rollout.cli.models import with_model
 from rollout.cli.settings import help_of
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.serve.config import ServeConfig
 from tests.apis.fleets import directory
 from tests.serve import chat_model

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollout.control.state import COMMANDS, EngineState
-from rollout.coordinator.core.limits import num_ahead
+from rollout.coordinator.core.context import num_ahead
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rollout.coordinator.core import core, dispatcher
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.core.core import CoordinatorCore
-from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (

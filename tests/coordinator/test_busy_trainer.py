@@ -9,7 +9,7 @@ import pytest
 
 from rollout import EngineState, SamplingParams, Status
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from tests.coordinator.live_fleet import BOUND_S, LiveFleet
 from tests.tiny_models import prompt_of
 

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits, num_ahead
+from rollout.coordinator.core.context import CoordinatorLimits, num_ahead
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers

@@ -69,7 +69,7 @@ def run_one_turn(
 ) -> None:
     """A coordinator takes what there is at `socket`, by the time there; it stops after `then`."""
     module = "rollout.coordinator.coordinator"
-    monkeypatch.setattr(f"{module}.Router", lambda *_, **__: socket)
+    monkeypatch.setattr(f"{module}.RouterSocket", lambda *_, **__: socket)
     monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: socket.now))
     coordinator = DataParallelInferenceCoordinator(None, 1, None)
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from rollout import SamplingParams
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.protocol.codec import encode, frames_in
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (

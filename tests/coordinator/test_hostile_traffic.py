@@ -17,7 +17,7 @@ import zmq
 
 from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.messages import ConnectAck, Heartbeat
 from rollout.weights.transports.shared import SharedTransport

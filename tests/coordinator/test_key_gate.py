@@ -13,7 +13,7 @@ import pytest
 
 from rollout.coordinator.net import key_gate
 from rollout.coordinator.net.key_gate import Refusals
-from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveKeys
 from tests.coordinator.test_security import WAIT_S, fault_of, heard_by, peer, router, server_keys
 from tests.coordinator.zmtp_recorder import Recorder
@@ -22,7 +22,7 @@ NUM_TRIES = 3
 
 
 @contextmanager
-def recorder(made: Router) -> Iterator[Recorder]:
+def recorder(made: RouterSocket) -> Iterator[Recorder]:
     recording = Recorder(made.address)
     try:
         yield recording
@@ -30,7 +30,7 @@ def recorder(made: Router) -> Iterator[Recorder]:
         recording.close()
 
 
-def wait_for(made: Router, **counts: int) -> None:
+def wait_for(made: RouterSocket, **counts: int) -> None:
     """Until the gate has counted so many refusals, and no others."""
     wanted, ended = Refusals(**counts), threading.Event()
     for _ in range(int(WAIT_S * 100)):

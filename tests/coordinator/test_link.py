@@ -19,11 +19,10 @@ import zmq
 from hypothesis import find, given
 from hypothesis import strategies as st
 
-from rollout.coordinator.net.dealer import CoordinatorLostError, Dealer
+from rollout.coordinator.net.dealer import CoordinatorLostError, DealerSocket
 from rollout.coordinator.net.link import Link, LinkClosedError
-from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox
-from rollout.coordinator.net.router import Router
-from rollout.coordinator.net.waker import Waker
+from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.protocol.codec import batched, encode, frames_in
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -715,9 +714,9 @@ def test_a_callable_that_fails_ends_the_link_and_is_named():
 
 def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
     with contextlib.ExitStack() as last:
-        router = Router("127.0.0.1", None, max_frame_bytes=2**20)
-        context, waker = zmq.Context(), Waker()
-        dealer = Dealer(context, router.address, waker, max_frame_bytes=2**20, curve=None)
+        router = RouterSocket("127.0.0.1", None, max_frame_bytes=2**20)
+        context, waker = zmq.Context(), SelfPipe()
+        dealer = DealerSocket(context, router.address, waker, max_frame_bytes=2**20, curve=None)
         for end in (router.close, context.term, waker.close, dealer.close):
             last.callback(end)
         outbox = Outbox(2, 2**20, lambda: None)

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from rollout.coordinator.net import router as router_module
-from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.protocol.codec import batched
 
 WAIT_S = 30.0
@@ -19,9 +19,9 @@ PADDING = bytes(2**16)  # all frames together are more than the machine's socket
 
 
 @contextmanager
-def router_and_peer() -> Iterator[tuple[Router, bytes, zmq.Socket[bytes]]]:
+def router_and_peer() -> Iterator[tuple[RouterSocket, bytes, zmq.Socket[bytes]]]:
     """A router, and a peer by its identity and its socket."""
-    router = Router("127.0.0.1", None, max_frame_bytes=2**20)
+    router = RouterSocket("127.0.0.1", None, max_frame_bytes=2**20)
     peer = zmq.Context.instance().socket(zmq.DEALER)
     try:
         peer.setsockopt(zmq.LINGER, 0)

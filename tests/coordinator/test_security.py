@@ -20,9 +20,10 @@ import zmq
 import zmq.auth
 
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.net.dealer import CoordinatorLostError, Dealer
+from rollout.coordinator.net.dealer import CoordinatorLostError, DealerSocket
 from rollout.coordinator.net.link import Link
-from rollout.coordinator.net.router import Router
+from rollout.coordinator.net.link_queues import SelfPipe
+from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import (
     CurveKeys,
     CurveServerKeys,
@@ -34,7 +35,6 @@ from rollout.coordinator.net.security import (
     remove_private_address,
     server_keys_in,
 )
-from rollout.coordinator.net.waker import Waker
 from rollout.errors import ConfigError
 from tests.coordinator.test_link import registration, status
 
@@ -44,8 +44,8 @@ NOBODY = 65534  # the user and group of that name
 
 
 @contextmanager
-def router(host: str | None, port: int | None = None, **options: Any) -> Iterator[Router]:
-    made = Router(host, port, max_frame_bytes=MAX_FRAME_BYTES, **options)
+def router(host: str | None, port: int | None = None, **options: Any) -> Iterator[RouterSocket]:
+    made = RouterSocket(host, port, max_frame_bytes=MAX_FRAME_BYTES, **options)
     try:
         yield made
     finally:
@@ -53,10 +53,10 @@ def router(host: str | None, port: int | None = None, **options: Any) -> Iterato
 
 
 @contextmanager
-def peer(address: str, keys: CurveKeys | None = None) -> Iterator[Dealer]:
+def peer(address: str, keys: CurveKeys | None = None) -> Iterator[DealerSocket]:
     """A dealer that has sent `hello`."""
-    context, waker = zmq.Context(), Waker()
-    dealer = Dealer(context, address, waker, max_frame_bytes=MAX_FRAME_BYTES, curve=keys)
+    context, waker = zmq.Context(), SelfPipe()
+    dealer = DealerSocket(context, address, waker, max_frame_bytes=MAX_FRAME_BYTES, curve=keys)
     try:
         dealer.send(b"hello")
         yield dealer
@@ -66,13 +66,13 @@ def peer(address: str, keys: CurveKeys | None = None) -> Iterator[Dealer]:
         waker.close()
 
 
-def heard_by(made: Router) -> list[bytes]:
+def heard_by(made: RouterSocket) -> list[bytes]:
     """What comes first."""
     assert made.socket.poll(WAIT_S * 1000)
     return [frame for _, frame in made.receive(9)]
 
 
-def fault_of(dealer: Dealer) -> str | None:
+def fault_of(dealer: DealerSocket) -> str | None:
     """Why the handshake failed, as the dealer is told."""
     dealer.wait(int(WAIT_S * 1000), for_messages=False)
     return handshake_fault(next(iter(dealer.events())))
@@ -311,9 +311,9 @@ def test_a_host_may_be_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         with peer(made.address):
             assert heard_by(made) == [b"hello"]
     with pytest.raises(ConfigError, match=r"'there' can be reached by other machines"):
-        Router("there", None, max_frame_bytes=MAX_FRAME_BYTES)
+        RouterSocket("there", None, max_frame_bytes=MAX_FRAME_BYTES)
     with pytest.raises(ConfigError, match="cannot bind"):
-        Router("there", None, max_frame_bytes=MAX_FRAME_BYTES, insecure=True)
+        RouterSocket("there", None, max_frame_bytes=MAX_FRAME_BYTES, insecure=True)
 
 
 @pytest.mark.parametrize("host", ["no such name", "", "a" * 300, "é" * 70, "tcp://127.0.0.1"])
@@ -323,7 +323,7 @@ def test_a_host_that_nobody_knows_is_refused(host: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match="no name that is known here"):
-        Router(host, None, max_frame_bytes=MAX_FRAME_BYTES)
+        RouterSocket(host, None, max_frame_bytes=MAX_FRAME_BYTES)
 
 
 def test_others_are_told_the_advertised_host() -> None:

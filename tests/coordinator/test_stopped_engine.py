@@ -26,7 +26,7 @@ from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestStream
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import (
     EngineReply,
@@ -34,7 +34,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from tests.processes import PROCESSES
 from tests.tiny_models import (
     BLOCK_SIZE,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout import AsyncLLM
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until
 from tests.serve.raw_client import connected, request_bytes
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 PROGRAM = """
 import asyncio, sys
 from rollout import AsyncLLM, ServeConfig
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 
 async def main():
     if sys.argv[2] == "joined":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples import async_minimal
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import ENGINE, create_key_folder
 from tests.apis.fleets import DEADLINE_S, directory
 from tests.apis.shells import ENGINE_WORDS

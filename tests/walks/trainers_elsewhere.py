@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from examples import async_minimal
 from rollout import LLM, AsyncLLM, InferenceConfig, RolloutError
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import coordinator_keys
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, weights
 from tests.tiny_models import tiny_config

@@ -28,7 +28,7 @@ from rollout.weights.fingerprints import (
 )
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.served import ServedWeights
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, checksum_of
 from tests.family_cases import FAMILY_CASES, family_model
 from tests.lora_adapters import linear_modules, random_adapter

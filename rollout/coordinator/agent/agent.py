@@ -18,7 +18,7 @@ from typing import Any
 from rollout.control.state import EngineState
 from rollout.coordinator.agent.requests import EngineRequests
 from rollout.coordinator.agent.updates import Fetch, WeightUpdates
-from rollout.coordinator.core.limits import num_ahead
+from rollout.coordinator.core.context import num_ahead
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,

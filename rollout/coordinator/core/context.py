@@ -1,4 +1,4 @@
-"""Context: timers, counters, sessions and the outbox, which all parts of the core share."""
+"""Context: limits, timers, counters, sessions and the outbox, which all parts of the core share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,103 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.core.request_table import Session
 from rollout.coordinator.protocol.messages import Message
+from rollout.errors import ConfigError
+from rollout.ranges import MAX_SECONDS, PositiveInt, PositiveSeconds, check_fields
+
+_STEP_SLACK = 4.0  # see step_deadline_s
 
 TimerKey = (
     tuple[Literal["client", "engine"], bytes]
     | tuple[Literal["deadline", "orphan", "grace", "command", "probe"], int]
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorLimits:
+    """Raises ConfigError unless each is positive, and a heartbeat fits twice into each lease.
+
+    client_lease_s, engine_lease_s: a peer that was not heard for so long has gone.
+    heartbeat_s: how often peers send a heartbeat.
+    probe_interval_s: how often each engine is sent a heartbeat, which fails if it was killed.
+    progress_deadline_s: an engine that has work and makes no step for so long is given up, unless a
+    step of its model may take longer: see `step_deadline_s`.
+    orphan_deadline_s: how long requests wait while there is no engine at all.
+    push_wait_s: how long requests wait while no engine has the fleet's weights, which were sent by
+    a transport that keeps none, so that the trainer has to push again.
+    command_deadline_s: the deadline of commands that name none.
+    max_lost_attempts: a request fails when so many engines were lost while they ran it.
+    abort_grace_s: how long an aborted request waits for the record of its engine.
+    commit_grace_s: the least time that an engine has for a commit once it is decided. An engine
+    with work has longer, as long as no step takes longer than `step_deadline_s`.
+    report_interval_tokens: most tokens of a request between two reports of its engine.
+    max_clients, max_engines: further ones are refused.
+    max_client_requests: unfinished requests of one client; a client holds the others back.
+    max_requests: unfinished requests and kept replies of all clients.
+    max_client_request_bytes: prompts and parameters of one client's unfinished requests.
+    max_kept_reply_bytes: kept replies of one client. Beyond one of these four, new requests are
+    refused with a transient error.
+    max_token_log_bytes: reported tokens of all requests. Beyond it, a request that is not streamed
+    resumes from an earlier token if its engine is lost.
+    max_answered_ids: acknowledged requests per client by which a repeated submission is recognized.
+    max_answers: answers kept per client for repeated commands.
+    max_queued_commands: waiting commands of all clients.
+    max_noted_peers: strangers and faulty peers that are remembered, so that each is logged once.
+    """
+
+    client_lease_s: PositiveSeconds = 30.0
+    engine_lease_s: PositiveSeconds = 10.0
+    heartbeat_s: PositiveSeconds = 1.0
+    probe_interval_s: PositiveSeconds = 0.25
+    progress_deadline_s: PositiveSeconds = 60.0
+    orphan_deadline_s: PositiveSeconds = 1800.0
+    push_wait_s: PositiveSeconds = 60.0
+    command_deadline_s: PositiveSeconds = 60.0
+    max_lost_attempts: PositiveInt = 3
+    abort_grace_s: PositiveSeconds = 10.0
+    commit_grace_s: PositiveSeconds = 10.0
+    report_interval_tokens: PositiveInt = 16
+    max_clients: PositiveInt = 1024
+    max_engines: PositiveInt = 1024
+    max_requests: PositiveInt = 2**18
+    max_client_requests: PositiveInt = 2**16
+    max_client_request_bytes: PositiveInt = 2**30
+    max_kept_reply_bytes: PositiveInt = 2**30
+    max_token_log_bytes: PositiveInt = 2**30
+    max_answered_ids: PositiveInt = 2**16
+    max_answers: PositiveInt = 256
+    max_queued_commands: PositiveInt = 256
+    max_noted_peers: PositiveInt = 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        for name in ("client_lease_s", "engine_lease_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be at least twice "
+                    f"heartbeat_s={self.heartbeat_s}"
+                )
+
+    def step_deadline_s(self, longest_step_s: float) -> float:
+        """Return how long an engine may take for a step. `longest_step_s`: as it has measured; its
+        next step may have longer contexts, or fewer processors, so that it has several times as
+        long."""
+        return min(max(self.progress_deadline_s, _STEP_SLACK * longest_step_s), MAX_SECONDS)
+
+    @property
+    def answer_grace_s(self) -> float:
+        """How long after its deadline a request or command may still be answered, in seconds. A
+        commit decided at the deadline waits for the current step and the next one; 5 s are for the
+        messages."""
+        grace_s = max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
+        return min(grace_s, MAX_SECONDS)
+
+
+def num_ahead(max_requests: int) -> int:
+    """Return how many requests wait at an engine that runs up to `max_requests`, so that others can
+    begin as soon as a step ends some. All further requests wait in the coordinator."""
+    return max(8, max_requests // 8)
 
 
 class Timers:

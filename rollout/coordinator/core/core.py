@@ -9,10 +9,9 @@ from typing import Any
 
 from rollout.coordinator.core.clients import Clients
 from rollout.coordinator.core.commands import PendingCommands
-from rollout.coordinator.core.context import Context, Counters
+from rollout.coordinator.core.context import Context, CoordinatorLimits, Counters
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CoordinatorState, Fleet
-from rollout.coordinator.core.limits import CoordinatorLimits
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import (

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from rollout.control.state import EngineState
-from rollout.coordinator.core.context import Context
+from rollout.coordinator.core.context import Context, num_ahead
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
-from rollout.coordinator.core.limits import num_ahead
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import EngineSession, Recent, Request
 from rollout.coordinator.protocol.headers import Headers

@@ -1,4 +1,4 @@
-"""Dealer: one connection of a client or an engine to the coordinator; addresses and keys."""
+"""DealerSocket: one connection of a client or an engine to the coordinator; addresses and keys."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rollout.addresses import LOOPBACK
+from rollout.coordinator.net.link_queues import SelfPipe
 from rollout.coordinator.net.security import HANDSHAKE_FAULTS, CurveKeys
-from rollout.coordinator.net.waker import Waker
 from rollout.coordinator.protocol.codec import frames_in
 from rollout.errors import ConfigError, ProtocolError, RolloutError
 
@@ -41,16 +41,16 @@ CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_CLOSED
 
 
-class Dealer:
+class DealerSocket:
     """One connection to a coordinator. It never reconnects, so that each answer belongs to a
-    message of the same connection; the next connection is another Dealer.
+    message of the same connection; the next connection is another DealerSocket.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
-        waker: Waker,
+        waker: SelfPipe,
         *,
         max_frame_bytes: int,
         curve: CurveKeys | None,
@@ -127,7 +127,7 @@ def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> lis
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
         (zmq.MAXMSGSIZE, max_frame_bytes),
-        # Never: a Dealer has one connection. The value -1 would say so, too, but then messages that
+        # Never: it has one connection. The value -1 would say so, too, but then messages that
         # were not received yet are dropped when the connection is lost.
         (zmq.RECONNECT_IVL, 2**30),  # ms
         (zmq.IPV6, int("[" in address)),

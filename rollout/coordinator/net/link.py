@@ -15,12 +15,11 @@ from rollout.coordinator.net.dealer import (
     CONNECTED,
     REFUSED,
     CoordinatorLostError,
-    Dealer,
+    DealerSocket,
     address_of,
 )
-from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox
+from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
-from rollout.coordinator.net.waker import Waker
 from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
@@ -111,7 +110,7 @@ class Link:
         self._is_client = status is None
         self._curve, self._max_frame_bytes = curve, max_frame_bytes
         self._max_queued, self._give_up_s = max_queued, give_up_s
-        self._waker = Waker()
+        self._waker = SelfPipe()
         self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
         self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
@@ -306,9 +305,9 @@ class Link:
 
     # ---- the connection
 
-    def _dial(self) -> Dealer:
+    def _dial(self) -> DealerSocket:
         self._greeted_at, self._redial_at = None, time.monotonic() + _ANSWER_S
-        return Dealer(
+        return DealerSocket(
             *(self.context, self.address, self._waker),
             max_frame_bytes=self._max_frame_bytes,
             curve=self._curve,

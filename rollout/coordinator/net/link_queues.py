@@ -1,8 +1,10 @@
-"""What a link's thread shares with its owner: the inbox, the outbox and the lease."""
+"""What a link's thread shares with its owner: inbox, outbox and lease, and the pipe to wake it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +16,34 @@ from rollout.coordinator.protocol.messages import (
     RegisterAck,
 )
 from rollout.errors import RolloutError
+
+
+class SelfPipe:
+    """A pair of sockets that ends a poller's wait from another thread or a signal handler.
+
+    Register it with the poller: it is readable after a `wake` until the next `drain`.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        # A full buffer wakes the poller already; a closed socket has no poller.
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
 
 
 class Lease:

@@ -40,7 +40,7 @@ class _Kept:
     num_messages: int = 0
 
 
-class Router:
+class RouterSocket:
     """Owns the context and the socket. `address`: where others dial it."""
 
     def __init__(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams, Status
 from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
-from rollout.coordinator.core.limits import CoordinatorLimits
+from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode

@@ -1,5 +1,5 @@
-"""SpmdMuscle: the muscle of rank 0 where the other ranks are processes of a trainer, which call the
-same verbs as rank 0 does.
+"""SpmdExecutor: the executor of rank 0 where the other ranks are processes of a trainer, which
+call the same verbs as rank 0 does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from rollout.errors import EngineStateError, LockstepError
 from rollout.parallel.channel import LeadChannel, raise_first
 from rollout.parallel.collectives import Collectives
-from rollout.tensor_parallel.executor import LeadMuscle
+from rollout.tensor_parallel.executor import TensorParallelExecutor
 from rollout.weights.served import ServedWeights
 from rollout.weights.update import NamedTensors
 from rollout.worker.kv_cache import KVCache
@@ -39,9 +39,9 @@ class VerbOutcome:
     weights_version: int
 
 
-class SpmdMuscle(LeadMuscle):
-    """As LeadMuscle, within a verb that all ranks have called: `begin_verb` meets them, and
-    `end_verb` lets them go. One thread at a time calls verbs, so one channel has all orders.
+class SpmdExecutor(TensorParallelExecutor):
+    """As TensorParallelExecutor, within a verb that all ranks have called: `begin_verb` meets them,
+    and `end_verb` lets them go. One thread at a time calls verbs, so one channel has all orders.
 
     The end of the group ends no process: whoever waits raises LockstepError, at once.
     """
