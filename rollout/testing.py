@@ -153,6 +153,11 @@ class FakeLLM:
         """The state after the latest control call."""
         return self._machine.state
 
+    @property
+    def released(self) -> set[str]:
+        """The resources whose memory is released: "kv_cache", "weights"."""
+        return set(self._released)
+
     # ---- generation
 
     def generate(
