@@ -214,7 +214,7 @@ class FakeLLM:
         """End groups now, in any state. Their requests are FAILED and keep the tokens they have."""
         for group_id in group_ids:
             if group_id not in self._open and group_id not in self._finished:
-                raise EngineStateError(f"group {group_id} is unknown, or was handed out already")
+                raise EngineStateError(f"group {group_id} is unknown, or was returned already")
         for group_id in group_ids:
             for request in self._open.get(group_id, ()):
                 if request.request_id in self._samples:
