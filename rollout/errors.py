@@ -74,6 +74,10 @@ class LockstepError(RolloutError):
     """A rank of an engine died, timed out or diverged from the others. Create a new engine."""
 
 
+class IntegrityError(RolloutError):
+    """Parts of an engine contradict each other, by a bug. The message lists what does not hold."""
+
+
 class RequestAbortedError(RolloutError):
     """The request was ended by its owner; the tokens so far are kept."""
 
