@@ -21,7 +21,7 @@ from rollout.control.reports import (
 from rollout.control.state import EngineState, StateMachine
 from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
-from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
+from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.protocols import (
     Executor,
@@ -34,6 +34,7 @@ from rollout.errors import IntegrityError, RequestAbortedError
 from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
+from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
 from rollout.weights.update import NamedTensors, next_version
 

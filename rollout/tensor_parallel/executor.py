@@ -18,7 +18,7 @@ from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
 from rollout.tensor_parallel.follower import Follower, SpmdCall, SpmdFollower, SpmdOutcome, digest
 from rollout.tensor_parallel.update_source import SharedSource, in_shared_memory
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, next_version
 from rollout.worker.executor import WorkerExecutor
 from rollout.worker.worker import Worker

@@ -21,7 +21,7 @@ from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.tensor_parallel.update_source import SharedSource, read_along
 from rollout.weights.fingerprints import WeightShare
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
 from rollout.worker.loading import EngineSizes, LoadedModel, runner_of
 from rollout.worker.worker import Worker

@@ -9,7 +9,7 @@ from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
 from rollout.worker.worker import Worker
 

@@ -16,7 +16,7 @@ from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import WeightShare
 from rollout.weights.served import ServedWeights
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
 from rollout.worker.kv_cache import BlockIds, KVCache
 from rollout.worker.model_runner import ModelRunner

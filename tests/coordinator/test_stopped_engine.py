@@ -34,7 +34,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from tests.processes import PROCESSES
 from tests.tiny_models import (
     BLOCK_SIZE,
