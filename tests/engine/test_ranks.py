@@ -210,11 +210,11 @@ def change_command(
     has it."""
     send, changed = channel.send, list[Any]()
 
-    def send_changed(sent: Callable[..., Any], *arguments: Any) -> Any:
+    def send_changed(sent: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if sent is command and not changed:
             changed.append(sent)
             arguments = change(*arguments)
-        return send(sent, *arguments)
+        return send(sent, *arguments, **named)
 
     channel.send = send_changed  # type: ignore[method-assign, assignment]
     return changed
