@@ -26,7 +26,7 @@ from rollout.blocks.kv_cache_manager import BlockTable
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 from rollout.scheduling.scheduler import Scheduler
-from rollout.worker.worker import Worker
+from rollout.worker.executor import WorkerExecutor
 
 BLOCK_SIZE = 16
 MIB = 1 << 20
@@ -62,7 +62,7 @@ def timed(work: Callable[[], Any]) -> tuple[Timing, Any]:
 class OpenEngine(DynamicInferenceEngine):
     """An engine whose scheduler and KV cache can be reached."""
 
-    def __init__(self, *, scheduler: Scheduler, executor: Worker, **parts: Any) -> None:
+    def __init__(self, *, scheduler: Scheduler, executor: WorkerExecutor, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, executor=executor, **parts)
         self.scheduler, self.kv = scheduler, executor.kv
 

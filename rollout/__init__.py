@@ -21,8 +21,8 @@ _HOMES = {
     "rollout.errors": (
         "BlockOverflowError ClientStateError ConfigError ContextOverflowError "
         "CoordinatorLostError DetokenizeError EngineStateError EventPayloadError "
-        "InvalidRequestError LockstepError MaxSequenceLengthOverflowError ModelError "
-        "NonFiniteLogitsError ProtocolError RemoteError RequestAbortedError "
+        "IntegrityError InvalidRequestError LockstepError MaxSequenceLengthOverflowError "
+        "ModelError NonFiniteLogitsError ProtocolError RemoteError RequestAbortedError "
         "RequestOverflowError RolloutError TokenLimitClamped TokenOverflowError "
         "WeightUpdateError"
     ),

@@ -26,6 +26,7 @@ from rollout.errors import CoordinatorLostError as CoordinatorLostError
 from rollout.errors import DetokenizeError as DetokenizeError
 from rollout.errors import EngineStateError as EngineStateError
 from rollout.errors import EventPayloadError as EventPayloadError
+from rollout.errors import IntegrityError as IntegrityError
 from rollout.errors import InvalidRequestError as InvalidRequestError
 from rollout.errors import LockstepError as LockstepError
 from rollout.errors import MaxSequenceLengthOverflowError as MaxSequenceLengthOverflowError

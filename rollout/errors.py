@@ -11,6 +11,7 @@ RolloutError
 ├── DetokenizeError                     the tokenizer raised on tokens of a request
 ├── ProtocolError                       a message that cannot be understood
 ├── LockstepError                       a rank of one engine died, timed out or diverged
+├── IntegrityError                      parts of an engine contradict each other, by a bug
 ├── CoordinatorLostError                the coordinator of a fleet does not answer
 ├── ClientStateError                    a client that is not started, or has ended
 ├── RequestAbortedError                 the request was ended by its owner
@@ -74,6 +75,10 @@ class ProtocolError(RolloutError):
 
 class LockstepError(RolloutError):
     """A rank of an engine died, timed out or diverged from the others. Create a new engine."""
+
+
+class IntegrityError(RolloutError):
+    """Parts of an engine contradict each other, by a bug. The message lists what does not hold."""
 
 
 class CoordinatorLostError(RolloutError):

@@ -12,7 +12,7 @@ from rollout import DynamicInferenceEngine
 from rollout.backends.base import Backend
 from rollout.backends.select import create_backend
 from rollout.scheduling.scheduler import Scheduler
-from rollout.worker.worker import Worker
+from rollout.worker.executor import WorkerExecutor
 
 ChangeBackend = Callable[[Backend], Backend]
 
@@ -20,7 +20,7 @@ ChangeBackend = Callable[[Backend], Backend]
 class InspectedEngine(DynamicInferenceEngine):
     """An engine whose scheduler, executor and KV cache a test can read and wrap."""
 
-    def __init__(self, *, scheduler: Scheduler, executor: Worker, **parts: Any) -> None:
+    def __init__(self, *, scheduler: Scheduler, executor: WorkerExecutor, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, executor=executor, **parts)
         self.scheduler, self.executor, self.kv = scheduler, executor, executor.kv
 

@@ -22,9 +22,9 @@ from rollout.control.commands import Command
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
 from rollout.errors import ConfigError, EngineStateError, encode_error
-from rollout.tensor_parallel.spmd_executor import SpmdExecutor, VerbCall, VerbOutcome
-from rollout.tensor_parallel.spmd_follower import SpmdFollower
-from rollout.tensor_parallel.spmd_group import num_spmd_ranks
+from rollout.tensor_parallel.executor import SpmdExecutor
+from rollout.tensor_parallel.follower import SpmdCall, SpmdFollower, SpmdOutcome
+from rollout.tensor_parallel.start import num_spmd_ranks
 from rollout.text import Tokenizer
 from rollout.weights.update import NamedTensors
 
@@ -37,7 +37,7 @@ _OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
 class AllRanks(Protocol):
     """Runs a method that all ranks call."""
 
-    def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
+    def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         """`work`: the verb itself, for rank 0. `source`: the weights of an update. Returns what
         `work` returns, on all ranks; so it is with errors."""
         ...
@@ -91,21 +91,21 @@ class _LeadRank:
     def __init__(self, engine: DynamicInferenceEngine, executor: SpmdExecutor) -> None:
         self._engine, self._executor, self._turn = engine, executor, threading.Lock()
 
-    def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
+    def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         with _one_verb(self._turn, call):
-            self._executor.begin_verb(call)
+            self._executor.begin_call(call)
             try:
                 result = work()
-                told = pickled(result, f"the result of {call.verb}")
+                told = pickled(result, f"the result of {call.method}")
             except BaseException as error:  # Ctrl-C, too: the others would wait
-                self._executor.end_verb(self._outcome(error=_told(error)))
+                self._executor.end_call(self._outcome(error=_told(error)))
                 raise
-            self._executor.end_verb(self._outcome(result=told))
+            self._executor.end_call(self._outcome(result=told))
             return result
 
-    def _outcome(self, **what: Any) -> VerbOutcome:
+    def _outcome(self, **what: Any) -> SpmdOutcome:
         engine = self._engine
-        return VerbOutcome(state=engine.state.value, weights_version=engine.weights_version, **what)
+        return SpmdOutcome(state=engine.state.value, weights_version=engine.weights_version, **what)
 
 
 class FollowerRuntime:
@@ -124,19 +124,19 @@ class FollowerRuntime:
         """The engine's value at the end of the last call."""
         return self._rank.weights_version
 
-    def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
+    def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         with _one_verb(self._turn, call):
-            return self._rank.run(call, source)
+            return self._rank.join_call(call, source)
 
     def shutdown(self) -> None:
         self._rank.shutdown()
 
 
 @contextmanager
-def _one_verb(turn: threading.Lock, call: VerbCall) -> Iterator[None]:
+def _one_verb(turn: threading.Lock, call: SpmdCall) -> Iterator[None]:
     if not turn.acquire(blocking=False):
         raise EngineStateError(
-            f"cannot {call.verb} while another thread is in a verb: with pg_collection all ranks "
+            f"cannot {call.method} while another thread is in a verb: with pg_collection all ranks "
             "call verbs in one order, one at a time"
         )
     try:
@@ -152,20 +152,20 @@ def _told(error: BaseException) -> Mapping[str, Any]:
     return encoded
 
 
-def call_of_command(command: Command[Any]) -> VerbCall:
+def call_of_command(command: Command[Any]) -> SpmdCall:
     """Return what ranks compare of a control call: its name and arguments."""
     arguments = structs.asdict(command)
     del arguments["command_id"], arguments["deadline_s"]  # of the call as a message
     return _call_of(command.name, arguments)
 
 
-def _call_of(verb: str, arguments: Mapping[str, Any]) -> VerbCall:
+def _call_of(verb: str, arguments: Mapping[str, Any]) -> SpmdCall:
     shared = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
     digests = {
         name: hashlib.blake2b(repr(_plain(value)).encode(), digest_size=16).hexdigest()
         for name, value in shared.items()
     }
-    return VerbCall(verb=verb, digests=digests)
+    return SpmdCall(method=verb, digests=digests)
 
 
 def _plain(value: Any) -> Any:

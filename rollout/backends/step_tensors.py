@@ -38,7 +38,7 @@ class LogitsInputs(Generic[Array]):
     """What is done to the logits of K samples before those are drawn. Of them Q have penalties, A
     a list of allowed ids, and U report log-probs of the logits as they were.
 
-    Histories (`runner.token_histories`) are numbered from 0 on; `lengths_Q` counts their tokens
+    Histories (`TokenHistories`) are numbered from 0 on; `lengths_Q` counts their tokens
     before this draw, of which the first `num_prompt_Q` are the prompt. N tokens are known of
     histories that begin.
     """

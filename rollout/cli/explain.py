@@ -15,7 +15,7 @@ from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm, 
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
 from rollout.engine.build import EngineBuild
-from rollout.worker.kv_layout import bytes_per_block
+from rollout.worker.kv_cache import bytes_per_block
 from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
 
 

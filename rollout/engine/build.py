@@ -1,4 +1,4 @@
-"""DynamicInferenceEngine.from_model: makes the parts of an engine and wires them."""
+"""DynamicInferenceEngine.from_model: makes the parts of an engine and connects them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,25 @@ from rollout.models.spec import ModelSpec, union_of_ids
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.seeds import given_or_drawn
-from rollout.tensor_parallel.spmd_executor import SpmdExecutor
-from rollout.tensor_parallel.spmd_follower import SpmdFollower
-from rollout.tensor_parallel.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
-from rollout.tensor_parallel.start import start_group
+from rollout.tensor_parallel.executor import SpmdExecutor
+from rollout.tensor_parallel.follower import SpmdFollower
+from rollout.tensor_parallel.start import (
+    join_as_follower,
+    join_as_lead,
+    num_spmd_ranks,
+    start_group,
+)
 from rollout.text import Tokenizer
 from rollout.weights.served import ServedWeights
 from rollout.weights.update import MAX_VERSION
+from rollout.worker.executor import WorkerExecutor
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuild:
-    """What an engine was made of; to be read only."""
+    """What an engine was made of, for reading."""
 
     config: InferenceConfig
     backend: Backend
@@ -72,7 +77,7 @@ class DynamicInferenceEngine(Engine):
         config = inference_config or InferenceConfig()
         if num_spmd_ranks(config) > 1:
             raise ConfigError(
-                "pg_collection needs an LLM, whose verbs all ranks call; an engine that rank 0 "
+                "pg_collection needs an LLM, whose methods all ranks call; an engine that rank 0 "
                 "steps by itself would wait for the others"
             )
         return cls._made_of(*_executor_of(model, config, weights_version), config, tokenizer)
@@ -94,8 +99,8 @@ class DynamicInferenceEngine(Engine):
         tokenizer: Tokenizer | None,
         weights_version: int,
     ) -> tuple[DynamicInferenceEngine, SpmdExecutor]:
-        """Return the engine of rank 0 of `pg_collection.tp`, and what tells the other ranks of its
-        verbs. Raises as `join_as_lead` does."""
+        """Return the engine of rank 0 of `pg_collection.tp`, and the executor that begins and ends
+        its calls on the other ranks. Raises as `join_as_lead` does."""
         _check_version(weights_version)
         loaded, sizes, executor = join_as_lead(model, inference_config, weights_version)
         return cls._made_of(loaded, sizes, executor, inference_config, tokenizer), executor
@@ -105,7 +110,7 @@ class DynamicInferenceEngine(Engine):
         cls,
         loaded: LoadedModel,
         sizes: EngineSizes,
-        executor: Worker,
+        executor: WorkerExecutor,
         config: InferenceConfig,
         tokenizer: Tokenizer | None,
     ) -> DynamicInferenceEngine:
@@ -161,20 +166,21 @@ class DynamicInferenceEngine(Engine):
 def follower_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
 ) -> SpmdFollower:
-    """Return another rank than 0 of `pg_collection.tp`. Raises as `join_as_lead` does."""
+    """Return a rank other than 0 of `pg_collection.tp`. Raises as `join_as_lead` does."""
     _check_version(weights_version)
     return join_as_follower(model, config, weights_version)
 
 
 def _executor_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
-) -> tuple[LoadedModel, EngineSizes, Worker]:
-    """Load the model and choose its products, here or on as many ranks as `config` asks for."""
+) -> tuple[LoadedModel, EngineSizes, WorkerExecutor]:
+    """Load the model on as many ranks as `config` asks for. Returns it and its executor."""
     if config.tensor_parallel_size > 1:
         return start_group(model, config, weights_version)
     loaded = load_model(model, config, weights_version)
     loaded.model.prepare(loaded.backend)
-    return loaded, loaded.sizes, Worker(*runner_of(loaded, loaded.sizes), loaded.weights)
+    worker = Worker(*runner_of(loaded, loaded.sizes), loaded.weights)
+    return loaded, loaded.sizes, WorkerExecutor(worker)
 
 
 def _check_version(weights_version: int) -> None:

@@ -1,7 +1,8 @@
-"""EngineCounters: totals of an engine since its start, and the metrics written from them."""
+"""EngineCounters: totals of an engine since its start, and metrics made of them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -15,17 +16,75 @@ from rollout.control.reports import (
     WeightUpdateReport,
 )
 from rollout.control.state import EngineState
-from rollout.engine.request_totals import RequestTotals
-from rollout.engine.step_times import StepTimes
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.step.plan import StepPlan
 from rollout.telemetry import MetricsWriter, ObserverGuard, RankUse, SchedulerCounts, StepStats
 from rollout.version_spans import VersionSpans
 
+# Upper bounds of the buckets of latencies in seconds: 1, 2, 5, 10 ms, ... up to 5,000 s.
+LATENCY_BOUNDS_S = tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5))
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(slots=True)
+class LatencyCounts:
+    """Latencies by bucket, of which the last has those above all bounds, and their sum."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    seconds: float = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Count a latency that occurred `times` times."""
+        self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += times
+        self.seconds += seconds * times
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """Totals of requests: tokens, ends, latencies. Only OutputProcessor writes them.
+
+    num_begun_prompt_tokens: prompt tokens of the requests that got their first token here.
+    finish_reasons: ended requests by FINISH_REASONS. first_token, token, request: seconds from a
+    request's entry to its first token, between two tokens of a request, and from the entry to the
+    end of a request that was neither aborted nor failed.
+    """
+
+    num_generated_tokens: int = 0
+    num_begun_prompt_tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+    first_token: LatencyCounts = field(default_factory=LatencyCounts)
+    token: LatencyCounts = field(default_factory=LatencyCounts)
+    request: LatencyCounts = field(default_factory=LatencyCounts)
+
+    def add_first_token(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Count the first token of a request."""
+        self.num_begun_prompt_tokens += num_prompt_tokens
+        self.first_token.add(seconds)
+
+    def add_end(self, finish_reason: str, seconds: float) -> None:
+        """Count a request that has ended."""
+        self.finish_reasons[finish_reason] += 1
+        if finish_reason in ("stop", "length"):
+            self.request.add(seconds)
+
+    def as_stats(self) -> dict[str, Any]:
+        """Return the fields of EngineStats by name."""
+        return {
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_begun_prompt_tokens": self.num_begun_prompt_tokens,
+            "finish_reasons": tuple(self.finish_reasons.values()),
+            "first_token_latency": tuple(self.first_token.counts),
+            "first_token_seconds": self.first_token.seconds,
+            "token_latency": tuple(self.token.counts),
+            "token_seconds": self.token.seconds,
+            "request_latency": tuple(self.request.counts),
+            "request_seconds": self.request.seconds,
+        }
+
 
 @dataclass(slots=True)
 class StepTotals:
-    """What all steps since the start have done. Only StepPipeline writes it."""
+    """Totals of all steps since the start. Only the step pipeline writes them."""
 
     num_steps: int = 0
     num_failed_steps: int = 0  # forward passes that raised
@@ -41,7 +100,7 @@ class StepTotals:
 
 @dataclass(slots=True)
 class _OtherTotals:
-    """What all else since the start has done: ends of requests, and commands."""
+    """Totals of ended requests and of suspends, resumes and updates since the start."""
 
     num_finished: int = 0
     num_failed: int = 0
@@ -58,12 +117,35 @@ class _OtherTotals:
     kv_staleness: list[int] = field(default_factory=lambda: [0] * NUM_AGES)
 
 
-class EngineCounters:
-    """An engine's totals. Every report, and every `interval`-th step, also goes to `writer`.
+class StepTimes:
+    """Longest step of each size, where sizes between two powers of two count as one.
 
-    An interval of 0 writes no metrics of steps. A writer that raises is logged: what it is to write
-    has been done. `steps` and `step_times` are what StepPipeline writes, `requests` what
-    OutputProcessor writes.
+    A step of twice the tokens takes at most twice as long: work per token doubles, and work per
+    step, such as reading the weights, does not.
+    """
+
+    def __init__(self) -> None:
+        self._slowest_s: dict[int, float] = {}  # by the power of two at or below the tokens
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a step of at least one token."""
+        size = 1 << (num_tokens.bit_length() - 1)
+        if seconds > self._slowest_s.get(size, 0.0):
+            self._slowest_s[size] = seconds
+
+    def longest_s(self, max_tokens: int) -> float:
+        """Return an upper bound for a step of `max_tokens`, in seconds; 0 if none was measured."""
+        bounds = (
+            seconds * -(-max_tokens // size) for size, seconds in list(self._slowest_s.items())
+        )
+        return min(bounds, default=0.0)
+
+
+class EngineCounters:
+    """Totals of an engine. `writer` also gets every report, and every `interval`-th step.
+
+    An interval of 0 writes no metrics of steps. An exception of the writer is logged, and the
+    engine goes on. The step pipeline writes `steps` and `step_times`, OutputProcessor `requests`.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
@@ -74,7 +156,7 @@ class EngineCounters:
         self._others = _OtherTotals()
 
     def write_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
-        """Write the metrics of the step that `steps` has counted last."""
+        """Write the metrics of the step that was counted last."""
         stats = StepStats(
             step=self.steps.num_steps,
             seconds=seconds,
@@ -87,7 +169,7 @@ class EngineCounters:
         self._write(stats.as_metrics())
 
     def add_ended(self, record: DynamicInferenceRequestRecord) -> None:
-        """Count a request that is handed out."""
+        """Count an ended request, whose record is returned to the caller."""
         last, totals, num_prompt = record.current, self._others, len(record[0].prompt_tokens)
         totals.num_failed += last.failed()
         totals.num_finished += not last.failed()
@@ -132,7 +214,7 @@ class EngineCounters:
         ranks: tuple[RankUse, ...],
         routing_bytes: int,
     ) -> EngineStats:
-        """Return the totals, together with what the engine knows of the present."""
+        """Return the totals together with the engine's present state."""
         others: dict[str, Any] = asdict(self._others)
         for name in STALENESS:
             others[name] = tuple(others[name])

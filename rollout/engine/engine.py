@@ -1,4 +1,4 @@
-"""Engine: takes requests, steps, suspends and takes new weights. It is synchronous: no sockets, no
+"""Engine: requests, steps, suspend and resume, weight updates. It is synchronous: no sockets, no
 threads of its own.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rollout.config import KVCacheManagementMode
 from rollout.control.commands import Command, R
@@ -33,46 +34,48 @@ from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.pipeline import StepPipeline
-from rollout.engine.suspension import Suspension
-from rollout.errors import RequestAbortedError
+from rollout.engine.protocols import (
+    Executor,
+    PipelineInterface,
+    SchedulerInterface,
+    StagedUpdate,
+    SuspensionInterface,
+)
+from rollout.errors import IntegrityError, RequestAbortedError
 from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
-from rollout.scheduling.scheduler import Scheduler
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
-from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, next_version
-from rollout.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 _CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names
 
 
 class Engine:
-    """The only writer of the engine state; the one place where its parts meet.
+    """Connects the parts of an engine, and is the only writer of its state.
 
-    Requests pass from `inputs` to the scheduler and to `outputs`, which has their records. The
-    record of a finished, failed or aborted request is handed out once, by `step` or
-    `abort_request`.
+    A request goes from `inputs` to the scheduler, and its record to `outputs`. `step` or
+    `abort_request` returns the record of a finished, failed or aborted request once. Scheduler,
+    pipeline, executor and suspension are the Protocols of rollout.engine.protocols.
     """
 
     def __init__(
         self,
         *,
         inputs: InputProcessor,
-        scheduler: Scheduler,
+        scheduler: SchedulerInterface,
         outputs: OutputProcessor,
-        pipeline: StepPipeline,
-        executor: Worker,
-        suspension: Suspension,
+        pipeline: PipelineInterface,
+        executor: Executor[Any],
+        suspension: SuspensionInterface,
         counters: EngineCounters,
         guard: CallGuard,
         max_kv_staleness_versions: int | None,
     ) -> None:
         self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
-        self.seed = inputs.seed  # requests without one derive theirs from it
+        self.seed = inputs.seed  # requests without a seed derive theirs from it
         self._pipeline, self._executor, self._weights = pipeline, executor, executor.weights
         self._suspension, self._counters, self._guard = suspension, counters, guard
         self._max_kv_staleness_versions = max_kv_staleness_versions
@@ -102,7 +105,7 @@ class Engine:
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[int]:
-        """Queue several samples of one prompt, which is prefilled once. All are queued, or none."""
+        """Queue several samples of one prompt, which is prefilled once: all or none."""
         return self.add_groups([(prompt_tokens, list_of_sampling_params)], request_ids, priority)[0]
 
     def add_groups(
@@ -113,7 +116,7 @@ class Engine:
     ) -> list[list[int]]:
         """Queue groups of (prompt, parameters of each sample), all or none.
 
-        `request_ids` are those of all samples, group after group. Raises as `add_request` does.
+        `request_ids`: an id for each sample, group after group. Raises as `add_request` does.
         """
         self._require_not_stopped()
         processed = self._inputs.process_groups(
@@ -123,12 +126,12 @@ class Engine:
             return [[self._queue(request) for request in group] for group in processed]
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> int:
-        """Continue a request that another engine began, from the tokens it has; returns its id.
+        """Continue a request that another engine began, from the tokens it has. Returns its id.
 
         Its tokens are prefilled again. Tokens, log-probs and policy versions are kept, and the next
-        tokens are those that the other engine would have drawn. The record belongs to the engine
-        from here on. Raises InvalidRequestError for a record that has ended or does not fit, and
-        for an id in use.
+        tokens are the ones that the other engine would have sampled. The engine takes the record.
+        Raises InvalidRequestError for a record that has ended or does not fit, and for an id in
+        use.
         """
         self._require_not_stopped()
         processed = self._inputs.process_record(record, in_use=self._outputs)
@@ -164,7 +167,7 @@ class Engine:
         return request_id
 
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """End a request now, in any state; returns its record with the tokens so far.
+        """End a request now, in any state. Returns its record with the tokens so far.
 
         Its blocks are freed, on the device or on the host. Raises EngineStateError for a request
         that is not in the engine.
@@ -180,7 +183,7 @@ class Engine:
         return self._hand_out([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """Return a copy of the record, as of now, of a request that is not handed out yet.
+        """Return a copy of the record, as of now, of a request whose record was not returned yet.
 
         Raises EngineStateError for any other id.
         """
@@ -201,11 +204,11 @@ class Engine:
         return self._outputs.new_tokens(wanted)
 
     def request_ids(self) -> list[int]:
-        """Return the ids of all requests that are not handed out yet, unfinished ones first."""
+        """Return the ids of all requests whose records were not returned yet, unfinished first."""
         return self._outputs.request_ids()
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether a request is queued, runs, or waits to be handed out."""
+        """Return whether a request has not ended, or its record was not returned yet."""
         return len(self._outputs) > 0
 
     @property
@@ -214,11 +217,11 @@ class Engine:
         return self._guard.is_broken
 
     def suspects(self) -> list[int]:
-        """Return, after a step that raised, its requests: any of them may be the cause."""
+        """Return the requests of a step that raised, any of which may be the cause."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
     def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of ended requests. An exception until the return keeps them here."""
+        """Return the records of ended requests, and drop them unless an exception occurs."""
         records = self._outputs.ended(request_ids)
         try:
             for record in records:
@@ -232,14 +235,14 @@ class Engine:
     # ---- one step
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
-        """Run one forward pass; returns the records that it finished, [] when idle.
+        """Run one forward pass. Returns the records that it finished, [] when idle.
 
         If the pass fails, its requests go back to the queue with all their tokens and an
-        ERROR_TRANSIENT event; a request that fails again, and then alone, is FAILED. Raises
-        EngineStateError outside RUNNING, and the error of a forward pass if the device fails
-        without any request, too. The next step returns the records that an error held back.
+        ERROR_TRANSIENT event. A request that fails again, and then alone, is FAILED. Raises
+        EngineStateError outside RUNNING, and the error of a forward pass if a pass without
+        requests fails as well. The next step returns records that an error held back.
         """
-        # Both are tested here first: a call that nearly always finds nothing costs time each step.
+        # Tested before the call: a call that nearly always finds nothing costs time in each step.
         if self._machine.state is not EngineState.RUNNING:
             self._machine.require(EngineState.RUNNING, to="step")
         if not self._weights.has_values:
@@ -248,8 +251,7 @@ class Engine:
         return self._hand_out(self._outputs.ended_ids())
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank is gone, which only steps would notice. The same thread
-        steps."""
+        """Raise LockstepError if a rank is gone. The thread that steps calls it, when idle."""
         self._executor.check_ranks()
 
     # ---- control calls
@@ -262,7 +264,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """The state; a transient one is seen from inside a command only."""
+        """The state. A transient state is visible only within a command."""
         return self._machine.state
 
     def pause(self) -> None:
@@ -278,11 +280,13 @@ class Engine:
         with self._machine.command(UNPAUSE) as must_run:
             if must_run:
                 self._weights.require_values("unpause")
-                self._suspension.resume()  # what a failed suspend may have left
+                self._suspension.resume()  # a failed suspend may have released memory
 
     def warm_up(self) -> int:
-        """Capture ahead the steps that would be captured when they first come. Returns how many, 0
-        on a CPU. Legal in RUNNING and PAUSED."""
+        """Capture the graphs of steps before requests need them. Returns how many, 0 on a CPU.
+
+        Legal in RUNNING and PAUSED.
+        """
         self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="warm up")
         self._pipeline.commit_all()
         return self._executor.warm_up()
@@ -301,12 +305,12 @@ class Engine:
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Release the memory of the owners in `release`.
+        """Release the memory of the resources in `release`.
 
         "kv_cache" is released under `mode`, or under the config's if that is None. "weights" are
-        copied to the host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for an
-        owner that is not released yet: another one is reported with zero bytes. A failure leaves
-        the state and every request.
+        copied to the host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for a
+        resource that is not released yet; others are reported with zero bytes. A failure changes
+        neither the state nor any request.
         """
         with (
             self._guard.change("suspend"),
@@ -321,7 +325,7 @@ class Engine:
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore memory and contents; leads to PAUSED. Nothing is left to do in PAUSED.
+        """Restore memory and contents, and return to PAUSED. Does nothing in PAUSED.
 
         `only` restores "weights" or "kv_cache"; the engine stays SUSPENDED until both are there.
         """
@@ -331,14 +335,14 @@ class Engine:
                 report = self._suspension.resume(only)
             else:
                 with self._machine.command(RESUME) as must_run:
-                    report = self._suspension.resume()  # in PAUSED: what a failed suspend may leave
+                    report = self._suspension.resume()  # in PAUSED: after a failed suspend
                 if not must_run:
                     return report
         self._counters.add_resume(report)
         return report
 
     def shutdown(self) -> None:
-        """Stop for good, from any state; twice is fine. Requests can still be aborted.
+        """Stop for good, from any state. May be called twice. Requests can still be aborted.
 
         An error of a step in flight is logged. If releasing the memory fails, the engine is stopped
         all the same; call this again.
@@ -359,11 +363,11 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
-        """The version of the weights that are served now."""
+        """Version of the weights that are served now."""
         return self._weights.version
 
     def weights_checksum(self) -> str:
-        """Return a checksum of all weights; equal for engines that serve the same ones."""
+        """Return a checksum of all weights, equal for engines that serve equal weights."""
         return self._executor.weights_checksum()
 
     def weight_checksums(self, start: int = 0) -> WeightChecksums:
@@ -406,20 +410,21 @@ class Engine:
         named_tensors: NamedTensors,
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
-    ) -> StagedWeights:
+    ) -> StagedUpdate:
         """Verify and prepare an update; another thread may do it while steps go on, but not while
         the weights' memory is released or brought back.
 
         `named_tensors` is a module, with its persistent buffers, or a mapping or pairs of (Hugging
         Face name, tensor); they must not change until the commit. Sharded tensors are gathered in
         the order of their names: a collective. `check` is called before each tensor, and may raise
-        to end staging. `source_checksum` is that of the publisher, "" if unknown. Raises
+        to end staging. `source_checksum`: the publisher's checksum, "" if unknown. Raises
         WeightUpdateError naming the tensor at fault.
         """
-        return self._executor.stage_weights(named_tensors, check, source_checksum)
+        staged: StagedUpdate = self._executor.stage_weights(named_tensors, check, source_checksum)
+        return staged
 
     def commit_weights(
-        self, staged: StagedWeights, version: int | None = None, in_flight: bool = False
+        self, staged: StagedUpdate, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
         """Copy a staged update in place, at this step edge, and serve it as `version`.
 
@@ -446,7 +451,7 @@ class Engine:
         self._counters.add_update(report)
         return report
 
-    def _stall_start(self, staged: StagedWeights) -> float:
+    def _stall_start(self, staged: StagedUpdate) -> float:
         """Return when requests began to wait for this update, on time.perf_counter's clock.
 
         That is when the last step ended, or when staging began if no step has run since; it is now
@@ -457,7 +462,7 @@ class Engine:
         return max(self._pipeline.last_result_at, staged.started_at)
 
     def check_update(self, version: int | None = None, in_flight: bool = False) -> None:
-        """Raise what `commit_weights` would raise now: EngineStateError or WeightUpdateError."""
+        """Raise the EngineStateError or WeightUpdateError that `commit_weights` would raise now."""
         self._machine.require_update(in_flight=in_flight)
         self._weights.require_resident("update weights")
         next_version(self.weights_version, version)
@@ -474,6 +479,29 @@ class Engine:
 
     # ---- reports
 
+    def check_integrity(self, *, may_be_in_flight: bool = False) -> None:
+        """Verify the invariants that hold between two calls. Changes nothing. O(requests + blocks).
+
+        Every block has as many users as tables name it, and is free, cached or in use. Every
+        request waits or has a row of its own. Its blocks cover its computed tokens. Versions cover
+        its KV and its generated tokens. Unless `may_be_in_flight`, no step is in flight. Nothing is
+        released while steps may run.
+        Raises IntegrityError, which lists all that does not hold.
+        """
+        found = [*self._scheduler.violations(), *self._outputs.violations()]
+        recorded, scheduled = self._outputs.unfinished_ids(), self._scheduler.request_ids()
+        if single := sorted({*recorded} ^ {*scheduled}):
+            found.append(f"requests {single} are in one of scheduler and records")
+        if self.num_steps_in_flight and not may_be_in_flight:
+            found.append(f"{self.num_steps_in_flight} steps are in flight")
+        missing = self._suspension.status().to_restore
+        if missing and self.state is EngineState.RUNNING:
+            found.append(f"the engine runs, and {list(missing)} are released")
+        if self.is_broken:
+            found.append("a call was stopped halfway")
+        if found:
+            raise IntegrityError("the engine is inconsistent: " + "; ".join(found))
+
     @property
     def block_size_tokens(self) -> int:
         """Tokens of a KV block."""
@@ -481,25 +509,26 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """The number of queued requests; `stats` reports more, and takes longer."""
+        """Number of queued requests. `stats` reports more, and takes longer."""
         return len(self._scheduler.waiting)
 
     @property
     def num_steps_in_flight(self) -> int:
-        """The number of steps that are launched and not committed: more than 0 between two calls of
-        `step` only with async scheduling."""
+        """Number of steps that are launched and not committed. Above 0 between two calls of `step`
+        only with async scheduling."""
         return self._pipeline.num_in_flight
 
     @property
     def longest_step_s(self) -> float:
-        """The seconds that a step of `max_tokens` takes at most, as far as steps were measured; 0
-        if none was. Any thread may read it."""
+        """Upper bound of the seconds of a step of `max_tokens`, from measured steps; 0 without any.
+        Any thread may read it."""
         return self._counters.step_times.longest_s(self._scheduler.max_tokens)
 
     def stats(self, *, of_ranks: bool = True) -> EngineStats:
         """Return requests by phase and blocks as of now, and counters since the start.
 
-        The thread that steps calls it; without `of_ranks`, which leaves them out, any may.
+        The thread that steps calls it. Any thread may call it with `of_ranks` False, which leaves
+        out `ranks`.
         """
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._counters.stats(
@@ -512,7 +541,7 @@ class Engine:
 
     def kv_data_ptrs(self) -> dict[str, int]:
         """Return the address of every KV tensor, by name; empty while they are released."""
-        return self._executor.kv.data_ptrs()
+        return self._executor.kv_data_ptrs()
 
     def weight_data_ptrs(self) -> dict[str, int]:
         """Return the address of every weight by its Hugging Face name; tied ones have the same."""

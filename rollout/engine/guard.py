@@ -1,4 +1,4 @@
-"""CallGuard: one thread at a time is inside an engine, and its state is never torn unnoticed."""
+"""CallGuard: admits one thread at a time to an engine, and detects calls that stopped halfway."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from contextlib import contextmanager
 from rollout.deferred_signals import deferred_signals
 from rollout.errors import EngineStateError
 
-_EXIT_S = 30.0  # how long the end of the process waits for the end of a call
+_EXIT_S = 30.0  # how long the exit of the process waits for a call to end
 
 
 class CallGuard:
     """Guards the calls of one engine.
 
-    A call changes several parts of the engine, one after the other. A signal waits until it is
-    done. An exception that stops it halfway all the same, which another thread can raise in this
-    one, leaves parts that do not fit each other: every later call raises EngineStateError then.
-    A call of a second thread at the same time is refused.
+    A call changes several parts of the engine, one after the other. Signals are deferred until it
+    ends. An exception that another thread raises in this one can still stop it halfway and leave
+    the parts inconsistent: every later call then raises EngineStateError. A call from a second
+    thread at the same time is refused.
 
-    Once the process ends, threads that call again wait for its end: a daemon thread that computes
-    while the interpreter is torn down would abort the process.
+    While the process exits, threads that make further calls are blocked: a daemon thread that
+    computes during the interpreter's teardown would abort the process.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._is_free = threading.Condition(self._mutex)
         self._owner: threading.Thread | None = None
-        self._call, self._depth = "", 0  # what the owner is in
-        # The call that was stopped, and by what; while a call runs it stands for that one.
+        self._call, self._depth = "", 0  # the owner's call
+        # The call that was stopped, and the cause. Set while a call runs, and cleared at its end.
         self._stopped: tuple[str, str] | None = None
         self._harmless: BaseException | None = None
         self._ends_process: threading.Thread | None = None
@@ -43,12 +43,12 @@ class CallGuard:
         return self._stopped is not None and not self._depth
 
     def mark_harmless(self, error: BaseException) -> None:
-        """Let `error`, which the caller raises next, leave a call: the state is whole."""
+        """Let `error`, which the caller raises next, leave a call: the state is consistent."""
         self._harmless = error
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """Let what the block raises leave a call: it undoes what it has begun."""
+        """Let exceptions of the block leave a call: the block undoes its changes itself."""
         try:
             yield
         except BaseException as error:
@@ -57,8 +57,7 @@ class CallGuard:
 
     @contextmanager
     def change(self, call: str) -> Iterator[None]:
-        """Change the state inside `with guard.change("step")`. A nested call belongs to its outer
-        one.
+        """Enter a call that changes the state. A nested call belongs to its outer one.
 
         Raises EngineStateError if another thread is inside, or if a call was stopped halfway.
         """
@@ -88,13 +87,13 @@ class CallGuard:
             if owner is not None and owner is not me and owner.is_alive():
                 raise EngineStateError(
                     f"cannot {call} while thread {owner.name!r} is in {self._call} of this engine: "
-                    "one thread at a time calls an engine; the verbs of LLM may be called from any"
+                    "one thread at a time calls an engine; methods of LLM may be called from any"
                 )
             if self._stopped is not None:
                 stopped_call, why = self._stopped
                 raise EngineStateError(
                     f"{why} has stopped {stopped_call} of this engine halfway, so that its parts "
-                    "do not fit each other any more; call shutdown() and create a new engine"
+                    "are inconsistent; call shutdown() and create a new engine"
                 )
             self._owner, self._call = me, call
 
@@ -104,7 +103,7 @@ class CallGuard:
             self._is_free.notify_all()
 
     def hold_at_exit(self) -> None:
-        """Wait for the end of another thread's call, and let no other thread in any more."""
+        """Wait for another thread's call to end, and block further calls of other threads."""
         me = threading.current_thread()
         with self._mutex:
             self._ends_process = me

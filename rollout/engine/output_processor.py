@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.blocks.routing_record import RoutingRecord
-from rollout.engine.request_totals import RequestTotals
+from rollout.engine.counters import RequestTotals
 from rollout.errors import EngineStateError
 from rollout.requests.codec import TopN
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -73,9 +73,9 @@ class RequestState:
 
 
 class OutputProcessor:
-    """One record per request. The record of an ended request is handed out once and forgotten.
+    """Holds one record per request. The record of an ended request is returned once and dropped.
 
-    The record of an unfinished request is not complete: only copies of it leave this object.
+    The record of an unfinished request is incomplete: only copies of it leave this object.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class OutputProcessor:
         totals: RequestTotals,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`totals`: counts what requests get. `routing`: has the experts of the requests' tokens,
-        if they are recorded."""
+        """`totals`: counters of requests and tokens. `routing`: record of the tokens' experts, if
+        they are recorded."""
         self._totals, self._routing = totals, routing
         self._last_tokens_at = 0.0  # on the monotonic clock
         self._track_paused = track_paused
@@ -105,7 +105,28 @@ class OutputProcessor:
         """Return the ids of all requests, unfinished ones first."""
         return [*self._unfinished, *self._ended]
 
-    # ---- adding and handing out
+    def unfinished_ids(self) -> Collection[int]:
+        """Return the ids of the requests that have not ended."""
+        return self._unfinished.keys()
+
+    def violations(self) -> list[str]:
+        """Return the invariants of the unfinished records that do not hold, one sentence each."""
+        found = []
+        for request_id, state in self._unfinished.items():
+            num_tokens, num_versions = len(state.token_ids), len(state.policy_spans)
+            if num_versions != state.num_prompt + num_tokens:
+                found.append(
+                    f"request {request_id} has {state.num_prompt} prompt tokens, {num_tokens} "
+                    f"generated ones, and {num_versions} policy versions"
+                )
+            columns = (state.log_probs, state.ranks, state.top_n, state.tpot)
+            if any(column is not None and len(column) != num_tokens for column in columns):
+                found.append(f"request {request_id} has columns of another length than its tokens")
+        if both := sorted(self._unfinished.keys() & self._ended.keys()):
+            found.append(f"requests {both} have ended and have not")
+        return found
+
+    # ---- adding and returning
 
     def add_request(self, record: DynamicInferenceRequestRecord) -> None:
         """Add the record of a queued request, new or begun by another engine.
@@ -124,14 +145,14 @@ class OutputProcessor:
         self._unfinished[record.request_id] = RequestState(record, entry_time, num_unscored)
 
     def has_ended(self, request_id: int) -> bool:
-        """Return whether the request waits to be handed out.
+        """Return whether the request has ended and its record was not returned yet.
 
         Raises EngineStateError if it is not in the engine.
         """
         if request_id not in self:
             raise EngineStateError(
-                f"request {request_id} is not in the engine: it was never added, or was handed out "
-                "when it finished"
+                f"request {request_id} is not in the engine: it was never added, or its record was "
+                "returned when it finished"
             )
         return request_id in self._ended
 
@@ -140,12 +161,13 @@ class OutputProcessor:
         return [self._ended[request_id] for request_id in request_ids]
 
     def forget_ended(self, request_ids: Iterable[int]) -> None:
-        """Drop the records of ended requests, which the caller has now."""
+        """Drop the records of ended requests, which the caller has received."""
         for request_id in request_ids:
             del self._ended[request_id]
 
     def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
-        """Keep records of `ended`, forgotten or not: they did not reach the caller."""
+        """Keep records that `ended` returned, dropped or not, because they did not reach the
+        caller."""
         self._ended.update({record.request_id: record for record in records})
 
     def ended_ids(self) -> list[int]:
@@ -161,8 +183,8 @@ class OutputProcessor:
     ) -> DynamicInferenceRequestRecord:
         """Return a copy of the record as of now, under weights `version`.
 
-        `kv_spans` has who wrote the KV of an unfinished request, and `routing` its experts; both
-        are None for an ended one.
+        `kv_spans`: the versions that wrote the KV of an unfinished request; None for an ended one.
+        `routing`: the experts of an unfinished request's tokens.
         """
         if kv_spans is None:
             return self._ended[request_id].copy()
@@ -225,13 +247,13 @@ class OutputProcessor:
     # ---- what the scheduler decided
 
     def set_running(self, request_ids: Iterable[int]) -> None:
-        """Mark requests as running: they hold a row and blocks now."""
+        """Mark requests as running."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def set_paused(self, request_ids: Iterable[int]) -> None:
-        """Mark requests as paused: they keep their blocks, but got none for their next token."""
+        """Mark requests as paused: no block was free for their next token."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
@@ -243,8 +265,8 @@ class OutputProcessor:
         of its tokens so far.
 
         Only preemption adds an EVICT event. A request that had generated nothing and was not
-        preempted starts again as the same segment. Nobody drew from what it had computed, so that
-        its experts are not kept.
+        preempted starts again as the same segment. Its experts are not kept, because no token was
+        sampled from them.
         """
         for request_id in request_ids:
             state = self._unfinished[request_id]
@@ -291,7 +313,7 @@ class OutputProcessor:
             self._finish(finished, update.weights_version, now)
 
     def _append_tokens(self, update: StepUpdate, now: float) -> None:
-        """Append its token and stamps to each request.
+        """Append a token and its versions to each request.
 
         A step of 1,000 rows passes here 1,000 times, so that nothing is looked up or called twice.
         """
@@ -430,7 +452,7 @@ def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int |
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, are_wanted: bool) -> None:
-    """Put empty columns where scores are to come, and None where there will be none."""
+    """Set the prompt's columns: empty where scores are wanted, else None."""
     values: Any = array("f")  # lists for everybody else, as in RequestState
     ranks: Any = array("i")
     params = _params(segment)
@@ -454,5 +476,5 @@ def _top_n(ids: NDArray[np.int64], logprobs: NDArray[np.float32], top_n: int) ->
 
 
 def _empty(typecode: Any, values: object) -> Any:
-    """Return an array if values are kept, None if they were not asked for."""
+    """Return an empty array; None if `values` is None, because they were not requested."""
     return None if values is None else array(typecode)

@@ -8,23 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
 from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.protocols import StepExecutor
 from rollout.errors import LockstepError
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import EMPTY, StepPlan
-from rollout.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 # A request runs alone after so many failed steps with too few tokens between them.
 _FAILURES_UNTIL_ALONE = 2
-# Its prefill samples one token and a decode step the other: either may be what fails.
+# A prefill samples one token and a decode step the other: either may fail.
 _TOKENS_TO_CLEAR = 2
 
 
@@ -57,7 +58,8 @@ class FaultIsolation:
         return list(self._suspects)
 
     def add_failure(self, request_ids: Sequence[int]) -> int | None:
-        """Add a failed step of these requests. Returns the one whose own fault it is, or None."""
+        """Record a failed step of these requests. Returns the request that has caused it, or
+        None."""
         for request_id in request_ids:
             suspect = self._suspects.setdefault(request_id, _Suspect())
             suspect.num_failures += 1
@@ -78,27 +80,27 @@ class FaultIsolation:
                     del self._suspects[request_id]
 
     def remove(self, request_id: int) -> None:
-        """Forget a request that has ended."""
+        """Drop a request that has ended."""
         self._suspects.pop(request_id, None)
 
 
 class StepPipeline:
-    """Schedules, launches and commits steps. One plan is in flight, or two with async scheduling:
-    where the device lets the host run ahead, the next step is scheduled and launched before the
-    result of the running one is known.
+    """Implements `PipelineInterface`: schedules, launches and commits steps. One plan is in flight,
+    or two with async scheduling: where the device lets the host run ahead, the next step is
+    scheduled and launched before the result of the running one is known.
 
     A forward pass that raises sends the requests of the plans in flight back to the queue, with the
     tokens they have. If they fail again they run alone, one after the other. A request that fails
     alone is failed by its error, provided that a step without any request succeeds then. If that
-    step fails too, the device is at fault: the error is raised, and no request is failed. So is a
-    LockstepError, at once: no rank is left to try again with.
+    step fails too, the device is at fault: the error is raised, and no request is failed. A
+    LockstepError is raised at once, because ranks are lost.
     """
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        executor: Worker,
+        executor: StepExecutor[Any],
         outputs: OutputProcessor,
         counters: EngineCounters,
         guard: CallGuard,
@@ -107,22 +109,22 @@ class StepPipeline:
         self._outputs, self._counters = outputs, counters
         self._faults = FaultIsolation()
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
-        self.last_result_at = -math.inf  # of time.perf_counter
+        self.last_result_at = -math.inf  # by time.perf_counter
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that are launched and not committed."""
+        """Number of plans that are launched and not committed."""
         return len(self._in_flight)
 
     @property
     def num_graph_captures(self) -> int:
-        """Steps captured so far; 0 where steps run eagerly."""
+        """Number of steps captured so far; 0 where steps run eagerly."""
         return self._executor.num_graph_captures
 
     def step(self, weights_version: int) -> None:
         """Launch what may run, then commit the oldest result. Nothing happens when idle.
 
-        A failed step is logged. Raises its error if that is no request's.
+        A failed step is logged. Raises its error if no request has caused it.
         """
         with self._guard.change("step"):
             start = time.perf_counter()
@@ -156,7 +158,7 @@ class StepPipeline:
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:
-        """Forget a request that was removed from the scheduler."""
+        """Drop a request that was removed from the scheduler."""
         self._faults.remove(request_id)
 
     def _launch(self, alone: int | None, weights_version: int) -> bool:
@@ -218,7 +220,7 @@ class StepPipeline:
     def _recover(self, error: BaseException, weights_version: int) -> None:
         """Send the requests of the plans in flight back to the queue with the tokens they have.
 
-        A request whose own fault it is ends. Raises `error` if it is no request's.
+        A request that has caused the failure is failed. Raises `error` if no request has.
         """
         self._in_flight.clear()
         requeued = self._scheduler.abandon()

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec
 
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.engine.output_processor import OutputProcessor
 from rollout.errors import ConfigError
 from rollout.scheduling.scheduler import Scheduler
-from rollout.worker.worker import Worker
+from rollout.worker.executor import WorkerExecutor
+from rollout.worker.worker import MemoryUse, Worker
 
 KV_CACHE, WEIGHTS = OWNERS = ("kv_cache", "weights")
 _Mode = KVCacheManagementMode
+_P = ParamSpec("_P")
 
 
 class Suspension:
-    """Remembers what was released and under which KV mode, so that resume restores just that.
+    """Implements `SuspensionInterface` over a WorkerExecutor. Keeps the resources released so far
+    and the KV mode, so that `resume` restores the same.
 
-    PERSIST leaves the KV cache where it is. OFFLOAD copies the blocks in use to the host and
-    releases the memory. RECOMPUTE releases it without a copy: requests in context go back to the
-    queue and are prefilled again.
-    `keeps_addresses`: the config promises that the addresses of the KV stay, and its memory would
-    lose them when it is released. Only PERSIST is allowed then.
+    PERSIST leaves the KV cache in place. OFFLOAD copies the blocks in use to the host and releases
+    the memory. RECOMPUTE releases the memory without a copy: running requests go back to the queue
+    and are prefilled again.
+    `keeps_addresses`: the config promises stable addresses of the KV cache, which its memory would
+    lose by a release. Only PERSIST is allowed then.
     """
 
     def __init__(
@@ -31,7 +35,7 @@ class Suspension:
         *,
         scheduler: Scheduler,
         outputs: OutputProcessor,
-        executor: Worker,
+        executor: WorkerExecutor,
         default_mode: KVCacheManagementMode,
         keeps_addresses: bool,
     ) -> None:
@@ -39,9 +43,9 @@ class Suspension:
         self._executor = executor
         self._keeps_addresses = keeps_addresses
         self._default_mode = self._mode = default_mode
-        self._num_requeued = 0  # since the KV was last in place
-        self._to_restore: list[str] = []  # owners whose release began, also if it failed
-        self._released: set[str] = set()  # those of them whose release succeeded
+        self._num_requeued = 0  # requests, since the KV was last in place
+        self._to_restore: list[str] = []  # resources whose release began, also if it failed
+        self._released: set[str] = set()  # resources whose release succeeded
 
     def suspend(
         self,
@@ -51,16 +55,17 @@ class Suspension:
         discard: bool,
         is_first: bool,
     ) -> SuspendReport:
-        """Release what `release` names and is not released yet: the KV under `mode`.
+        """Release the resources in `release` that are not released yet, the KV cache under `mode`
+        (None: the config's).
 
-        None as `mode` takes that of the config. Weights are copied to the host first, unless
-        `discard`. What an earlier, failed attempt has released is restored first: all of it if
-        `is_first`, else the owners in `release`. Raises ConfigError for an unknown owner, and for a
-        mode that would move KV whose addresses must stay. After any other exception `resume`
-        restores everything, and a retry is legal.
+        Weights are copied to the host first, unless `discard`. Resources that an earlier, failed
+        attempt released are restored first: all of them if `is_first`, else those in `release`.
+        Raises ConfigError for an unknown resource, and for a mode that would move a KV cache whose
+        addresses must stay. After any other exception `resume` restores everything, and a retry is
+        legal.
         """
         start = time.perf_counter()
-        _check_owners(release, discard=discard)
+        _check_resources(release, discard=discard)
         chosen = self._checked_mode(mode)
         if is_first:
             self.resume()
@@ -69,18 +74,18 @@ class Suspension:
         num_resident = 0
         if WEIGHTS in release and WEIGHTS not in self._released:
             self._begin_release(WEIGHTS)
-            num_resident += self._executor.num_resident_bytes(of_weights=True)
-            released[WEIGHTS] = self._executor.release_weights(discard=discard)
+            num_resident += self._sum(Worker.num_resident_bytes, of_weights=True)
+            released[WEIGHTS] = self._sum(Worker.release_weights, discard=discard)
             self._released.add(WEIGHTS)
         is_in_place = KV_CACHE not in self._released or self._mode is _Mode.PERSIST
         if KV_CACHE in release and is_in_place:
             self._begin_release(KV_CACHE)
             self._mode = chosen
             if chosen is not _Mode.PERSIST:
-                num_resident += self._executor.num_resident_bytes(of_weights=False)
+                num_resident += self._sum(Worker.num_resident_bytes, of_weights=False)
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
-        kept, status = self._executor.after_suspend(), self.status()
+        kept, status = self._executor.run(Worker.after_suspend), self.status()
         return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
@@ -90,19 +95,19 @@ class Suspension:
             bytes_on_host=sum(status.bytes_on_host.values()),
             released_by_owner=released,
             kept_by_owner=status.resident_bytes,
-            kept_beside=kept,
+            kept_beside={name: sum(rank[name] for rank in kept) for name in kept[0]},
             num_requests_requeued=self._num_requeued - num_requeued,
         )
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore what is released, or the owner that `only` names. May be retried if it fails."""
+        """Restore all released resources, or `only` one. May be called again if it fails."""
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._to_restore)
-        for owner in (WEIGHTS, KV_CACHE):
-            if owner in self._to_restore and only in (owner, None):
-                restored[owner] = self._restore(owner)
+        for resource in (WEIGHTS, KV_CACHE):
+            if resource in self._to_restore and only in (resource, None):
+                restored[resource] = self._restore(resource)
         is_complete = was_incomplete and not self._to_restore
-        graphs_recaptured = self._executor.after_resume() if is_complete else 0
+        graphs_recaptured = self._executor.run(Worker.after_resume)[0] if is_complete else 0
         num_requeued = 0
         if KV_CACHE not in self._to_restore:
             num_requeued, self._num_requeued = self._num_requeued, 0
@@ -116,53 +121,54 @@ class Suspension:
         )
 
     def is_complete_with(self, only: str | None) -> bool:
-        """Return whether all owners are in place once `only` (None: everything) is restored."""
+        """Return whether everything is in place once `only` (None: all resources) is restored."""
         if only is not None and only not in OWNERS:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
-        return only is None or all(owner == only for owner in self._to_restore)
+        return only is None or all(resource == only for resource in self._to_restore)
 
     def drop_unused_copies(self) -> None:
-        """Free the host copies of blocks that no request uses any more. O(1) if there are none.
+        """Free the host copies of blocks that no request uses any more.
 
-        Otherwise O(offloaded blocks).
+        O(1) if there are none, else O(offloaded blocks).
         """
         kv, manager = self._executor.kv, self._scheduler.kv_cache_manager
-        # Every used block has its copy there, so more copies are those of others.
+        # Every used block has a copy there, so more copies than that are unused.
         if kv.num_offloaded_bytes > manager.num_used_blocks * kv.bytes_per_block:
-            manager.drop_unused_blocks()  # no later request may find what is freed now
+            manager.drop_unused_blocks()  # no later request may match these blocks
             unused = [block for block in kv.offloaded_blocks if not manager.num_users(block)]
-            self._executor.discard_kv(unused)
+            self._executor.run(Worker.discard_kv, unused)
 
     def status(self) -> MemoryStatus:
-        """Return where the memory of both owners is now."""
-        use, weights = self._executor.memory_use(), self._executor.weights
+        """Return where the memory of KV cache and weights is now."""
+        use = sum(self._executor.run(Worker.memory_use), start=MemoryUse())
+        weights = self._executor.weights
         return MemoryStatus(
             resident_bytes={KV_CACHE: use.kv, WEIGHTS: use.weights},
             bytes_on_host={KV_CACHE: use.kv_on_host, WEIGHTS: use.weights_on_host},
             kv_mode=self._mode.value,
-            released=tuple(owner for owner in OWNERS if owner in self._released),
+            released=tuple(resource for resource in OWNERS if resource in self._released),
             to_restore=tuple(self._to_restore),
             has_weights=weights.has_values,
             lora_base_bytes=use.lora_base,
             routing_bytes=self._scheduler.num_routing_bytes,
         )
 
-    # ---- one owner
+    # ---- one resource
 
-    def _begin_release(self, owner: str) -> None:
-        """Remember, before the release begins, that `resume` has to restore the owner."""
-        if owner in self._to_restore:
-            self._restore(owner)
-        self._to_restore.append(owner)
+    def _begin_release(self, resource: str) -> None:
+        """Record before a release that `resume` has to restore the resource."""
+        if resource in self._to_restore:
+            self._restore(resource)
+        self._to_restore.append(resource)
 
-    def _restore(self, owner: str) -> int:
+    def _restore(self, resource: str) -> int:
         """Return the number of bytes that were copied or made usable again."""
-        self._released.discard(owner)
-        if owner == WEIGHTS:
-            num_bytes = self._executor.restore_weights()
+        self._released.discard(resource)
+        if resource == WEIGHTS:
+            num_bytes = self._sum(Worker.restore_weights)
         else:
             num_bytes = self._restore_kv()
-        self._to_restore.remove(owner)
+        self._to_restore.remove(resource)
         return num_bytes
 
     def _release_kv(self) -> int:
@@ -175,17 +181,23 @@ class Suspension:
             self._num_requeued += len(requeued)
         self._scheduler.kv_cache_manager.drop_unused_blocks()
         if self._mode is _Mode.OFFLOAD:
-            self._executor.offload_kv(self._scheduler.kv_cache_manager.used_blocks())
-        return self._executor.release_kv()
+            self._sum(Worker.offload_kv, self._scheduler.kv_cache_manager.used_blocks())
+        return self._sum(Worker.release_kv)
 
     def _restore_kv(self) -> int:
         """Undo `_release_kv`. Returns the number of bytes restored."""
         if self._mode is _Mode.PERSIST:
             return 0
-        num_bytes = self._executor.restore_kv()
+        num_bytes = self._sum(Worker.restore_kv)
         if self._mode is _Mode.OFFLOAD:
-            num_bytes = self._executor.onload_kv()
+            num_bytes = self._sum(Worker.onload_kv)
         return num_bytes
+
+    def _sum(
+        self, method: Callable[Concatenate[Worker, _P], int], *args: _P.args, **kwargs: _P.kwargs
+    ) -> int:
+        """Run a method of Worker on all ranks. Returns the sum of its results, in bytes."""
+        return sum(self._executor.run(method, *args, **kwargs))
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:
         wanted = self._default_mode if mode is None else mode
@@ -199,8 +211,8 @@ class Suspension:
         return chosen
 
 
-def _check_owners(release: Sequence[str], *, discard: bool) -> None:
-    if isinstance(release, str) or not all(owner in OWNERS for owner in release):
+def _check_resources(release: Sequence[str], *, discard: bool) -> None:
+    if isinstance(release, str) or not all(resource in OWNERS for resource in release):
         raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
     if discard and WEIGHTS not in release:
         raise ConfigError(f"discard_weights=True needs 'weights' in release={release!r}")

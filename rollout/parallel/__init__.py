@@ -1,1 +1,1 @@
-"""Several ranks that run one engine: sums over them, and what rank 0 has the others do."""
+"""Communication of the ranks of one engine: sums, shared memory, and commands of rank 0."""

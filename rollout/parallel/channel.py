@@ -1,65 +1,91 @@
-"""Channel: what rank 0 has the other ranks of an engine do, and what they answer, by a deadline.
+"""Channel: commands of rank 0 to the other ranks of an engine, and their results, with deadlines.
 
-Rank 0 sends orders, a verb with arguments, and each other rank answers each order once, in their
-order: with a value, or with the error that it raised. Orders and answers are pickled: both ends are
-processes of one engine, over sockets that nobody else can open. Whoever leaves first may say why.
+A command is a function and its arguments. Rank 0 sends it; each other rank applies it to an object
+of its own and answers once, in the order of commands, with the result or the error raised. Both are
+pickled, functions by reference: all ranks are processes of one engine and run the same code, over
+sockets that nobody else can open. A rank that leaves first may send the reason.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from rollout.errors import LockstepError, RolloutError, decode_error, encode_error
 from rollout.parallel.wire import Wire, WireLostError
 
-_ENDED = "ended"  # the last order of rank 0, which nobody answers
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _LAST_WORD_S = 1.0
-_NUM_KEPT = 16  # orders; steps in flight are fewer
+_NUM_KEPT = 16  # commands; steps in flight are fewer
+
+
+@dataclass(frozen=True, slots=True)
+class Sent(Generic[_R]):
+    """A command that was sent, the `number`-th of its channel. Each rank answers with an `_R`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A command that a rank has received. A call applies it to the rank's object."""
+
+    command: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, target: Any) -> Any:
+        return self.command(target, *self.args, **self.kwargs)
 
 
 class LeadChannel:
     """Rank 0's end, to all other ranks. One thread at a time waits for answers.
 
-    Once it has raised LockstepError, it raises that at every call: what a rank does that was not
-    heard of in time is unknown.
+    After one LockstepError every call raises it: the state of a rank that missed its deadline is
+    unknown. `on_lost` is called with the reason, once.
     """
 
     def __init__(self, wires: Mapping[str, Wire], *, timeout_s: float) -> None:
-        """`wires`: from the name of a rank, which errors give, to it; in the order of ranks.
-        `timeout_s`: for each answer."""
+        """`wires`: the wire to each rank by the name that errors give, in the order of ranks.
+        `timeout_s`: deadline of each answer."""
         self._wires, self.timeout_s = dict(wires), timeout_s
+        self.on_lost: Callable[[str], None] = lambda reason: None
         self._num_sent = 0
         self._num_answered = dict.fromkeys(self._wires, 0)
         self._early_errors: dict[tuple[str, int], RolloutError] = {}
-        self._cut_off: set[str] = set()  # ranks that may have half of an order
+        self._cut_off: set[str] = set()  # ranks that may have half of a command
         self._lost: LockstepError | None = None
 
-    def send(self, verb: str, *arguments: Any) -> int:
-        """Have all ranks do `verb`. Returns the number of the order, for `answers`."""
+    def send(
+        self, command: Callable[Concatenate[Any, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> Sent[_R]:
+        """Send a command to all ranks. Each applies it to its own object and `args`."""
         self.require()
-        message = pickle.dumps((verb, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps((command, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         self._num_sent += 1
         for name, wire in self._wires.items():
             self._cut_off.add(name)
             try:
                 wire.send(message, self.timeout_s)
             except TimeoutError:
-                raise self.lose(f"{name} took no order ({verb}) for {self.timeout_s:g} s") from None
+                what = f"{name} took no command ({command.__name__})"
+                raise self.lose(f"{what} for {self.timeout_s:g} s") from None
             except WireLostError as error:
                 why = self._last_word(wire) or str(error)
-                raise self.lose(f"{name} is lost ({why}) before {verb!r}") from error
-            except BaseException as error:  # Ctrl-C: half of an order may be on its way
-                self.lose(f"{verb!r} was cut off by {error!r}")
+                raise self.lose(f"{name} is lost ({why}) before {command.__name__!r}") from error
+            except BaseException as error:  # Ctrl-C: half of a command may be on its way
+                self.lose(f"{command.__name__!r} was cut off by {error!r}")
                 raise
             self._cut_off.discard(name)
-        return self._num_sent
+        return Sent(self._num_sent)
 
     def _last_word(self, wire: Wire) -> str:
-        """What a rank that has gone has said of it, "" for nothing."""
+        """Return the reason that a rank sent before it left; "" if it sent none."""
         with suppress(TimeoutError, WireLostError):
             while True:
                 answer = pickle.loads(wire.receive(0.0))
@@ -67,25 +93,33 @@ class LeadChannel:
                     return str(answer)
         return ""
 
+    def results(self, sent: Sent[_R], timeout_s: float | None = None) -> list[_R]:
+        """Return what each rank has returned, in the order of ranks. Raises the first error of a
+        rank, and as `answers` does."""
+        answers = self.answers(sent, timeout_s)
+        raise_first(answers)
+        return answers
+
     def answers(
-        self, order: int | None = None, timeout_s: float | None = None, what: str = "answer"
+        self, sent: Sent[Any] | None = None, timeout_s: float | None = None, what: str = "answer"
     ) -> list[Any]:
-        """Wait for the answers to an order, None for the latest: one of each rank, in their order,
-        where an answer that is a RolloutError is what the rank raised. Of orders before it, whose
-        answers come first, errors are kept for those who ask for them, and answers are dropped:
-        None is returned then, as it is for an order that was waited for. Raises
-        LockstepError at the deadline, of this call if `timeout_s` is given; it says `what` the rank
-        did not do.
+        """Wait for the answers to a command, by default the latest, in the order of ranks.
+
+        An answer that is a RolloutError was raised by its rank. Answers to earlier commands arrive
+        first: their errors are kept for a later call, and their results are dropped. The answer to
+        a command that was passed over in this way, or was waited for before, is None.
+        Raises LockstepError at the deadline, which is `timeout_s` if given. The error says `what`
+        the rank did not do.
         """
         self.require()
-        order = self._num_sent if order is None else order
+        number = self._num_sent if sent is None else sent.number
         timeout_s = timeout_s or self.timeout_s
         late, deadline = f"did not {what} in time ({timeout_s:g} s)", time.monotonic() + timeout_s
-        return [self._answer(name, order, deadline, late) for name in self._wires]
+        return [self._answer(name, number, deadline, late) for name in self._wires]
 
-    def _answer(self, name: str, order: int, deadline: float, late: str) -> Any:
-        answer = self._early_errors.pop((name, order), None)
-        while self._num_answered[name] < order:
+    def _answer(self, name: str, number: int, deadline: float, late: str) -> Any:
+        answer = self._early_errors.pop((name, number), None)
+        while self._num_answered[name] < number:
             try:
                 left_s = max(0.0, deadline - time.monotonic())
                 answer = pickle.loads(self._wires[name].receive(left_s))
@@ -96,12 +130,12 @@ class LeadChannel:
             self._num_answered[name] += 1
             if isinstance(answer, LockstepError):
                 raise self.lose(f"{name} is lost ({answer})")
-            if isinstance(answer, RolloutError) and self._num_answered[name] < order:
+            if isinstance(answer, RolloutError) and self._num_answered[name] < number:
                 self._keep(name, answer)
         return answer
 
     def _keep(self, name: str, error: RolloutError) -> None:
-        """Keep an error that comes before the answer that is waited for, unless it is old."""
+        """Keep an error that arrived before the answer waited for, and drop old ones."""
         now = self._num_answered[name]
         for key in [key for key in self._early_errors if key[1] < now - _NUM_KEPT]:
             del self._early_errors[key]
@@ -115,27 +149,29 @@ class LeadChannel:
                 raise self.lose(f"{name} is lost")
 
     def require(self) -> None:
-        """Raise LockstepError if that was raised before."""
+        """Raise the LockstepError that was raised before, if there was one."""
         if self._lost is not None:
             raise LockstepError(*self._lost.args) from self._lost
 
     def lose(self, reason: str) -> LockstepError:
-        """No order is sent from now on. Returns what is raised instead."""
+        """Send no command from now on. Returns the error that later calls raise."""
         if self._lost is None:
             self._lost = LockstepError(f"{reason}; the engine must be made anew")
+            self.on_lost(reason)
         return self._lost
 
     def end(self, error: BaseException) -> None:
-        """Let the other ranks raise `error` instead of waiting for an order, and close this."""
-        word = pickle.dumps((_ENDED, (encode_error(error),)), protocol=pickle.HIGHEST_PROTOCOL)
+        """Make the other ranks raise `error` instead of waiting for a command; then close."""
+        message = pickle.dumps((None, (encode_error(error),), {}), pickle.HIGHEST_PROTOCOL)
         for name in self._wires.keys() - self._cut_off:
             with suppress(TimeoutError, WireLostError):
-                self._wires[name].send(word, _LAST_WORD_S)
+                self._wires[name].send(message, _LAST_WORD_S)
         self.close()
 
     def close(self) -> None:
-        """The other ranks end. A second call does nothing."""
-        self.lose("the engine is shut down")
+        """Close all wires, which ends the other ranks. A second call does nothing."""
+        if self._lost is None:
+            self._lost = LockstepError("the engine is shut down; the engine must be made anew")
         for wire in self._wires.values():
             wire.close()
 
@@ -146,19 +182,21 @@ class FollowerChannel:
     def __init__(self, rank: int, wire: Wire) -> None:
         self._rank, self._wire = rank, wire
 
-    def order(self, timeout_s: float | None = None) -> tuple[str, Sequence[Any]]:
-        """Wait for the next order: verb and arguments. Raises LockstepError if rank 0 is gone or
-        gives none in time, and the error that rank 0 has ended with.
+    def receive(self, timeout_s: float | None = None) -> Received:
+        """Wait for the next command.
+
+        Raises LockstepError if rank 0 is gone or sends nothing in time, and the error that rank 0
+        has ended with.
         """
         try:
-            verb, arguments = pickle.loads(self._wire.receive(timeout_s))
+            command, args, kwargs = pickle.loads(self._wire.receive(timeout_s))
         except TimeoutError:
-            raise LockstepError(f"rank 0 gave no order for {timeout_s:g} s") from None
+            raise LockstepError(f"rank 0 gave no command for {timeout_s:g} s") from None
         except WireLostError as error:
             raise LockstepError(f"rank 0 is lost ({error})") from error
-        if verb == _ENDED:
-            raise decode_error(*arguments)
-        return verb, arguments
+        if command is None:
+            raise decode_error(*args)
+        return Received(command, args, kwargs)
 
     def check(self) -> None:
         """Raise LockstepError if rank 0 is gone."""
@@ -166,12 +204,12 @@ class FollowerChannel:
             raise LockstepError("rank 0 is lost")
 
     @property
-    def has_order(self) -> bool:
-        """Whether `order` would return at once."""
+    def has_command(self) -> bool:
+        """Whether `receive` would return at once."""
         return self._wire.has_message()
 
     def answer(self, value: Any) -> None:
-        """Answer the order that is not answered yet. An exception is told as such."""
+        """Answer the oldest unanswered command. An exception is sent as this rank's error."""
         if isinstance(value, BaseException):
             encoded = encode_error(value)
             encoded["message"] = f"rank {self._rank}: {encoded['message']}"
@@ -180,10 +218,10 @@ class FollowerChannel:
             self._wire.send(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None)
         except WireLostError:
             while True:
-                self.order(0.0)  # raises what rank 0 has said at its end, or that it is lost
+                self.receive(0.0)  # raises the error that rank 0 has sent, or that it is lost
 
     def leave(self, reason: str) -> None:
-        """Tell rank 0 that this rank answers nothing any more, and why. A second call does
+        """Send rank 0 the reason why this rank answers nothing more; then close. A second call does
         nothing."""
         with suppress(TimeoutError, WireLostError):
             self._wire.send(pickle.dumps(LockstepError(reason)), _LAST_WORD_S)

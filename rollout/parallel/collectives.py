@@ -1,4 +1,4 @@
-"""Collectives: sums and gathers over the ranks of one engine, passed to whatever needs them."""
+"""Collectives: sums and gathers over the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -12,59 +12,65 @@ from torch import Tensor
 
 from rollout.errors import LockstepError
 
-# Are summed in float32 and rounded once, whatever the number of ranks.
+# Summed in float32 and rounded once, for any number of ranks.
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class CollectiveAbortedError(Exception):
-    """Another rank has failed, so this one does not wait for it. The failed rank says why."""
+    """Another rank has failed, so this one stops waiting. The failed rank raises the cause."""
 
 
 class Collectives(Protocol):
-    """Of one rank. One thread calls them, in the same order and with the same shapes on all ranks.
+    """Collectives of one rank. One thread calls them, in the same order and with the same shapes on
+    all ranks.
 
     A call returns when all ranks have made it. It raises CollectiveAbortedError once another rank
-    has called `abort`, and LockstepError where a rank is lost or does not come in time.
+    has called `abort`, and LockstepError if a rank is lost or does not call in time.
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
 
     @property
     def wait_seconds(self) -> float:
-        """How long this rank has waited for the others, as far as its host waits."""
+        """Time that this rank's host has waited for the others."""
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Put the sum of `x`, contiguous, over all ranks in its place; returns it. The same bits on
-        all ranks."""
+        """Replace `x`, contiguous, by its sum over all ranks, and return it. All ranks get the same
+        bits."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The `x` of each rank, contiguous and of one shape on all: [size, *x.shape]."""
+        """Return the `x` of all ranks, each contiguous and of one shape: [size, *x.shape]."""
         ...
 
     def abort(self) -> None:
-        """This rank has failed and will not make the calls that the others wait in."""
+        """Make the calls of other ranks raise, because this rank has failed and will not join."""
         ...
 
     def reset(self) -> None:
-        """Begin anew after an `abort`, when no rank is in a call: rank 0 first, then the others.
+        """Make calls usable again after an `abort`. No rank is in a call. Rank 0 resets first, then
+        the others.
 
         Raises LockstepError where that is impossible.
         """
         ...
 
     def close(self) -> None:
-        """Give up what is held. A second call does nothing."""
+        """Release the resources held. A second call does nothing."""
         ...
 
 
 class OneRank:
-    """Implements `Collectives` where there is nobody else."""
+    """`Collectives` of a single rank."""
 
     rank, size, wait_seconds = 0, 1, 0.0
 
@@ -75,20 +81,20 @@ class OneRank:
         return x[None]
 
     def abort(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits."""
 
     def reset(self) -> None:
-        """Nothing to begin anew."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 ONE_RANK = OneRank()
 
 
 def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank: a vote of all of them, on what each finds by itself."""
+    """Return whether `is_so` is true on any rank. A collective."""
     if collectives.size == 1:
         return is_so
     return bool(collectives.all_reduce_(torch.tensor([int(is_so)], device=device)).item())
@@ -97,12 +103,12 @@ def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> boo
 class GroupCollectives:
     """Implements `Collectives` over a process group of torch.distributed: gloo or NCCL.
 
-    A group whose rank has failed in a call is lost: `reset` raises then.
+    If a rank fails within a call, the group cannot be used again: `reset` raises.
     """
 
     def __init__(self, group: Any, *, timeout_s: float) -> None:
-        """`group`: of torch.distributed, which may belong to somebody else. `timeout_s`: of each
-        call, in seconds."""
+        """`group`: a torch.distributed group, which the caller owns. `timeout_s`: deadline of each
+        call."""
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -132,7 +138,7 @@ class GroupCollectives:
                 work.wait(self._timeout)
             else:
                 work.wait()  # the device waits, by its stream; the host goes on
-        except RuntimeError as error:  # whatever the group's library has to say
+        except RuntimeError as error:  # whatever the group's library raises
             self._is_aborted = True
             raise LockstepError(
                 f"rank {self.rank} could not {what} over {self.size} ranks within "
@@ -142,7 +148,7 @@ class GroupCollectives:
 
     def abort(self) -> None:
         self._is_aborted = True
-        if hasattr(self._group, "abort"):  # of NCCL: whoever waits is told
+        if hasattr(self._group, "abort"):  # NCCL: ranks that wait get an error
             self._group.abort()
 
     def reset(self) -> None:
@@ -153,4 +159,4 @@ class GroupCollectives:
             )
 
     def close(self) -> None:
-        """The group is its owner's."""
+        """Do nothing: the caller owns the group."""

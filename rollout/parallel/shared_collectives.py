@@ -1,28 +1,84 @@
-"""SharedCollectives: sums over ranks of one machine, through memory that they share.
+"""SharedCollectives: sums and gathers over ranks of one machine, through shared memory.
 
 Shape letters: P parity, R ranks, N elements or bytes.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rollout.errors import LockstepError
 from rollout.parallel.collectives import HALF_TYPES, CollectiveAbortedError
-from rollout.parallel.semaphores import SEMAPHORE_BYTES, Semaphores
-from rollout.parallel.shared_memory import SharedMemory
+from rollout.parallel.mapped_file import SharedMemory
 
 _FLAG_BYTES = 64
 _SLOT_BYTES = 1 << 22  # of a rank's values; more go through it piece by piece
-_LOOK_S = 0.05  # how often a rank that waits looks whether the others are there
+_CHECK_INTERVAL_S = 0.05  # between two checks, while a rank waits, that the others are alive
+
+
+SEMAPHORE_BYTES = 64  # sem_t has 32 at most; each is in a cache line of its own
+# A try takes about 0.3 microseconds. Ranks with processors of their own arrive within so many
+# tries; to sleep and wake up takes longer.
+_NUM_TRIES = 400
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+class Semaphores:
+    """POSIX semaphores in shared memory, one for each SEMAPHORE_BYTES of `bytes_N`.
+
+    What was written before a post is seen after its wait, on any processor (POSIX 4.12, memory
+    synchronization).
+    """
+
+    def __init__(self, bytes_N: Tensor) -> None:
+        self._bytes_N, start = bytes_N, bytes_N.data_ptr()
+        self._addresses = [
+            ctypes.c_void_p(start + offset) for offset in range(0, len(bytes_N), SEMAPHORE_BYTES)
+        ]
+        # Calls that never wait keep the interpreter lock: releasing it takes longer.
+        quick, waiting = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+        self._post, self._try_wait = quick.sem_post, quick.sem_trywait
+        self._wait, self._init = waiting.sem_timedwait, waiting.sem_init
+
+    def reset(self) -> None:
+        """Set all semaphores to 0. No process may be waiting at one."""
+        for address in self._addresses:
+            if self._init(address, 1, 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def post(self, indices: Sequence[int]) -> None:
+        """Post each of these semaphores once."""
+        for index in indices:
+            self._post(self._addresses[index])
+
+    def wait(self, index: int, timeout_s: float) -> bool:
+        """Wait until the semaphore is posted, at most `timeout_s`. Returns whether it was."""
+        address, try_wait = self._addresses[index], self._try_wait
+        for _ in range(_NUM_TRIES):
+            if not try_wait(address):
+                return True
+        end_ns = time.time_ns() + int(timeout_s * 1e9)
+        end = _TimeSpec(*divmod(end_ns, 1_000_000_000))
+        while self._wait(address, ctypes.byref(end)):
+            if ctypes.get_errno() == errno.ETIMEDOUT:
+                return False
+            if ctypes.get_errno() != errno.EINTR:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return True
 
 
 def shared_by_ranks(size: int) -> SharedMemory:
-    """Memory through which so many ranks may meet. Raises ConfigError."""
+    """Return memory for the collectives of `size` ranks. Raises ConfigError."""
     parts = _parts_of(size)
     memory = SharedMemory(sum(parts))
     Semaphores(memory.bytes_N.split(parts)[1]).reset()
@@ -30,16 +86,16 @@ def shared_by_ranks(size: int) -> SharedMemory:
 
 
 def _parts_of(size: int) -> list[int]:
-    """Bytes of the flag that a rank has failed, of the semaphores and of the slots."""
+    """Return the sizes of three parts: the flag of an abort, the semaphores, the slots."""
     return [_FLAG_BYTES, size * size * SEMAPHORE_BYTES, 2 * size * _SLOT_BYTES]
 
 
 class SharedCollectives:
-    """Implements `Collectives`. Each rank writes its values to a slot of its own, all meet once,
-    and each adds up the slots of all ranks, in their order.
+    """Implements `Collectives`. Each rank writes its values to a slot of its own, waits for all
+    others at one barrier, and adds up the slots of all ranks in their order.
 
-    There are two slots for each rank, which calls use in turn. Whoever writes to a slot again has
-    met the others since, who had read it by then. So a call takes one meeting.
+    Each rank has two slots, which calls use alternately. A rank that writes to a slot again has
+    passed a barrier since, before which the others had read it. So a call takes one barrier.
     """
 
     def __init__(
@@ -51,15 +107,15 @@ class SharedCollectives:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`memory_N`: of `shared_by_ranks`, the same on all ranks. `timeout_s`: how long a rank
-        waits for the others. `check`: called while it waits; may raise.
+        """`memory_N`: the bytes of `shared_by_ranks`, on all ranks. `timeout_s`: how long a rank
+        waits for the others. `check` is called while it waits, and may raise.
         """
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
         self.wait_seconds = 0.0
         flag_N, semaphores_N, slots_N = memory_N.split(_parts_of(size))
         self._is_aborted = flag_N.numpy()[:1]
-        # Semaphore [i, j] is where rank i waits for rank j.
+        # Rank i waits for rank j at semaphore [i, j].
         self._semaphores = Semaphores(semaphores_N)
         others = [other for other in range(size) if other != rank]
         self._waits = [(rank * size + other, other) for other in others]
@@ -97,22 +153,22 @@ class SharedCollectives:
         return (flat_N,) if flat_N.numel() <= most else flat_N.split(most)
 
     def _exchange(self, part_N: Tensor) -> Tensor:
-        """The part of each rank, [R, N], in memory that the next call but one overwrites."""
+        """Return the part of each rank, [R, N], in memory that the next call but one overwrites."""
         slots_PRN = self._typed.get(part_N.dtype)
         if slots_PRN is None:
             slots_PRN = self._typed[part_N.dtype] = self._slots_PRN.view(part_N.dtype)
         slots_RN = slots_PRN[self._parity, :, : part_N.numel()]
         slots_RN[self.rank].copy_(part_N)
         self._parity ^= 1
-        self._meet()
+        self._barrier()
         return slots_RN
 
-    def _meet(self) -> None:
-        """Return when all ranks have come here."""
+    def _barrier(self) -> None:
+        """Return when all ranks have called this."""
         self._semaphores.post(self._posts)
         start = time.perf_counter()
         for index, other in self._waits:
-            if not self._semaphores.wait(index, _LOOK_S):
+            if not self._semaphores.wait(index, _CHECK_INTERVAL_S):
                 self._wait_long(index, other)
         self.wait_seconds += time.perf_counter() - start
         if self._is_aborted[0]:
@@ -122,7 +178,7 @@ class SharedCollectives:
         deadline = time.monotonic() + self._timeout_s
         while not self._is_aborted[0]:
             self._check()
-            if self._semaphores.wait(index, _LOOK_S):
+            if self._semaphores.wait(index, _CHECK_INTERVAL_S):
                 return
             if time.monotonic() >= deadline:
                 raise LockstepError(
@@ -141,4 +197,4 @@ class SharedCollectives:
             self._is_aborted[0] = 0
 
     def close(self) -> None:
-        """The memory is its owner's."""
+        """Do nothing: the memory belongs to the caller."""

@@ -1,4 +1,4 @@
-"""SharedTensors: tensors by name that lie in one anonymous file, for all ranks to read."""
+"""SharedTensors: tensors by name in one anonymous file, for all ranks to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor lies: its first byte in the file, dtype and shape."""
+    """Place of a tensor in the file: its first byte, dtype and shape."""
 
     start: int
     dtype: torch.dtype
@@ -26,21 +26,22 @@ class Place:
 
     @property
     def end(self) -> int:
+        """The byte after the tensor."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, bytes_N: Tensor) -> Tensor:
-        """The tensor in the bytes of the file: a view."""
+        """Return the tensor as a view of the bytes of the file."""
         return bytes_N[self.start : self.end].view(self.dtype).view(self.shape)
 
 
 class SharedTensors(dict[str, Tensor]):
-    """Views of the file at `address`, each at its place. Nobody writes to them.
+    """Tensors by name, read-only views of the file at `address`.
 
-    The file is not written while a view lives, and other ranks can open it for as long.
+    While a view lives, the file is not written, and other ranks can open it.
     """
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
-        """Open the file, of a process that lives. Raises WeightUpdateError."""
+        """Open the file at `address` of a live process. Raises WeightUpdateError."""
         try:
             descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
             num_bytes = max((place.end for place in places.values()), default=0)
@@ -54,9 +55,9 @@ class SharedTensors(dict[str, Tensor]):
     def of_descriptor(
         cls, descriptor: int, num_bytes: int, places: Mapping[str, Place]
     ) -> SharedTensors:
-        """Of the first bytes of an open file, which is theirs from now on.
+        """Map the first bytes of an open file. Takes the descriptor.
 
-        Raises OSError and ValueError if it cannot be mapped, or is written now.
+        Raises OSError and ValueError if the file cannot be mapped or a writer holds it.
         """
         shared = cls.__new__(cls)
         shared._map(descriptor, num_bytes, places)
@@ -73,19 +74,21 @@ class SharedTensors(dict[str, Tensor]):
         for name, place in places.items():
             try:
                 self[name] = place.of(bytes_N)
-            except RuntimeError as error:  # between two items, or a shape too large to count
+            except (
+                RuntimeError
+            ) as error:  # a dtype that does not divide the bytes, or a shape too large to count
                 raise WeightUpdateError(f"{name!r} cannot lie at {place}: {error}") from error
 
 
 class TensorFile:
-    """Writes tensors to an anonymous file, each to a multiple of 64 bytes; `places` says where.
+    """Writes tensors to an anonymous file, each at a multiple of 64 bytes, recorded in `places`.
 
-    Once all are written, others open it by `address` for as long as it is not closed.
+    Other processes can open it by `address`, once all tensors are written, until `close`.
     """
 
     def __init__(self, name: str, flags: int = 0) -> None:
-        """`flags`: of memfd_create, above closing it in other programs. Raises ConfigError where
-        the system has no such files, OSError without memory.
+        """`flags`: flags of memfd_create beside MFD_CLOEXEC. Raises ConfigError where the system
+        has no memfd_create, OSError without memory.
         """
         if not hasattr(os, "memfd_create"):
             raise ConfigError("shared memory for weights needs Linux (memfd_create)")
@@ -99,11 +102,11 @@ class TensorFile:
         self.address = f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def begin(self, first: int = 0) -> None:
-        """Forget all tensors; the next one comes at byte `first` or later."""
+        """Start over: drop all places. The next tensor lies at byte `first` or later."""
         self.places, self.num_bytes = {}, first
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Memory for a tensor like `values`. Raises OSError without room."""
+        """Return memory for a tensor like `values`, and record its place. Raises OSError."""
         start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
         place = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
         bytes_N = self.bytes_at(start, place.end - start)
@@ -111,22 +114,23 @@ class TensorFile:
         return bytes_N.view(place.dtype).view(place.shape)
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """Any bytes of the file, uint8 [num_bytes]. Raises OSError without room."""
+        """Return bytes of the file for writing, uint8 [num_bytes]. Raises OSError without room."""
         return self._file.room(start, num_bytes)
 
     def cut(self) -> None:
-        """Give the file its size, which is not 0: nothing maps an empty one. Raises OSError."""
+        """Set the file's size to that of its tensors, at least 1: an empty file cannot be mapped.
+        Raises OSError."""
         self._file.cut(max(1, self.num_bytes))
 
     def close(self) -> None:
-        """Nobody else can open it from now on. Only the first call may come."""
+        """Close the file, so that no further process can open it. May be called once."""
         os.close(self.descriptor)
 
 
 def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """Copy tensors, one after the other, from whatever device to shared memory.
+    """Copy tensors, one after the other, from any device to shared memory.
 
-    Raises ConfigError where there is none, OSError without room.
+    Raises ConfigError where there is no shared memory, OSError without room.
     """
     file = TensorFile("rollout-staging")
     try:
@@ -139,5 +143,5 @@ def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
 
 
 def _memory_bytes() -> int:
-    """Of this machine, more than which no file in memory has."""
+    """Return the memory of this machine, which bounds a file in memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

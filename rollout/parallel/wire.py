@@ -1,15 +1,22 @@
-"""Wire: one end of a stream of messages between two processes, with deadlines."""
+"""Wire: a stream of messages between two processes of one machine, with deadlines. Also how the
+ranks of an engine in a trainer's processes connect to rank 0. Linux only.
+"""
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
 import time
 from typing import Protocol
 
+from rollout.errors import ConfigError, LockstepError
+
 _HEADER = struct.Struct("<Q")
 _RECEIVED_AT_ONCE = 1 << 18
+_CREDENTIALS = struct.Struct("=iII")  # process, user and group of the other end
+_RANK = struct.Struct("<I")
 
 
 class WireLostError(Exception):
@@ -17,27 +24,28 @@ class WireLostError(Exception):
 
 
 class Wire(Protocol):
-    """One end. Messages arrive in order, whole or not at all."""
+    """One end of a stream. Messages arrive in order, whole or not at all."""
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
-        """Raises TimeoutError if the other end takes nothing for so long, and WireLostError."""
+        """Send a message. Raises TimeoutError if the other end does not read in time, and
+        WireLostError."""
         ...
 
     def receive(self, timeout_s: float | None) -> bytes:
-        """Wait for the next message; None as `timeout_s` waits without end. Raises TimeoutError,
-        and WireLostError."""
+        """Wait for the next message. `timeout_s` None: no deadline. Raises TimeoutError and
+        WireLostError."""
         ...
 
     def has_message(self) -> bool:
-        """Whether `receive` would return, or raise, at once."""
+        """Return whether `receive` would return, or raise, at once."""
         ...
 
     def is_lost(self) -> bool:
-        """Whether the other end is gone, and has left no message."""
+        """Return whether the other end is gone and all its messages are received."""
         ...
 
     def close(self) -> None:
-        """The other end finds it lost. A second call does nothing."""
+        """Close this end, so that the other end is lost. A second call does nothing."""
         ...
 
 
@@ -77,7 +85,7 @@ class SocketWire:
         return message
 
     def _end_of_message(self) -> int | None:
-        """Where the first message in what was received ends; None while it is not complete."""
+        """Return where the first received message ends; None while it is incomplete."""
         if len(self._received) < _HEADER.size:
             return None
         end: int = _HEADER.size + _HEADER.unpack_from(self._received)[0]
@@ -99,11 +107,12 @@ class SocketWire:
             return True
 
     def send_socket(self, passed: socket.socket) -> None:
-        """Give the other end a socket, which `receive_socket` returns there. Unix sockets only."""
+        """Send an open socket, which `receive_socket` returns at the other end. Unix sockets
+        only."""
         socket.send_fds(self._socket, [b"\0"], [passed.fileno()])
 
     def receive_socket(self, timeout_s: float) -> socket.socket:
-        """The socket that the other end gives. Raises WireLostError."""
+        """Return the socket that the other end sends. Raises WireLostError."""
         self._socket.settimeout(timeout_s)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
@@ -115,3 +124,74 @@ class SocketWire:
 
     def close(self) -> None:
         self._socket.close()
+
+
+# ---- ranks in a trainer's processes
+
+
+def this_machine() -> str:
+    """Return the host name and boot id of this machine, which no other machine has."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{socket.gethostname()} ({file.read().strip()})"
+
+
+class RankListener:
+    """Accepts the other ranks at rank 0. `address` is an abstract unix socket: only processes of
+    this machine can connect, and only those of the same user are accepted."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind("")  # a name of the system's choice, in no folder
+        self._socket.listen()
+        self.address: bytes = self._socket.getsockname()
+
+    def wires(self, size: int, timeout_s: float) -> list[SocketWire]:
+        """Wait for all other ranks. Returns one wire to each, in their order. Raises
+        LockstepError."""
+        wires: dict[int, SocketWire] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(wires) < size - 1:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            try:
+                accepted, _ = self._socket.accept()
+                if _is_own_user(accepted):
+                    wire = SocketWire(accepted)
+                    message = wire.receive(max(1e-3, deadline - time.monotonic()))
+                    wires[_RANK.unpack(message)[0]] = wire
+                else:
+                    accepted.close()
+            except (TimeoutError, WireLostError) as error:
+                missing = sorted({*range(1, size)} - wires.keys())
+                raise LockstepError(
+                    f"ranks {missing} did not connect to rank 0 within {timeout_s:g} s ({error})"
+                ) from error
+        return [wires[rank] for rank in sorted(wires)]
+
+    def close(self) -> None:
+        """Accept no further rank. A second call does nothing."""
+        self._socket.close()
+
+
+def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
+    """Connect `rank` to the RankListener at `address`. Raises ConfigError."""
+    connecting = socket.socket(socket.AF_UNIX)
+    try:
+        connecting.settimeout(timeout_s)
+        connecting.connect(address)
+        if not _is_own_user(connecting):
+            raise PermissionError("another user listens there")
+        wire = SocketWire(connecting)
+        wire.send(_RANK.pack(rank), timeout_s)
+    except (OSError, WireLostError) as error:
+        connecting.close()
+        raise ConfigError(
+            f"rank {rank} cannot reach rank 0 over a socket of this machine ({error}); the ranks "
+            "of pg_collection.tp are processes of one user in one network namespace"
+        ) from error
+    return wire
+
+
+def _is_own_user(connected: socket.socket) -> bool:
+    """Return whether the process at the other end belongs to this process's user."""
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from rollout.blocks.routing_record import RoutingRecord
 from rollout.errors import NonFiniteLogitsError
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.forecast import ASSUMED_OUTPUT_TOKENS, MemoryForecast, length_draw
+from rollout.scheduling.integrity import find_violations
 from rollout.scheduling.output import SchedulerOutput, StepUpdate
 from rollout.scheduling.planned_step import PlannedStep
 from rollout.scheduling.queues import RequestQueue, RunningRequests
@@ -138,6 +139,10 @@ class Scheduler:
         self._finish(sequence)
         return sequence.kv_spans.copy()
 
+    def request_ids(self) -> Collection[int]:
+        """Return the ids of all requests."""
+        return self.requests.keys()
+
     def running_ids(self) -> list[int]:
         """Return the ids of the requests that have rows: they neither wait nor have ended."""
         return [sequence.request_id for sequence in self.running]
@@ -176,6 +181,13 @@ class Scheduler:
             num_blocks_used=self._kv.num_used_blocks,
             num_blocks_indexed=self._kv.prefix_index.num_entries,
             num_blocks_total=self._kv.num_blocks,
+        )
+
+    def violations(self) -> list[str]:
+        """Return the invariants of queue, rows and blocks that do not hold, one sentence each."""
+        waiting, running = list(self.waiting), list(self.running)
+        return find_violations(
+            self.requests, waiting, running, self.in_flight, self.kv_cache_manager
         )
 
     # ---- one step

@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from rollout.control.reports import EngineStats
 from rollout.control.state import EngineState
-from rollout.engine.request_totals import FINISH_REASONS, LATENCY_BOUNDS_S
+from rollout.engine.counters import FINISH_REASONS, LATENCY_BOUNDS_S
 
 _LABELS = ("model_name", "engine")
 _BOUNDS = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]

@@ -1,1 +1,1 @@
-"""Tensor parallelism: several ranks, each a process, that run one engine's model together."""
+"""Tensor parallelism: several processes run one engine's model together, each a part of it."""

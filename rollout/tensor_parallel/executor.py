@@ -1,327 +1,230 @@
-"""TensorParallelExecutor: runs each call on all ranks of an engine, from rank 0."""
+"""TensorParallelExecutor: runs an engine on several ranks, from rank 0."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
-from itertools import chain
-from typing import Any, NoReturn
-
-from torch import Tensor
+from contextlib import contextmanager, suppress
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from rollout.child_process import ChildProcess
-from rollout.errors import LockstepError
-from rollout.parallel.channel import LeadChannel, raise_first
-from rollout.parallel.collectives import CollectiveAbortedError, Collectives
-from rollout.parallel.shared_tensors import SharedTensors, write_shared
+from rollout.errors import EngineStateError, LockstepError
+from rollout.parallel.channel import LeadChannel, Sent, raise_first
+from rollout.parallel.collectives import CollectiveAbortedError
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
-from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
-from rollout.weights.lora import LoraAdapter
-from rollout.weights.served import ServedWeights
+from rollout.tensor_parallel.follower import Follower, SpmdCall, SpmdFollower, SpmdOutcome, digest
+from rollout.tensor_parallel.update_source import SharedSource, in_shared_memory
 from rollout.weights.staged import StagedWeights
-from rollout.weights.update import NamedTensors, blaming, next_version, streamed
-from rollout.worker.kv_cache import BlockIds, KVCache
-from rollout.worker.model_runner import ModelRunner
-from rollout.worker.worker import MemoryUse, Worker
+from rollout.weights.update import NamedTensors, next_version
+from rollout.worker.executor import WorkerExecutor
+from rollout.worker.worker import Worker
 
-_BASE = "base: "  # before the names of the weights that an adapter belongs to
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-class TensorParallelExecutor(Worker):
-    """Each verb is sent, then done here, then answered by all ranks, before it returns.
+class TensorParallelExecutor(WorkerExecutor):
+    """Sends each command to the other ranks, runs it on rank 0, and waits for all answers.
 
-    A verb that a rank refuses is refused: its error is raised, after all ranks have answered, and a
-    failed forward pass may be tried again. A rank that is lost, or does not answer in time, ends
-    the group: LockstepError, then and at every later verb.
+    A command that fails on one rank fails: its error is raised once all ranks have answered, and
+    the ranks can run the next one. A rank that is lost, or does not answer in time, ends the group:
+    LockstepError, then and at every later command.
 
-    Steps and memory go through one channel, in the thread that steps. Staging has a channel of its
-    own, in whatever thread it is asked for.
+    Steps and memory use one channel, from the thread that steps. Staging has a channel of its own,
+    which any thread uses.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
-        kv: KVCache,
-        weights: ServedWeights,
+        worker: Worker,
         *,
-        collectives: Collectives,
         channel: LeadChannel,
         staging: LeadChannel,
-        followers: Sequence[ChildProcess],
+        processes: Sequence[ChildProcess] = (),
     ) -> None:
-        """`followers`: the other ranks, in their order. They end with this."""
-        super().__init__(runner, kv, weights, collectives)
+        """`processes`: child processes of the other ranks, in order. They end with this."""
+        super().__init__(worker)
+        self._collectives = worker.collectives
         self._channel, self._staging = channel, staging
-        self._followers = followers
-        weakref.finalize(self, end_processes, followers)  # if nobody calls `close`
-        self._staging_turn = threading.Lock()
+        channel.on_lost = staging.on_lost = self._on_lost
+        self._processes = processes
+        weakref.finalize(self, end_processes, processes)  # if nobody calls `close`
+        self._staging_lock = threading.Lock()
         self._num_staged, self._is_closed = 0, False
         self._to_drop: deque[int] = deque()
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the other ranks, in their order."""
-        return [follower.pid for follower in self._followers]
+        """Process ids of the other ranks, in order."""
+        return [process.pid for process in self._processes]
+
+    def run(
+        self, method: Callable[Concatenate[Worker, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> list[_R]:
+        """Run a method of Worker on all ranks. Returns its results in the order of ranks.
+
+        Raises an error of rank 0, else of another rank, once all have answered.
+        """
+        sent = self._channel.send(method, *args, **kwargs)
+        return self._together(lambda: method(self.worker, *args, **kwargs), sent)
+
+    def _together(self, own: Callable[[], _R], sent: Sent[_R]) -> list[_R]:
+        """Do rank 0's part of a command that was sent. Returns the results of all ranks."""
+        try:
+            return [own(), *self._channel.results(sent)]
+        except BaseException as error:
+            self._realign(error)
+
+    def _realign(self, error: BaseException) -> NoReturn:
+        """Make all ranks wait for the next command after one has failed on some rank.
+
+        Raises the cause: `error`, or the error of the rank that made rank 0 abort.
+        """
+        if isinstance(error, LockstepError):
+            raise self._channel.lose(str(error)) from error
+        self._collectives.abort()
+        answers = self._channel.answers()
+        try:
+            self._collectives.reset()
+        except LockstepError as lost:
+            raise self._channel.lose(str(lost)) from error
+        self._channel.results(self._channel.send(Follower.reset))
+        if isinstance(error, CollectiveAbortedError):
+            raise_first(answers)
+        raise error
 
     # ---- steps
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        order = self._send("launch", plan)
+        """Start a step on all ranks. The returned function waits for its result.
+
+        It raises LockstepError if another rank has sampled other tokens, where ranks report that:
+        ranks that run ahead do not.
+        """
+        sent = self._channel.send(Follower.run_step, plan)
         try:
-            fetch = super().launch(plan)
+            fetch = self.worker.launch(plan)
         except BaseException as error:
             self._realign(error)
 
         def wait() -> StepOutput:
             try:
                 output = fetch()
-                answers = self._answers(order)
-                raise_first(answers)
+                digests = self._channel.results(sent)
             except BaseException as error:
                 self._realign(error)
-            self._compare(plan, output, answers)
+            own = digest(output)
+            for rank, found in enumerate(digests, start=1):
+                if found not in (None, own):
+                    raise self._channel.lose(
+                        f"rank {rank} drew other tokens than rank 0 in step {plan.step_id}"
+                    )
             return output
 
         return wait
 
-    def _compare(self, plan: StepPlan, output: StepOutput, answers: Sequence[Any]) -> None:
-        """Raise LockstepError if another rank has drawn other tokens. Those that run ahead do not
-        say what they drew."""
-        own = digest(output)
-        for rank, theirs in enumerate(answers, start=1):
-            if theirs not in (None, own):
-                raise self._lose(
-                    f"rank {rank} drew other tokens than rank 0 in step {plan.step_id}"
-                )
-
-    def _realign(self, error: BaseException) -> NoReturn:
-        """Have all ranks wait for the next order after a verb that has failed somewhere. Raises
-        what it failed of: `error`, or what another rank raised before rank 0 was told."""
-        if isinstance(error, LockstepError):
-            raise self._lose(str(error)) from error
-        self._collectives.abort()
-        answers = self._answers()
-        try:
-            self._collectives.reset()
-        except LockstepError as lost:
-            raise self._lose(str(lost)) from error
-        self._send("reset")
-        raise_first(self._answers())
-        if isinstance(error, CollectiveAbortedError):
-            raise_first(answers)
-        raise error
-
-    def warm_up(self) -> int:
-        num_captured: int = self._together("warm_up", super().warm_up)[0]
-        return num_captured
-
-    def after_suspend(self) -> dict[str, int]:
-        kept: list[dict[str, int]] = self._together("after_suspend", super().after_suspend)
-        return {name: sum(rank[name] for rank in kept) for name in kept[0]}
-
-    def after_resume(self) -> int:
-        num_lost: int = self._together("after_resume", super().after_resume)[0]
-        return num_lost
-
-    # ---- the KV cache
-
-    def offload_kv(self, block_ids: BlockIds) -> int:
-        blocks = [int(block) for block in block_ids]
-        return sum(self._together("offload_kv", lambda: self.kv.offload(blocks), blocks))
-
-    def onload_kv(self) -> int:
-        return sum(self._together("onload_kv", super().onload_kv))
-
-    def discard_kv(self, block_ids: BlockIds) -> int:
-        blocks = [int(block) for block in block_ids]
-        return sum(self._together("discard_kv", lambda: self.kv.discard(blocks), blocks))
-
-    def release_kv(self) -> int:
-        return sum(self._together("release_kv", super().release_kv))
-
-    def restore_kv(self) -> int:
-        return sum(self._together("restore_kv", super().restore_kv))
-
-    # ---- the weights
+    # ---- weights
 
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """All ranks see the whole source, through shared memory, and each stages its part. The
-        votes have what each has hashed, of which rank 0 makes the verdict.
-        """
+        """Stage an update on all ranks: each reads the whole source in shared memory and stages its
+        part. Rank 0 verifies the checksum with the fingerprints that all ranks return."""
         self.weights.require_resident("stage an update")
-        with self._staging_turn, self._shared(named_tensors) as (tensors, sent):
+        with self._staging_lock, self._shared(named_tensors) as (tensors, source):
             self._num_staged += 1
             key = self._num_staged
-            order = self._staging_order("stage", key, *sent, source_checksum)
+            sent = self._staging.send(Follower.stage, key, source, source_checksum)
             try:
-                staged = super().stage_weights(tensors, check, source_checksum)
-                answers = self._staging_answers(order)
-                raise_first(answers)
-                self.weights.accept(staged, [staged.share, *answers], source_checksum)
+                staged = self.worker.stage_weights(tensors, check, source_checksum)
+                shares = self._staging.results(sent)
+                self.weights.accept(staged, [staged.share, *shares], source_checksum)
             except BaseException:
-                # Also ends the staging of the others: nobody reads the weights after this.
-                self._staging_answers(self._staging_order("drop", key))
+                # Also cancels the staging of the others: nobody reads the weights after this.
+                self._staging.answers(self._staging.send(Follower.drop_staged, key))
                 raise
-        staged.elsewhere = _Elsewhere(key, self._drop)
+        staged.elsewhere = _StagedElsewhere(key, self._drop)
         self._send_drops()
         return staged
 
-    def _shared(
-        self, named_tensors: NamedTensors
-    ) -> AbstractContextManager[tuple[NamedTensors, tuple[Any, ...]]]:
-        """See `in_shared_memory`."""
-        return in_shared_memory(named_tensors)
+    @contextmanager
+    def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
+        """Copy an update to shared memory. See `in_shared_memory`."""
+        with in_shared_memory(named_tensors) as shared:
+            yield shared
 
     def _drop(self, key: int) -> None:
-        """Have the others drop what they staged. Whatever thread frees the last reference."""
+        """Drop what the other ranks have staged. Called by the thread that frees the last
+        reference."""
         self._to_drop.append(key)
         self._send_drops()
 
     def _send_drops(self) -> None:
-        """Send them, unless another thread has the turn, which does so when it ends."""
-        while self._to_drop and self._staging_turn.acquire(blocking=False):
+        """Send the drops that wait, unless another thread is staging: it sends them at its end."""
+        while self._to_drop and self._staging_lock.acquire(blocking=False):
             try:
                 with suppress(LockstepError, IndexError):
-                    self._staging.send("drop", self._to_drop.popleft())
+                    self._staging.send(Follower.drop_staged, self._to_drop.popleft())
             finally:
-                self._staging_turn.release()
-
-    def _staging_order(self, verb: str, *arguments: Any) -> int:
-        try:
-            return self._staging.send(verb, *arguments)
-        except LockstepError as error:
-            raise self._lose(str(error)) from error
-
-    def _staging_answers(self, order: int) -> list[Any]:
-        try:
-            return self._staging.answers(order)
-        except LockstepError as error:
-            raise self._lose(str(error)) from error
+                self._staging_lock.release()
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Committed by all ranks, or by none: those that have are made to take it back."""
+        """Serve a staged update on all ranks, or on none: ranks that committed undo it if another
+        fails."""
         version = next_version(self.weights.version, version)
         key, before = staged.elsewhere.key, self.weights.version
+        sent = self._channel.send(Follower.commit_staged, key, version)
         try:
-            answers = self._together(
-                "commit_weights", lambda: self.weights.commit(staged, version), key, version
-            )
+            return sum(self._together(lambda: self.worker.commit_weights(staged, version), sent))
         except LockstepError:
             raise
         except BaseException:
             if self.weights.version != before:
                 self.weights.undo(staged)
-            self._together("undo_commit", lambda: None, key)
+            self._together(lambda: None, self._channel.send(Follower.undo_commit, key))
             raise
-        return sum(answers)
 
-    def set_version(self, version: int) -> None:
-        self._together("set_version", lambda: self.weights.set_version(version), version)
-
-    def weights_checksum(self) -> str:
-        self.weights.require_resident("compute a checksum")
-        self.weights.require_values("compute a checksum")
-        shares = self._together("fingerprint_share", self.weights.fingerprint_share)
-        return checksum_of_shares(shares)
-
-    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        self.weights.require_resident("compute checksums")
-        self.weights.require_values("compute checksums")
-        own = lambda: self.weights.fingerprint_share(names)  # noqa: E731
-        return checksums_of_shares(self._together("fingerprint_share", own, names))
-
-    def release_weights(self, *, discard: bool) -> int:
-        own = lambda: self.weights.release(discard=discard)  # noqa: E731
-        return sum(self._together("release_weights", own, discard))
-
-    def restore_weights(self) -> int:
-        return sum(self._together("restore_weights", super().restore_weights))
-
-    # ---- all of it
+    # ---- ranks
 
     def check_ranks(self) -> None:
-        if self._is_closed:
-            return
-        try:
+        """Raise LockstepError if another rank is gone, unless `close` has ended it."""
+        if not self._is_closed:
             self._channel.check()
-        except LockstepError as error:
-            raise self._lose(str(error)) from error
-
-    def num_resident_bytes(self, *, of_weights: bool) -> int:
-        own = lambda: Worker.num_resident_bytes(self, of_weights=of_weights)  # noqa: E731
-        return sum(self._together("num_resident_bytes", own, of_weights))
-
-    def memory_use(self) -> MemoryUse:
-        uses: list[MemoryUse] = self._together("memory_use", super().memory_use)
-        return sum(uses[1:], start=uses[0])
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """() once the engine is shut down: the others have ended."""
-        return () if self._is_closed else (*self._together("rank_use", super().rank_use),)
+        """Return what each rank uses, in the order of ranks; () after `close`."""
+        return () if self._is_closed else super().rank_uses()
 
     def close(self) -> None:
+        """Release rank 0's KV cache and end the other ranks. May be called again if it fails."""
         self._channel.close()
         self._staging.close()
         self._is_closed = True
-        end_processes(self._followers)
+        end_processes(self._processes)
         super().close()
         self._collectives.close()
 
-    # ---- orders and answers
-
-    def _together(self, verb: str, own: Callable[[], Any], *arguments: Any) -> list[Any]:
-        """Have all ranks do `verb`, and do it here by `own`. Returns what each has returned.
-
-        Raises an error of this rank or else of another one, when all have answered.
-        """
-        order = self._send(verb, *arguments)
-        try:
-            mine = own()
-            answers = self._answers(order)
-            raise_first(answers)
-        except BaseException as error:
-            self._realign(error)
-        return [mine, *answers]
-
-    def _send(self, verb: str, *arguments: Any) -> int:
-        try:
-            return self._channel.send(verb, *arguments)
-        except LockstepError as error:
-            raise self._lose(str(error)) from error
-
-    def _answers(self, order: int | None = None) -> list[Any]:
-        try:
-            return self._channel.answers(order)
-        except LockstepError as error:
-            raise self._lose(str(error)) from error
-
-    def _lose(self, reason: str) -> LockstepError:
-        """The group has ended: nobody waits for the others any more."""
+    def _on_lost(self, reason: str) -> None:
+        """End the group: one of the channels is lost."""
+        self._channel.lose(reason)
         self._staging.lose(reason)
-        error = self._channel.lose(reason)
-        end_processes(self._followers)
-        return error
+        end_processes(self._processes)
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
-    """Kill them: they have nothing to clean up, and one that is stopped hears nothing else."""
+    """Kill ranks: they have nothing to clean up, and a stopped process reacts to nothing else."""
     for child in children:
         child.kill()
     for child in children:
         child.wait()
 
 
-class _Elsewhere:
-    """What the other ranks have staged under `key`; they drop it when this is freed."""
+class _StagedElsewhere:
+    """An update that the other ranks have staged under `key`. They drop it when this is freed."""
 
     def __init__(self, key: int, drop: Callable[[int], None]) -> None:
         self.key, self._drop = key, drop
@@ -330,54 +233,68 @@ class _Elsewhere:
         self._drop(self.key)
 
 
-@contextmanager
-def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, tuple[Any, ...]]]:
-    """The tensors of a source in shared memory, and what tells the other ranks where they are.
+class SpmdExecutor(TensorParallelExecutor):
+    """Runs an engine whose other ranks are processes of a trainer, which call the same methods of
+    LLM as rank 0: `begin_call` waits for them, `end_call` returns them the outcome.
 
-    They are copied there, unless they lie in such memory already. Raises WeightUpdateError.
+    One thread at a time makes calls, so one channel carries all commands. The end of the group ends
+    no process: LockstepError is raised at once wherever a rank waits.
     """
-    if isinstance(named_tensors, SharedTensors):
-        yield named_tensors, (named_tensors.address, named_tensors.places, None)
-        return
-    adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
-    stream = streamed(named_tensors)
-    try:
-        with blaming("copying the weights for the other ranks"):
-            tensors = write_shared(chain(stream, _base_of(adapter)))
-        shell = None if adapter is None else replace(adapter, tensors={}, base=None)
-        yield joined(tensors, shell), (tensors.address, tensors.places, shell)
-    finally:
-        stream.drain()  # other ranks of a trainer, which gather as well, must not wait
+
+    def __init__(self, worker: Worker, *, channel: LeadChannel, start_timeout_s: float) -> None:
+        """`start_timeout_s`: deadline for the other ranks to make the call that rank 0 makes."""
+        super().__init__(worker, channel=channel, staging=channel)
+        self._start_timeout_s = start_timeout_s
+
+    def begin_call(self, call: SpmdCall) -> None:
+        """Wait until all ranks make a call. Raises EngineStateError on all of them if their calls
+        differ; they can make another one then.
+        """
+        sent = self._channel.send(SpmdFollower.report_call)
+        calls = self._channel.answers(sent, self._start_timeout_s, f"call {call.method}")
+        if difference := _difference([call, *calls]):
+            self._channel.send(SpmdFollower.refuse_call, difference)
+            raise EngineStateError(difference)
+
+    def end_call(self, outcome: SpmdOutcome) -> None:
+        """Let the other ranks return from the call. Does nothing once the group has ended."""
+        with suppress(LockstepError):
+            while self._to_drop:
+                self._channel.send(Follower.drop_staged, self._to_drop.popleft())
+            self._channel.send(SpmdFollower.finish_call, outcome)
+
+    @contextmanager
+    def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
+        """Copy rank 0's source to shared memory while the other ranks read their own along, because
+        a trainer's ranks gather together."""
+        sent = self._channel.send(SpmdFollower.read_source)
+        with super()._shared(named_tensors) as shared:
+            self._channel.results(sent)
+            yield shared
+
+    def _send_drops(self) -> None:
+        """Do nothing: ranks take commands within a call only, so `end_call` sends the drops."""
+
+    def _on_lost(self, reason: str) -> None:
+        self._collectives.abort()
+        self._channel.end(self._channel.lose(reason))
+
+    def close(self) -> None:
+        self._channel.end(LockstepError("rank 0 has shut the engine down"))
+        super().close()
 
 
-def read_along(named_tensors: NamedTensors) -> None:
-    """Read a source as rank 0 does in `in_shared_memory`, which may be a collective, and keep
-    nothing of it. Raises WeightUpdateError."""
-    adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
-    stream = streamed(named_tensors)
-    try:
-        with blaming("reading the weights along with rank 0"):
-            deque(chain(stream, _base_of(adapter)), maxlen=0)
-    finally:
-        stream.drain()
-
-
-def _base_of(adapter: LoraAdapter | None) -> Iterator[tuple[str, Tensor]]:
-    if adapter is not None and adapter.base is not None:
-        for name, tensor in streamed(adapter.base):
-            yield _BASE + name, tensor
-
-
-def joined(shared: SharedTensors, shell: LoraAdapter | None) -> NamedTensors:
-    """What the other ranks were told of: the tensors by name or, with `shell`, an adapter of
-    them."""
-    if shell is None:
-        return shared
-    base = {n.removeprefix(_BASE): t for n, t in shared.items() if n.startswith(_BASE)}
-    own = {n: tensor for n, tensor in shared.items() if not n.startswith(_BASE)}
-    return replace(shell, tensors=own, base=base or None)
-
-
-def digest(output: StepOutput) -> int:
-    """A number that differs where the drawn tokens do."""
-    return zlib.crc32(output.samples.token_ids_S.tobytes())
+def _difference(calls: list[SpmdCall]) -> str | None:
+    """Return how the calls of the ranks differ, in words; None if they are equal."""
+    first, remedy = calls[0], "all ranks of pg_collection.tp make the same calls, in one order"
+    if any(call.method != first.method for call in calls):
+        named = ", ".join(f"rank {rank} called {call.method}" for rank, call in enumerate(calls))
+        return f"the ranks have called different methods: {named}; {remedy}"
+    for rank, call in enumerate(calls):
+        for name, digest_of_first in first.digests.items():
+            if call.digests[name] != digest_of_first:
+                return (
+                    f"ranks 0 and {rank} have called {first.method} with different {name}; all "
+                    "ranks of pg_collection.tp give the same arguments"
+                )
+    return None

@@ -1,204 +1,303 @@
-"""What a rank other than 0 does: the orders of rank 0, in a loop or one by one."""
+"""Follower: a rank other than 0. Rank 0 sends it commands, which are methods of Worker and of this
+class, and gets the results.
+"""
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
 
-from rollout.errors import LockstepError, WeightUpdateError
-from rollout.parallel.channel import FollowerChannel
+from rollout.control.state import EngineState
+from rollout.errors import EngineStateError, LockstepError, WeightUpdateError, decode_error
+from rollout.parallel.channel import FollowerChannel, Received
 from rollout.parallel.collectives import Collectives
-from rollout.parallel.shared_tensors import Place, SharedTensors
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
-from rollout.tensor_parallel.executor import digest, joined
-from rollout.weights.lora import LoraAdapter
+from rollout.tensor_parallel.update_source import SharedSource, read_along
+from rollout.weights.fingerprints import WeightShare
 from rollout.weights.staged import StagedWeights
+from rollout.weights.update import NamedTensors
 from rollout.worker.loading import EngineSizes, LoadedModel, runner_of
 from rollout.worker.worker import Worker
 
-Verbs = Mapping[str, Callable[..., Any]]
 
+class Follower(Worker):
+    """A Worker that runs the commands of rank 0. Also keeps the steps in flight and the updates
+    staged on this rank, the latter by rank 0's keys.
 
-def follow(
-    worker: Worker, collectives: Collectives, channel: FollowerChannel, staging: FollowerChannel
-) -> None:
-    """Do each order of rank 0 and answer it, until rank 0 ends. Orders to stage weights are done in
-    a thread of their own, beside steps.
+    At most two steps are in flight, as on rank 0.
     """
-    staged: dict[int, StagedWeights] = {}
-    verbs = verbs_of(worker, collectives, staged)
-    staging_verbs = staging_verbs_of(worker, staging, staged)
-    thread = threading.Thread(
-        target=_serve, args=(staging, staging_verbs), name="weight-staging", daemon=True
-    )
-    thread.start()
-    _serve(channel, verbs, on_error=collectives.abort)
 
+    def __init__(self, loaded: LoadedModel, sizes: EngineSizes, staging: FollowerChannel) -> None:
+        """`staging`: the channel over which commands for staged updates arrive."""
+        super().__init__(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
+        self._staging = staging
+        self._staged: dict[int, StagedWeights] = {}
+        self._in_flight: deque[Callable[[], StepOutput]] = deque()
 
-def verbs_of(
-    worker: Worker, collectives: Collectives, staged: Mapping[int, StagedWeights]
-) -> Verbs:
-    """What rank 0 may order of `worker`, but for staging. `staged`: by the keys of rank 0."""
-    steps = _Steps(worker)
-    return {
-        "launch": steps.launch,
-        "reset": partial(_reset, steps, collectives),
-        "commit_weights": lambda key, version: worker.commit_weights(staged[key], version),
-        "undo_commit": lambda key: _undo(worker, staged[key]),
-        "release_weights": lambda discard: worker.release_weights(discard=discard),
-        "num_resident_bytes": lambda of_weights: worker.num_resident_bytes(of_weights=of_weights),
-        "fingerprint_share": lambda names=None: worker.weights.fingerprint_share(names),
-        **{name: getattr(worker, name) for name in _PLAIN_VERBS},
-    }
+    # ---- commands of rank 0, beside those of Worker
 
-
-def staging_verbs_of(
-    worker: Worker, channel: FollowerChannel, staged: dict[int, StagedWeights]
-) -> Verbs:
-    """What rank 0 may order of updates that are to come; they lie in `staged`."""
-    return {
-        "stage": _Stager(worker, channel, staged).stage,
-        "drop": lambda key: staged.pop(key, None) and None,
-    }
-
-
-_PLAIN_VERBS = (
-    *("after_resume", "offload_kv", "onload_kv", "discard_kv", "release_kv", "restore_kv"),
-    *("set_version", "restore_weights", "memory_use", "rank_use", "warm_up", "after_suspend"),
-)
-
-
-def _serve(
-    channel: FollowerChannel, verbs: Verbs, on_error: Callable[[], object] = lambda: None
-) -> None:
-    """Answer orders until rank 0 is gone."""
-    while True:
-        try:
-            verb, arguments = channel.order()
-        except LockstepError:
-            return
-        try:
-            channel.answer(answer_to(verb, arguments, verbs, on_error))
-        except LockstepError:
-            return
-
-
-def answer_to(
-    verb: str, arguments: Sequence[Any], verbs: Verbs, on_error: Callable[[], object]
-) -> Any:
-    """Do an order. What it raises is its answer; the others, which may wait in a sum, are told
-    first, by `on_error`.
-    """
-    try:
-        return verbs[verb](*arguments)
-    except Exception as error:
-        on_error()
-        return error
-
-
-class _Steps:
-    """Launches plans; at most two are outstanding, as at rank 0."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._in_flight: list[Callable[[], StepOutput]] = []
-
-    def launch(self, plan: StepPlan) -> int | None:
-        """Launch it. Returns the digest of its result where that is there already; where steps run
-        ahead, rank 0 must not wait for what this rank has drawn."""
+    def run_step(self, plan: StepPlan) -> int | None:
+        """Run a step. Returns the digest of its output; None where steps overlap, because rank 0
+        must not wait for this rank's output."""
         if len(self._in_flight) == 2:
-            self._in_flight.pop(0)()
-        fetch = self._worker.launch(plan)
-        if not self._worker.overlaps:
+            self._in_flight.popleft()()
+        fetch = self.launch(plan)
+        if not self.overlaps:
             return digest(fetch())
         self._in_flight.append(fetch)
         return None
 
-    def forget(self) -> None:
-        """Rank 0 has given up what is in flight."""
+    def reset(self) -> None:
+        """Drop the steps in flight after one failed on some rank, and make sums usable again."""
         self._in_flight.clear()
+        self.collectives.reset()
 
+    def stage(self, key: int, source: SharedSource, source_checksum: str) -> WeightShare:
+        """Stage this rank's part of an update. Returns its part of the fingerprints."""
+        staged = self.stage_weights(source.open(), self._check_not_cancelled, source_checksum)
+        self._staged[key] = staged
+        return staged.share
 
-class _Stager:
-    def __init__(
-        self, worker: Worker, channel: FollowerChannel, staged: dict[int, StagedWeights]
-    ) -> None:
-        self._worker, self._channel, self._staged = worker, channel, staged
-
-    def stage(
-        self,
-        key: int,
-        address: str,
-        places: Mapping[str, Place],
-        shell: LoraAdapter | None,
-        source_checksum: str,
-    ) -> Any:
-        """Stage this rank's part of the tensors there. Returns the vote: its share of the
-        fingerprints."""
-        tensors = joined(SharedTensors(address, places), shell)
-        self._staged[key] = self._worker.stage_weights(tensors, self._check, source_checksum)
-        return self._staged[key].share
-
-    def _check(self) -> None:
-        # Rank 0 waits for the vote, and says nothing before unless it drops the update.
-        if self._channel.has_order:
+    def _check_not_cancelled(self) -> None:
+        # Rank 0 waits for the share, and sends nothing before unless it drops the update.
+        if self._staging.has_command:
             raise WeightUpdateError("the staging of these weights was cancelled")
 
+    def drop_staged(self, key: int) -> None:
+        """Drop a staged update, if it was staged here."""
+        self._staged.pop(key, None)
 
-def _reset(steps: _Steps, collectives: Collectives) -> None:
-    steps.forget()
-    collectives.reset()
+    def commit_staged(self, key: int, version: int) -> int:
+        """Serve a staged update as `version`. Returns the bytes written."""
+        return self.commit_weights(self._staged[key], version)
+
+    def undo_commit(self, key: int) -> None:
+        """Serve the weights from before the commit again, if this rank has committed."""
+        if self._staged[key].is_spent:
+            self.weights.undo(self._staged[key])
+
+    # ---- the loop
+
+    def serve(self, channel: FollowerChannel) -> None:
+        """Run the commands of rank 0 until it is gone. Those for staged updates run in a thread of
+        their own, beside steps."""
+        loop = threading.Thread(
+            target=self._serve, args=(self._staging,), name="weight-staging", daemon=True
+        )
+        loop.start()
+        self._serve(channel)
+
+    def _serve(self, channel: FollowerChannel) -> None:
+        with suppress(LockstepError):
+            while True:
+                channel.answer(self.answer_to(channel.receive()))
+
+    def answer_to(self, received: Received) -> Any:
+        """Run one command. Returns its result, or the exception that it raised.
+
+        An exception first aborts the sums in which other ranks may wait for this one, unless the
+        command is about staged updates, which use no sums.
+        """
+        try:
+            return received(self)
+        except Exception as error:
+            if received.command not in _ABOUT_STAGED:
+                self.collectives.abort()
+            return error
 
 
-def _undo(worker: Worker, staged: StagedWeights) -> None:
-    if staged.is_spent:
-        worker.weights.undo(staged)
+def digest(output: StepOutput) -> int:
+    """Return a number that differs where the sampled tokens differ."""
+    return zlib.crc32(output.samples.token_ids_S.tobytes())
+
+
+# ---- processes of a trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpmdCall:
+    """A call of an LLM method on one rank. `digests`: hashes, by name, of the arguments that must
+    be equal on all ranks."""
+
+    method: str
+    digests: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpmdOutcome:
+    """Outcome of a call on rank 0: the pickled result or the encoded error, and the engine's state
+    and version afterwards."""
+
+    result: bytes = b""
+    error: Mapping[str, Any] | None = None
+    state: str
+    weights_version: int
+
+
+class SpmdFollower(Follower):
+    """A rank other than 0 in a process of a trainer, which runs commands only within `join_call`.
+
+    An error that is not an outcome of the call ends the group: LockstepError, on all ranks and in
+    every later call.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        loaded: LoadedModel,
+        sizes: EngineSizes,
+        channel: FollowerChannel,
+    ) -> None:
+        super().__init__(loaded, sizes, channel)
+        self._rank, self._channel = rank, channel
+        self._timeout_s = loaded.config.tensor_parallel_timeout_s  # for the next command
+        self._start_timeout_s = loaded.config.tensor_parallel_start_timeout_s  # for the first
+        self._call: SpmdCall | None = None
+        self._source: NamedTensors = ()
+        self._refusal: str | None = None
+        self._outcome: SpmdOutcome | None = None
+        self._lost: str | None = None
+        self.state, self.weights_version = EngineState.RUNNING, self.weights.version
+
+    def join_call(self, call: SpmdCall, source: NamedTensors = ()) -> Any:
+        """Take part in a call that all ranks make: run rank 0's commands until its end. `source`:
+        the weights of an update. Returns rank 0's result.
+
+        Raises rank 0's error, EngineStateError if the ranks' calls differ, and LockstepError.
+        """
+        if self._lost is not None:
+            raise LockstepError(self._lost)
+        self._call, self._source = call, source
+        self._refusal = self._outcome = None
+        try:
+            outcome = self._run_until_outcome()
+        except EngineStateError:
+            raise
+        except BaseException as error:  # Ctrl-C, too: rank 0 would wait for this rank
+            self._leave(error)
+        finally:
+            self._source = ()
+        self.state = EngineState(outcome.state)
+        self.weights_version = outcome.weights_version
+        if outcome.error is not None:
+            raise decode_error(outcome.error)
+        return pickle.loads(outcome.result)
+
+    def _run_until_outcome(self) -> SpmdOutcome:
+        timeout_s = self._start_timeout_s
+        while True:
+            answer = self.answer_to(self._channel.receive(timeout_s))
+            if isinstance(answer, LockstepError):
+                raise answer
+            # After the end of a call rank 0 may have shut down.
+            with nullcontext() if self._outcome is None else suppress(LockstepError):
+                self._channel.answer(answer)
+            if self._refusal is not None:
+                raise EngineStateError(self._refusal)
+            if self._outcome is not None:
+                return self._outcome
+            timeout_s = self._timeout_s
+
+    def _leave(self, error: BaseException) -> NoReturn:
+        reason = str(error) if isinstance(error, LockstepError) else f"it raised {error!r}"
+        self._lost = f"rank {self._rank} has left the engine, which must be made anew: {reason}"
+        self.collectives.abort()
+        self._channel.leave(reason)
+        raise error
+
+    def shutdown(self) -> None:
+        """Release this rank's memory and leave the group. A second call does nothing."""
+        if self.state is EngineState.STOPPED:
+            return
+        self.state = EngineState.STOPPED
+        self._lost = f"rank {self._rank} has shut down"
+        self._channel.leave("it has shut down")
+        self.close()
+        self.collectives.close()
+
+    # ---- commands of rank 0
+
+    def report_call(self) -> SpmdCall:
+        """Return the call that this rank makes."""
+        assert self._call is not None, "commands run within a call"
+        return self._call
+
+    def refuse_call(self, reason: str) -> None:
+        """End a call that differs between ranks."""
+        self._refusal = reason
+
+    def finish_call(self, outcome: SpmdOutcome) -> None:
+        """End a call."""
+        self._outcome = outcome
+
+    def read_source(self) -> None:
+        """Read this rank's source of an update while rank 0 reads its own."""
+        read_along(self._source)
+
+
+_ABOUT_STAGED = (Follower.stage, Follower.drop_staged, SpmdFollower.read_source)
 
 
 # ---- the start
 
-
-def prepared_worker(
-    channel: FollowerChannel, loaded: LoadedModel, timeout_s: float | None = None
-) -> Worker:
-    """Prepare the model and its memory as `prepare_ranks` of rank 0 says. Returns the worker.
-
-    `timeout_s`: for each order. Raises what fails here, when rank 0 has been told.
-    """
-    answer_next(channel, lambda: _prepare(loaded), timeout_s=timeout_s)
-    worker: Worker = answer_next(
-        channel, lambda sizes: _begin(loaded, sizes), tells=False, timeout_s=timeout_s
-    )
-    return worker
+F = TypeVar("F", bound=Follower)
 
 
-def _prepare(loaded: LoadedModel) -> int:
-    """Prepare the model. Returns the blocks that fit here."""
-    loaded.model.prepare(loaded.backend)
-    return loaded.sizes.num_blocks
+class FollowerStart(Generic[F]):
+    """The start of a rank other than 0, which runs the four commands of rank 0's start in turn."""
 
+    def __init__(
+        self,
+        *,
+        join: Callable[[], Collectives],
+        load: Callable[[Collectives], LoadedModel],
+        make: Callable[[LoadedModel, EngineSizes], F],
+    ) -> None:
+        """`join` enters the rendezvous, `load` loads this rank's part of the model, and `make`
+        makes the rank once the engine's sizes are known."""
+        self._join, self._load, self._make = join, load, make
+        self._collectives: Collectives | None = None
+        self._loaded: LoadedModel | None = None
+        self._follower: F | None = None
 
-def _begin(loaded: LoadedModel, sizes: EngineSizes) -> Worker:
-    return Worker(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
+    def serve(self, channel: FollowerChannel, timeout_s: float | None = None) -> F:
+        """Run commands until the rank has started. `timeout_s`: deadline of each command.
 
+        An error is sent to rank 0, and raised here as well.
+        """
+        while self._follower is None:
+            received = channel.receive(timeout_s)
+            try:
+                result = received(self)
+            except Exception as error:
+                channel.answer(error)
+                raise
+            channel.answer(result)
+        return self._follower
 
-def answer_next(
-    channel: FollowerChannel,
-    work: Callable[..., Any],
-    *,
-    tells: bool = True,
-    timeout_s: float | None = None,
-) -> Any:
-    """Do the next order, and answer it with what it gives if it `tells` that, or with its error,
-    which is raised here, too."""
-    _, arguments = channel.order(timeout_s)
-    try:
-        result = work(*arguments)
-    except Exception as error:  # rank 0 waits for it
-        channel.answer(error)
-        raise
-    channel.answer(result if tells else None)
-    return result
+    def join_ranks(self) -> None:
+        """Enter the rendezvous of the ranks."""
+        self._collectives = self._join()
+
+    def load(self) -> None:
+        """Load this rank's part of the model."""
+        assert self._collectives is not None, "ranks join before they load"
+        self._loaded = self._load(self._collectives)
+
+    def prepare(self) -> int:
+        """Prepare the model. Returns the KV blocks that fit."""
+        assert self._loaded is not None, "ranks load before they prepare"
+        self._loaded.model.prepare(self._loaded.backend)
+        return self._loaded.sizes.num_blocks
+
+    def begin(self, sizes: EngineSizes) -> None:
+        """Reserve the memory of an engine of these sizes."""
+        assert self._loaded is not None, "ranks load before they begin"
+        self._follower = self._make(self._loaded, sizes)

@@ -23,7 +23,7 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """All of a step that depends on its rows alone.
+    """The arrays of a step that depend on its rows alone.
 
     row_of_token_T, offsets_T: the compute row of each token, and its place among the tokens that
         this row computes.
@@ -36,7 +36,10 @@ class _Rows:
 
 
 class BatchBuilder:
-    """The only writer of the step's input arrays. Row 0 is scratch."""
+    """The rows' block tables and sampling parameters. The only writer of a step's input arrays.
+
+    Row 0 is scratch.
+    """
 
     def __init__(self, *, num_rows: int, max_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -102,7 +105,7 @@ class BatchBuilder:
             self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _rows_of(self, plan: StepPlan) -> _Rows:
-        """Return the rows of the step: those of the step before, if the same rows decode again."""
+        """Return the rows of the step; the previous step's if the same rows decode again."""
         if len(plan.prefill_token_ids):
             self._decoding = None
             return self._gather(plan)
@@ -146,7 +149,7 @@ class BatchBuilder:
         )
 
     def _sampling(self, rows_S: IntArray) -> dict[str, Any]:
-        """How the rows' tokens are drawn, as fields of StepLayout."""
+        """Return the sampling parameters of the step's rows, as fields of StepLayout."""
         temperature, top_k = self._temperature[rows_S], self._top_k[rows_S]
         top_p, min_p = self._top_p[rows_S], self._min_p[rows_S]
         top_n, wants_ranks = self._top_n[rows_S], self._wants_ranks[rows_S]

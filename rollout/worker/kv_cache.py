@@ -6,7 +6,9 @@ within.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.backends.base import Backend, CacheSpec
+from rollout.backends.base import AttentionBackend, Backend, CacheSpec
+from rollout.backends.buffers import Strips
 from rollout.backends.cpu.residency import resident_bytes
-from rollout.worker.kv_layout import NUM_SCRATCH_BLOCKS, bytes_per_block, strips_of
+from rollout.errors import ConfigError
 
 BlockIds = Sequence[int] | NDArray[np.integer]
 
@@ -27,8 +30,8 @@ MAX_COPIED_BYTES = 256 << 20  # of a temporary that blocks are copied through
 class KVCache:
     """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
 
-    It lives through: resident -> [offload] -> release -> restore -> [onload] -> resident. What was
-    not offloaded is lost with release. Each of these may be tried again after an exception.
+    States: resident -> [offload] -> release -> restore -> [onload] -> resident. Blocks that were
+    not offloaded are lost by `release`. Each call may be repeated after an exception.
     """
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
@@ -51,12 +54,12 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole cache, the scratch block included."""
+        """Bytes of the whole cache, including the scratch block."""
         return (self.num_blocks + NUM_SCRATCH_BLOCKS) * self.bytes_per_block
 
     @property
     def is_resident(self) -> bool:
-        """Whether the tensors exist, that is, not between `release` and `restore`."""
+        """Whether the tensors exist: False between `release` and `restore`."""
         return bool(self.layers)
 
     @property
@@ -77,11 +80,11 @@ class KVCache:
         return list(self._arena_index)
 
     def data_ptrs(self) -> dict[str, int]:
-        """Address of each layer's tensor, by name; empty while released."""
+        """Return the address of each layer's tensor by name; {} while released."""
         return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
-        """Give the memory back; contents are lost. Returns the bytes released, 0 if it had none."""
+        """Release the memory and its contents. Returns the bytes released; 0 the second time."""
         if self._is_released:
             return 0
         self.layers, self._buffer = (), None
@@ -90,7 +93,7 @@ class KVCache:
         return num_bytes
 
     def restore(self) -> int:
-        """Reserve the memory again; contents are undefined. Returns its bytes, 0 if it is there."""
+        """Reserve the memory again, with undefined contents. Returns its bytes; 0 if resident."""
         if self.layers:
             return 0
         self._carve(self._memory.restore(_BUFFER))
@@ -98,7 +101,7 @@ class KVCache:
         return self.num_bytes
 
     def offload(self, block_ids: BlockIds) -> int:
-        """Copy these blocks into the host arena, in place of its contents. Returns bytes copied."""
+        """Copy these blocks to the host arena, replacing its contents. Returns bytes copied."""
         self._arena_index = {}  # until all are copied
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
         index = {int(block): place for place, block in enumerate(block_ids)}
@@ -108,7 +111,8 @@ class KVCache:
         return buffer.numel()
 
     def onload(self, block_ids: BlockIds) -> int:
-        """Bring offloaded blocks back in place; the arena forgets them. Returns bytes copied."""
+        """Copy offloaded blocks back into place and drop them from the arena. Returns the bytes
+        copied."""
         if len(block_ids) == 0:
             return 0
         ordered = sorted(block_ids, key=self._arena_index.__getitem__)
@@ -120,9 +124,9 @@ class KVCache:
         return len(ordered) * self.bytes_per_block
 
     def discard(self, block_ids: BlockIds) -> int:
-        """Forget offloaded blocks and free their bytes in the arena. Returns bytes freed.
+        """Drop offloaded blocks and free their bytes in the arena. Returns the bytes freed.
 
-        Whole pages are freed: a little less than the blocks, until the last block is forgotten.
+        Only whole pages are freed, so less than the blocks' bytes until the last block is dropped.
         """
         num_freed = 0
         for block in block_ids:
@@ -152,7 +156,7 @@ class KVCache:
 
     @property
     def _pool(self) -> Tensor:
-        """The whole cache, [blocks, bytes]."""
+        """The whole cache as [blocks, bytes]."""
         assert self._buffer is not None, "the KV cache is released"
         return self._in_blocks(self._buffer)
 
@@ -180,3 +184,39 @@ def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids
         targets[to : to + count].copy_(sources[source : source + count], non_blocking=True)
     for device_bytes in (targets, sources):
         device_bytes[:1, :1].cpu()  # waits for the copies queued on the device; free on a CPU
+
+
+GIB = 2**30
+NUM_SCRATCH_BLOCKS = 1  # block 0, which the padding of a step writes to
+
+
+def bytes_per_block(attention: AttentionBackend, spec: CacheSpec) -> int:
+    """Return the bytes of one block over all layers, in the layout of `attention`."""
+    return math.prod(attention.cache_shape(spec, 1)) * spec.dtype.itemsize * spec.num_layers
+
+
+def strips_of(attention: AttentionBackend, spec: CacheSpec) -> Strips:
+    """Return where the tokens of a block lie, in the layout of `attention`."""
+    _, *shape = attention.cache_shape(spec, 1)
+    _, *longer = attention.cache_shape(replace(spec, block_size=2 * spec.block_size), 1)
+    token_dim = next(dim for dim, size in enumerate(shape) if size != longer[dim])
+    return Strips(
+        num_strips=spec.num_layers * math.prod(shape[:token_dim]),
+        num_tokens=spec.block_size,
+        bytes_per_token=math.prod(shape[token_dim + 1 :]) * spec.dtype.itemsize,
+    )
+
+
+def num_blocks_in(attention: AttentionBackend, spec: CacheSpec, buffer_size_gb: float) -> int:
+    """Return how many whole blocks fit `buffer_size_gb` GiB, the scratch block not counted.
+
+    Raises ConfigError if not even one fits.
+    """
+    per_block = bytes_per_block(attention, spec)
+    num_blocks = int(buffer_size_gb * GIB) // per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"buffer_size_gb={buffer_size_gb} holds no block of {per_block} bytes; "
+            f"use at least {per_block / GIB:.3g}, or lower block_size_tokens={spec.block_size}"
+        )
+    return num_blocks

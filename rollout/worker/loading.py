@@ -1,4 +1,4 @@
-"""What one rank of an engine is made of: its device, its part of the model, its memory."""
+"""Loading of one rank of an engine: its device, its part of the model, its sizes and memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from rollout.models.spec import ModelSpec
 from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.weights.served import ServedWeights
 from rollout.worker.batch_builder import BatchBuilder
-from rollout.worker.kv_cache import KVCache
-from rollout.worker.kv_layout import bytes_per_block, num_blocks_in
+from rollout.worker.kv_cache import KVCache, bytes_per_block, num_blocks_in
 from rollout.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ _NUM_CPU_POSITIONS = 4096  # of the rotary table when the engine starts; it grow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    """What an engine can hold: tokens of a block, of a sequence and of a step, requests in context,
+    """Sizes of an engine: tokens of a block, of a sequence and of a step, rows of running requests,
     blocks in the pool and blocks that paused requests may keep.
     """
 
@@ -46,14 +45,13 @@ class EngineSizes:
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Blocks of a sequence of `max_sequence_length` tokens."""
+        """Number of blocks of a sequence of `max_sequence_length` tokens."""
         return -(-self.max_sequence_length // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A rank's part of the model on its device, and what an engine on it could hold; to be read
-    only."""
+    """A rank's part of the model on its device, and the sizes that fit there. For reading."""
 
     config: InferenceConfig
     backend: Backend
@@ -68,7 +66,7 @@ def load_model(
     weights_version: int,
     collectives: Collectives = ONE_RANK,
 ) -> LoadedModel:
-    """Load the model, or this rank's part of it, onto the device that `config` asks for. Nothing is
+    """Load the model, or this rank's part of it, onto the device that `config` names. Nothing is
     packed yet. Raises ConfigError and ModelError.
     """
     backend = create_backend(config, collectives)
@@ -108,7 +106,7 @@ def load_model(
 def sizes_of(
     config: InferenceConfig, backend: Backend, model: CausalLM, most_blocks: int | None = None
 ) -> EngineSizes:
-    """What an engine on this rank can hold, with a pool of at most `most_blocks` blocks."""
+    """Return the sizes that fit this rank, with a pool of at most `most_blocks` blocks."""
     longest = longest_sequence(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
@@ -150,7 +148,7 @@ def sizes_of(
 
 
 def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
-    """Return the config's longest sequence; without one, that of the model.
+    """Return the config's `max_sequence_length`, or else the model's.
 
     Raises ConfigError for a length that the model cannot do.
     """
@@ -176,8 +174,8 @@ def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
 
 
 def runner_of(loaded: LoadedModel, sizes: EngineSizes) -> tuple[ModelRunner, KVCache]:
-    """What runs the steps of an engine of these sizes on this rank, and its KV cache. The model
-    must be prepared."""
+    """Return this rank's model runner and KV cache for an engine of these sizes. The model must be
+    prepared."""
     backend, model = loaded.backend, loaded.model
     # Only graphs need the whole table, which takes gigabytes for a million positions.
     num_positions = sizes.max_blocks_per_row * sizes.block_size

@@ -1,4 +1,6 @@
-"""LogitsBuilder: how the samples of a step change their logits, as their rows' parameters say."""
+"""LogitsBuilder: changes of logits before sampling (biases, allowed ids, penalties, min_tokens).
+TokenHistories: the rows' tokens on the device, for penalties.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rollout.backends.forward_batch import MODE_CODES
 from rollout.backends.step_tensors import HostArray, LogitsInputs
@@ -20,7 +24,7 @@ _NO_FLOATS: HostArray = np.empty(0, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """How a row changes its logits. `allowed_ids` is None if all ids are allowed."""
+    """Changes of a row's logits. `allowed_ids` is None if all ids are allowed."""
 
     params: SamplingParams
     num_prompt: int
@@ -46,7 +50,7 @@ class _Row:
 
 
 def _changes_logits(new: NewRow) -> bool:
-    """Return whether any draw of the row is from other logits than the model's."""
+    """Return whether the row ever samples from logits that differ from the model's."""
     params = new.sampling_params
     forbids_end = bool(params.min_tokens and new.end_ids)
     is_biased = bool(params.logit_bias) or params.allowed_token_ids is not None
@@ -55,7 +59,7 @@ def _changes_logits(new: NewRow) -> bool:
 
 @dataclass(slots=True)
 class _Lists:
-    """The lists of LogitsInputs, while samples are added one by one."""
+    """Lists from which LogitsInputs are made, filled sample by sample."""
 
     bias_at: list[HostArray] = field(default_factory=list)
     bias_ids: list[HostArray] = field(default_factory=list)
@@ -192,3 +196,48 @@ def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> d
 
 def _joined(parts: Sequence[HostArray]) -> HostArray:
     return np.concatenate([_NO_INTS, *parts])
+
+
+class TokenHistories:
+    """Token ids of rows with penalties, by history and position, int32. Grows on demand.
+
+    They are on the device, because only there the last token of a decode row is known. Shape
+    letters are those of LogitsInputs; P history positions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._ids = torch.zeros(0, 0, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of the histories."""
+        return self._ids.nbytes
+
+    def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
+        """Write the known tokens of new histories. Returns the tokens of the Q samples' histories,
+        int32 [Q, P].
+        """
+        if not len(host.histories_Q):
+            return self._ids[:0]
+        length = int(host.lengths_Q.max())
+        self._make_room(int(host.histories_Q.max()) + 1, length + 1)
+        self._ids[inputs.new_histories_N, inputs.new_positions_N] = inputs.new_ids_N
+        return self._ids[inputs.histories_Q, :length]
+
+    def append(self, inputs: LogitsInputs[Tensor], token_ids_S: Tensor) -> None:
+        """Append to each of the Q samples' histories the token that it has drawn."""
+        drawn_Q = token_ids_S[inputs.samples_K[inputs.penalized_Q]]
+        self._ids[inputs.histories_Q, inputs.lengths_Q] = drawn_Q.int()
+
+    def _make_room(self, count: int, length: int) -> None:
+        old_count, old_length = self._ids.shape
+        if count <= old_count and length <= old_length:
+            return
+        larger = self._ids.new_zeros(max(old_count, count), max(old_length, _rounded(length)))
+        larger[:old_count, :old_length] = self._ids
+        self._ids = larger
+
+
+def _rounded(size: int) -> int:
+    """Return the next power of two, so that a history that grows by tokens is rarely copied."""
+    return 1 << (size - 1).bit_length()

@@ -24,7 +24,7 @@ from rollout.step.output import SampleResult, ScoreResult, StepOutput
 from rollout.step.plan import StepPlan
 from rollout.worker.batch_builder import BatchBuilder
 from rollout.worker.kv_cache import KVCache
-from rollout.worker.token_histories import TokenHistories
+from rollout.worker.logits_builder import TokenHistories
 
 # Prompt scoring materialises logits for this many tokens at a time, so that a long prompt with a
 # large vocabulary does not need gigabytes at once.
@@ -32,7 +32,8 @@ SCORE_CHUNK = 512
 
 
 class ModelRunner:
-    """The only writer of KV bytes, and of the rows' last tokens, which stay on the device."""
+    """Runs steps of the model. The only writer of KV bytes, and of the rows' last tokens, which
+    stay on the device."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class ModelRunner:
         *,
         records_routing: bool = False,
     ) -> None:
-        """`records_routing`: results say which experts each token had; the model has some."""
+        """`records_routing`: results have the experts of each token. The model must have some."""
         self._records_routing = records_routing
         self._model, self._backend, self._kv, self._builder = model, backend, kv, builder
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
@@ -52,17 +53,17 @@ class ModelRunner:
         self._inference_mode = torch.inference_mode()
 
     def as_current(self) -> AbstractContextManager[object]:
-        """Make the model's device the one that this thread's launches are for."""
+        """Make the model's device the current one of this thread."""
         return self._backend.as_current()
 
     @property
     def overlaps(self) -> bool:
-        """Whether the host can prepare a step while the one before runs."""
+        """Whether the host can prepare a step while the previous one runs."""
         return self._backend.executor.overlaps
 
     @property
     def num_graph_captures(self) -> int:
-        """Steps captured so far, to be replayed."""
+        """Number of steps captured so far."""
         return self._backend.executor.num_captures
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
@@ -81,7 +82,7 @@ class ModelRunner:
         return lambda: replace(fetch(), slots_T=inputs.slots_T)
 
     def warm_up(self) -> int:
-        """Capture ahead what steps would capture when they first need it. Returns how many.
+        """Capture the graphs of steps before requests need them. Returns how many.
 
         No step may be outstanding.
         """
@@ -90,8 +91,8 @@ class ModelRunner:
             return self._backend.executor.warm_up(self)
 
     def after_suspend(self) -> dict[str, int]:
-        """Memory was released: have allocators give it back. Returns the bytes of the device that
-        stay beside the KV and the weights, by what they are."""
+        """Trim allocators after a release. Returns the device bytes that stay beside KV and
+        weights, by name."""
         self._backend.memory.trim()
         return {
             **self._backend.executor.num_bytes,
@@ -100,7 +101,7 @@ class ModelRunner:
         }
 
     def after_resume(self) -> int:
-        """Memory was released and is here again, perhaps at other addresses.
+        """Check addresses after memory was released and restored.
 
         Returns how many captured steps are lost for that reason.
         """
@@ -111,14 +112,14 @@ class ModelRunner:
         return backend.executor.after_resume(has_moved=has_moved)
 
     def _addresses_now(self) -> tuple[int, int]:
-        """The addresses of KV and weights. Each of the two is one piece of memory."""
+        """Return the addresses of KV and weights, each of which is one piece of memory."""
         assert self._kv.layers, "the KV cache is released"
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
     def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """(hidden states of the step's logit rows [L, E], the experts of its tokens if recorded).
+        """Return the hidden states of the logit rows [L, E], and the tokens' experts if recorded.
 
         Writes the KV of its tokens. With `draw`, the step's program: all of it runs on the device.
         """
@@ -162,7 +163,7 @@ class ModelRunner:
         )
 
     def _new_routing(self, token_ids_T: Tensor) -> Tensor:
-        """Where the layers with experts write which of them each token has."""
+        """Return the array into which layers with experts write the experts of each token."""
         spec = self._model.spec
         shape = token_ids_T.shape[0], spec.num_moe_layers, spec.experts_per_token
         return token_ids_T.new_empty(shape, dtype=torch.int16)
@@ -170,7 +171,7 @@ class ModelRunner:
     def _sample(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> SampleResult[Tensor]:
-        """Draw the samples; each becomes its row's last token."""
+        """Draw the samples. Each becomes its row's last token."""
         layout = inputs.layout
         if not hidden_LE.shape[0]:
             no_ids = layout.sample_rows_S
@@ -205,7 +206,7 @@ class ModelRunner:
 
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:
-    """The parameters of the step's draws."""
+    """Return the parameters of the step's draws."""
     layout, flags = inputs.layout, inputs.layout.flags
     return SamplingBatch(
         uniforms_S=inputs.uniforms_S,

@@ -1,4 +1,4 @@
-"""Worker: all that an engine does with tensors, on one rank."""
+"""Worker: what one rank of an engine does with tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
-from rollout.weights.fingerprints import checksums_of_shares
+from rollout.weights.fingerprints import WeightShare
 from rollout.weights.served import ServedWeights
 from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
@@ -29,15 +29,15 @@ _R = TypeVar("_R")
 class MemoryUse:
     """Bytes of the KV cache and of the weights.
 
-    kv, weights: reserved, 0 while released. *_on_host: copies that wait for resume. lora_base: on
-    the host, what adapted weights are without their adapter.
+    kv, weights: reserved bytes, 0 while released. *_on_host: host copies that wait for resume.
+    lora_base: host copies of the weights that a LoRA adapter has changed, without the adapter.
     """
 
-    kv: int
-    weights: int
-    kv_on_host: int
-    weights_on_host: int
-    lora_base: int
+    kv: int = 0
+    weights: int = 0
+    kv_on_host: int = 0
+    weights_on_host: int = 0
+    lora_base: int = 0
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
         sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
@@ -45,23 +45,24 @@ class MemoryUse:
 
 
 def _on_the_device(
-    verb: Callable[Concatenate[Worker, _P], _R],
+    method: Callable[Concatenate[Worker, _P], _R],
 ) -> Callable[Concatenate[Worker, _P], _R]:
-    """Have a verb's kernels launched on the engine's device: another may be the thread's own."""
+    """Launch a method's kernels on the engine's device. The calling thread may have another one."""
 
-    @functools.wraps(verb)
+    @functools.wraps(method)
     def run(self: Worker, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with self._runner.as_current():
-            return verb(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return run
 
 
 class Worker:
-    """The verbs that an engine has for its runner, its KV cache and its served weights.
+    """Model runner, KV cache and weights of one rank.
 
-    `kv` and `weights` are to be read. Where several ranks run one engine,
-    TensorParallelExecutor has them do each verb as well.
+    A WorkerExecutor calls the methods here on every rank of an engine. They take and return values
+    that can be pickled, because other ranks are other processes. `kv` and `weights` are for
+    reading.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class Worker:
         collectives: Collectives = ONE_RANK,
     ) -> None:
         self._runner, self.kv, self.weights = runner, kv, weights
-        self._collectives = collectives
+        self.collectives = collectives
 
     # ---- steps
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be prepared while the one before runs."""
+        """Whether the host can prepare a step while the previous one runs."""
         return self._runner.overlaps
 
     @property
@@ -88,49 +89,50 @@ class Worker:
 
     @_on_the_device
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start a step; the function returned waits for its result. See ModelRunner.launch."""
+        """Start a step. The returned function waits for its result. See ModelRunner.launch."""
         return self._runner.launch(plan)
 
     @_on_the_device
     def warm_up(self) -> int:
-        """Capture ahead what steps would capture when they first need it. Returns how many."""
+        """Capture the graphs of steps before requests need them. Returns how many."""
         return self._runner.warm_up()
 
     @_on_the_device
     def after_suspend(self) -> dict[str, int]:
-        """Memory was released. Returns bytes that stay beside the KV and the weights, by name."""
+        """Trim allocators after a release. Returns the bytes that stay beside KV and weights, by
+        name."""
         return self._runner.after_suspend()
 
     @_on_the_device
     def after_resume(self) -> int:
-        """All memory is here again. Returns how many captured steps are lost."""
+        """Check captured steps once all memory is restored. Returns how many are lost."""
         return self._runner.after_resume()
 
     # ---- the KV cache; see KVCache
 
     @_on_the_device
     def offload_kv(self, block_ids: BlockIds) -> int:
-        """Copy these blocks to the host. Returns bytes."""
+        """Copy these blocks to the host. Returns the bytes copied."""
         return self.kv.offload(block_ids)
 
     @_on_the_device
     def onload_kv(self) -> int:
-        """Bring all offloaded blocks back in place. Returns bytes."""
+        """Copy all offloaded blocks back into place. Returns the bytes copied."""
         return self.kv.onload(self.kv.offloaded_blocks)
 
     @_on_the_device
     def discard_kv(self, block_ids: BlockIds) -> int:
-        """Forget these offloaded blocks. Returns bytes freed."""
+        """Drop the host copies of these blocks. Returns the bytes freed."""
         return self.kv.discard(block_ids)
 
     @_on_the_device
     def release_kv(self) -> int:
-        """Give the memory back; the contents are lost. Returns bytes."""
+        """Release the KV cache's memory and lose its contents. Returns the bytes released."""
         return self.kv.release()
 
     @_on_the_device
     def restore_kv(self) -> int:
-        """Reserve the memory again; the contents are undefined. Returns bytes."""
+        """Reserve the KV cache's memory again, with undefined contents. Returns its bytes."""
         return self.kv.restore()
 
     # ---- the weights; see ServedWeights
@@ -139,12 +141,13 @@ class Worker:
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """Verify and prepare an update, from any thread; nothing changes."""
+        """Verify and prepare this rank's part of an update. Any thread may call it. The served
+        weights do not change."""
         return self.weights.stage(named_tensors, check, source_checksum)
 
     @_on_the_device
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update as `version`. Returns bytes written."""
+        """Serve a staged update as `version`. Returns the bytes written."""
         return self.weights.commit(staged, version)
 
     def set_version(self, version: int) -> None:
@@ -152,37 +155,31 @@ class Worker:
         self.weights.set_version(version)
 
     @_on_the_device
-    def weights_checksum(self) -> str:
-        """A checksum of all weights."""
-        return self.weights.checksum()
-
-    @_on_the_device
-    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """The checksums of these weights, each by its name."""
-        return checksums_of_shares([self.weights.fingerprint_share(names)])
+    def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
+        """Return this rank's part of the fingerprints of these weights; None: of all."""
+        return self.weights.fingerprint_share(names)
 
     @_on_the_device
     def release_weights(self, *, discard: bool) -> int:
-        """Release the memory, after a copy to the host unless `discard`. Returns bytes."""
+        """Release the weights' memory, after a copy to the host unless `discard`. Returns the bytes
+        released."""
         return self.weights.release(discard=discard)
 
     @_on_the_device
     def restore_weights(self) -> int:
-        """Reserve the memory again, with the values that were kept. Returns bytes copied."""
+        """Reserve the weights' memory again and copy their values back. Returns the bytes
+        copied."""
         return self.weights.restore()
 
-    # ---- all of it
-
-    def check_ranks(self) -> None:
-        """Raise LockstepError if a rank of the engine is gone."""
+    # ---- reports and the end
 
     def num_resident_bytes(self, *, of_weights: bool) -> int:
-        """Bytes of the weights, or of the KV cache, that take memory: a host gives it to what is
-        written to."""
+        """Return how many bytes of the weights, or of the KV cache, take memory now. A host backs
+        only pages that were written to."""
         return self.weights.num_resident_bytes if of_weights else self.kv.num_resident_bytes
 
     def memory_use(self) -> MemoryUse:
-        """Bytes by owner, as of now."""
+        """Return this rank's bytes of the KV cache and of the weights."""
         kv, weights = self.kv, self.weights
         return MemoryUse(
             kv=kv.num_bytes if kv.is_resident else 0,
@@ -193,10 +190,10 @@ class Worker:
         )
 
     def rank_use(self) -> RankUse:
-        """What this rank uses."""
-        use = Worker.memory_use(self)  # not that of all ranks
+        """Return this rank's memory, CPU time and time in collectives."""
+        use = self.memory_use()
         return RankUse(
-            rank=self._collectives.rank,
+            rank=self.collectives.rank,
             kv_bytes=use.kv,
             weights_bytes=use.weights,
             kv_on_host_bytes=use.kv_on_host,
@@ -204,16 +201,12 @@ class Worker:
             lora_base_bytes=use.lora_base,
             rss_bytes=process_bytes(),
             cpu_seconds=time.process_time(),
-            wait_seconds=self._collectives.wait_seconds,
+            wait_seconds=self.collectives.wait_seconds,
         )
-
-    def rank_uses(self) -> tuple[RankUse, ...]:
-        """What all ranks of the engine use, in their order."""
-        return (self.rank_use(),)
 
     @_on_the_device
     def close(self) -> None:
-        """Give up the KV cache, on the device and on the host. May be tried again."""
+        """Release the KV cache on the device and on the host. May be called again if it fails."""
         try:
             self.kv.discard(self.kv.offloaded_blocks)
         finally:
@@ -221,7 +214,7 @@ class Worker:
 
 
 def process_bytes() -> int:
-    """Bytes of memory that this process takes; 0 where the system does not say."""
+    """Return the resident bytes of this process; 0 where the system does not report them."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

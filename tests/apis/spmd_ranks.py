@@ -20,7 +20,7 @@ from rollout.errors import decode_error, encode_error
 from tests.processes import PROCESSES
 
 SIZE = 2
-Call = tuple[Any, ...]  # the name of a verb of LLM, or of one below, and its arguments
+Call = tuple[Any, ...]  # the name of a method of LLM, or of a function below, and its arguments
 
 
 class TrainerRank:
@@ -102,8 +102,8 @@ def _be_rank(pipe: Connection, rank: int, store: str) -> None:
                 pg_collection = SimpleNamespace(tp=group)
                 llm = LLM(pickle.loads(model), pg_collection=pg_collection, **config)
                 answer = None
-            elif verb in _OWN_VERBS:
-                answer = _OWN_VERBS[verb](llm, rank, *given)
+            elif verb in _OWN_METHODS:
+                answer = _OWN_METHODS[verb](llm, rank, *given)
             else:
                 answer = getattr(llm, verb)(*given)
         except BaseException as error:  # a KeyboardInterrupt, too
@@ -124,7 +124,7 @@ def sum_ranks(llm: LLM, rank: int) -> int:
 
 
 def hurry(llm: Any, rank: int, timeout_s: float) -> None:
-    """From now on wait only so long for another rank to call a verb."""
+    """From now on wait only so long for another rank to make a call."""
     waiting = llm._ranks._rank if rank else llm._ranks._executor
     waiting._start_timeout_s = timeout_s
 
@@ -159,6 +159,6 @@ def push_or_fail(
     return llm.update_weights(pairs())
 
 
-_OWN_VERBS: Mapping[str, Callable[..., Any]] = {
+_OWN_METHODS: Mapping[str, Callable[..., Any]] = {
     work.__name__: work for work in (read, sum_ranks, hurry, push_shards, push_or_fail)
 }

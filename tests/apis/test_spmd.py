@@ -1,4 +1,4 @@
-"""Processes of a trainer that call the same verbs are one engine, and none waits without end."""
+"""Processes of a trainer that make the same calls are one engine, and none waits without end."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_ranks_of_a_trainer_do_what_one_process_does_and_all_return_it(
     ranks: TrainerRanks, mode: str
 ) -> None:
     def life(call: Callable[..., list[Any]]) -> list[list[Any]]:
-        """What each verb has returned on each rank."""
+        """What each call has returned on each rank."""
         results = [call("submit", PROMPTS, PARAMS, 2), call("collect", 1)]
         call("pause")
         call("suspend", mode, ("kv_cache", "weights"))
@@ -124,7 +124,7 @@ def test_ranks_of_a_trainer_do_what_one_process_does_and_all_return_it(
         return [*results, call("collect"), call("generate", PROMPTS[0], PARAMS)]
 
     with one_process() as llm:
-        expected = life(lambda verb, *given: [getattr(llm, verb)(*given)])
+        expected = life(lambda method, *given: [getattr(llm, method)(*given)])
         checksum = llm.weights_checksum()
     found = life(ranks.call)
     assert ranks.call("weights_checksum") == [checksum, checksum]
@@ -202,9 +202,12 @@ def test_a_source_that_fails_on_one_rank_changes_nothing_on_any(
     assert ranks.call("weights_checksum") == before
     reports = ranks.call("update_weights", weights_of(1))
     assert [report.version for report in reports] == [1, 1]
+    ranks.call("unpause")
+    for requests in ranks.call("generate", PROMPTS, PARAMS):  # no step had to be run again
+        assert not any(e.type.name == "ERROR_TRANSIENT" for r in requests for e in r.events)
 
 
-def test_different_verbs_and_arguments_are_refused_by_name_on_all_ranks(
+def test_different_methods_and_arguments_are_refused_by_name_on_all_ranks(
     ranks: TrainerRanks,
 ) -> None:
     for error in ranks.call_each([("generate", PROMPTS, PARAMS), ("pause",)]):
@@ -222,7 +225,7 @@ def test_different_verbs_and_arguments_are_refused_by_name_on_all_ranks(
 # ---- a rank that is lost
 
 
-def test_a_rank_that_is_killed_ends_the_verb_of_rank_0_by_name(mortal_ranks: TrainerRanks) -> None:
+def test_a_rank_that_is_killed_ends_the_call_of_rank_0_by_name(mortal_ranks: TrainerRanks) -> None:
     own, killed = mortal_ranks.ranks
     mortal_ranks.call("pause")
     for rank in mortal_ranks.ranks:
@@ -236,7 +239,7 @@ def test_a_rank_that_is_killed_ends_the_verb_of_rank_0_by_name(mortal_ranks: Tra
     assert own.call("shutdown") is None
 
 
-def test_a_rank_0_that_is_killed_ends_the_verb_of_the_others(mortal_ranks: TrainerRanks) -> None:
+def test_a_rank_0_that_is_killed_ends_the_call_of_the_others(mortal_ranks: TrainerRanks) -> None:
     lead, other = mortal_ranks.ranks
     other.begin("generate", PROMPTS, PARAMS)
     os.kill(lead.pid, signal.SIGKILL)
@@ -307,10 +310,10 @@ def test_a_model_that_does_not_fit_the_ranks_is_refused_on_all_of_them(
         assert "tensor_parallel_size=2" in str(error)
 
 
-def test_what_has_no_verbs_on_all_ranks_is_refused() -> None:
+def test_pg_collection_is_refused_without_an_llm_on_every_rank() -> None:
     of_two = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     model = build_model(deepcopy(model_of(0)))
-    with pytest.raises(ConfigError, match="needs an LLM, whose verbs all ranks call"):
+    with pytest.raises(ConfigError, match="needs an LLM, whose methods all ranks call"):
         DynamicInferenceEngine.from_model(model, InferenceConfig(pg_collection=of_two))
     with pytest.raises(ConfigError, match="pg_collection needs LLM without a coordinator"):
         AsyncLLM(model, pg_collection=of_two)

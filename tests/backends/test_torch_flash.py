@@ -22,7 +22,7 @@ from rollout.backends.buffers import Strips
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.graph_shapes import GraphShape, Ladder
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch
-from rollout.worker.kv_layout import strips_of
+from rollout.worker.kv_cache import strips_of
 from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
 from tests.backends.plain_varlen import plain_flash
 from tests.backends.repeating_device import check_a_life_with_a_suspend, graph_engine

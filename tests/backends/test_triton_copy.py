@@ -15,8 +15,7 @@ from rollout.backends.base import Backend, CacheSpec
 from rollout.backends.buffers import Strips
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
-from rollout.worker.kv_cache import MAX_COPIED_BYTES, KVCache
-from rollout.worker.kv_layout import strips_of
+from rollout.worker.kv_cache import MAX_COPIED_BYTES, KVCache, strips_of
 from tests.device_bytes import DeviceBytes
 
 pytest.importorskip("triton")

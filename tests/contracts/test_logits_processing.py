@@ -13,8 +13,7 @@ from rollout.backends.ops.logits_processing import sample_processed
 from rollout.backends.step_tensors import LogitsInputs
 from rollout.step.output import SampleResult
 from rollout.step.plan import NewRow, StepPlan
-from rollout.worker.logits_builder import LogitsBuilder
-from rollout.worker.token_histories import TokenHistories
+from rollout.worker.logits_builder import LogitsBuilder, TokenHistories
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
 from tests.contracts.test_sampling import LOGPROB, assert_is_drawn, random_logits

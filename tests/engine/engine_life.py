@@ -384,6 +384,7 @@ class EngineLife(RuleBasedStateMachine):
 
     @invariant()
     def documents_are_the_oracles(self) -> None:
+        self.engine.check_integrity(may_be_in_flight=True)
         assert self.engine.weights_version == self.oracle.version
         assert self.engine.has_unfinished_requests() == bool(self._pending())
         for known in self._pending():

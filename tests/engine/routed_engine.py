@@ -130,6 +130,7 @@ class RoutedEngine:
 
     def check_unfinished(self) -> None:
         """What a caller may read of requests that go on."""
+        self.engine.check_integrity(may_be_in_flight=True)
         for request_id in self.unfinished():
             self.check(self.engine.get_record(request_id).merge())
 

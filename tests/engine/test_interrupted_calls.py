@@ -202,6 +202,7 @@ def test_an_exception_within_a_call_changes_no_token_or_breaks_the_engine_by_nam
             outcomes["broken"] += 1
         else:
             assert tokens_of(finished) == expected, f"line {line}: other tokens"
+            engine.check_integrity()
             assert engine.stats().num_blocks_used == 0, f"line {line}: blocks leak"
             engine.shutdown()
             outcomes["whole"] += 1

@@ -1,4 +1,4 @@
-"""Ranks of an engine, in processes of their own, do what one process does, or say why not."""
+"""Ranks of an engine in processes of their own give the results of one process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rollout.parallel.channel import LeadChannel
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.tensor_parallel import start as ranks
 from rollout.tensor_parallel.executor import TensorParallelExecutor
+from rollout.tensor_parallel.follower import Follower
 from rollout.worker.loading import LoadedModel, load_model
 from tests.engine.inboxes import Command, random_config, random_inbox
 from tests.engine.random_engines import VOCAB
@@ -126,7 +127,7 @@ def test_two_ranks_equal_one_over_random_schedules(number: int) -> None:
             )
 
 
-def test_a_pool_is_as_large_as_the_rank_with_the_least_room(
+def test_num_blocks_is_that_of_the_rank_with_the_least_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def with_more_room(*arguments: Any) -> LoadedModel:
@@ -140,7 +141,7 @@ def test_a_pool_is_as_large_as_the_rank_with_the_least_room(
 
 
 @pytest.mark.parametrize("size", [3, 2**70])
-def test_a_model_that_cannot_be_cut_is_refused_by_name_before_a_process_starts(
+def test_tensor_parallel_size_that_does_not_fit_is_refused_before_a_process_starts(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "ChildProcess", None)
@@ -149,7 +150,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name_before_a_process_starts(
         pass
 
 
-def test_what_each_rank_uses_is_told_by_its_number_and_adds_up() -> None:
+def test_stats_ranks_have_their_numbers_and_add_up() -> None:
     adapter = random_adapter(dict(model_of(0, 0).named_parameters()), [PROJECTION])
     with engine_of(model_of(0, 0), 1) as alone:
         alone.update_weights(adapter, in_flight=True)
@@ -202,20 +203,20 @@ def add_requests(engine: InspectedEngine) -> None:
         engine.add_request([token % VOCAB for token in prompt_of(length)], PARAMS)
 
 
-def change_orders(
-    channel: LeadChannel, verb: str, change: Callable[..., tuple[Any, ...]]
-) -> list[str]:
-    """The next order of this verb reaches the other rank with changed arguments. Returns a list of
-    what is changed."""
-    send, changed = channel.send, []
+def change_command(
+    channel: LeadChannel, command: Callable[..., Any], change: Callable[..., tuple[Any, ...]]
+) -> list[Any]:
+    """The next `command` reaches the other rank with changed arguments. Returns a list that then
+    has it."""
+    send, changed = channel.send, list[Any]()
 
-    def send_changed(name: str, *arguments: Any) -> int:
-        if name == verb and not changed:
-            changed.append(name)
+    def send_changed(sent: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if sent is command and not changed:
+            changed.append(sent)
             arguments = change(*arguments)
-        return send(name, *arguments)
+        return send(sent, *arguments, **named)
 
-    channel.send = send_changed  # type: ignore[method-assign]
+    channel.send = send_changed  # type: ignore[method-assign, assignment]
     return changed
 
 
@@ -238,9 +239,9 @@ def test_a_forward_pass_that_fails_on_rank_0_alone_is_run_again() -> None:
 
 def test_a_forward_pass_that_fails_on_another_rank_alone_is_run_again() -> None:
     with engine_of(model_of(0, 0)) as engine:
-        changed = change_orders(
+        changed = change_command(
             executor_of(engine)._channel,
-            "launch",
+            Follower.run_step,
             lambda plan: (replace(plan, rows=plan.rows + 1_000_000),),
         )
         found = tokens_of_all(engine)
@@ -253,22 +254,22 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()
-        change_orders(
+        change_command(
             executor_of(engine)._channel,
-            "launch",
+            Follower.run_step,
             lambda plan: (replace(plan, sample_positions=plan.sample_positions + 99),),
         )
         with pytest.raises(LockstepError, match="rank 1 drew other tokens than rank 0"):
             drain(engine)
 
 
-def test_a_rank_that_refuses_an_update_keeps_all_from_it() -> None:
+def test_update_weights_that_one_rank_refuses_changes_none() -> None:
     with engine_of(model_of(0, 0)) as engine:
         before = engine.weights_checksum()
-        change_orders(
+        change_command(
             executor_of(engine)._staging,
-            "stage",
-            lambda key, _, *others: (key, "/proc/0/fd/0", *others),
+            Follower.stage,
+            lambda key, source, *others: (key, replace(source, address="/proc/0/fd/0"), *others),
         )
         with pytest.raises(WeightUpdateError, match=r"rank 1: .*cannot be opened"):
             engine.update_weights(model_of(0, 1), in_flight=True)
@@ -279,14 +280,16 @@ def test_a_rank_that_refuses_an_update_keeps_all_from_it() -> None:
         assert engine.weights_checksum() != before
 
 
-def test_a_commit_that_fails_on_another_rank_is_taken_back_on_all() -> None:
+def test_commit_weights_that_fails_on_another_rank_is_undone_on_all() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()
         before = engine.weights_checksum()
         staged = engine.stage_weights(model_of(0, 1))
-        change_orders(
-            executor_of(engine)._channel, "commit_weights", lambda key, version: (key + 99, version)
+        change_command(
+            executor_of(engine)._channel,
+            Follower.commit_staged,
+            lambda key, version: (key + 99, version),
         )
         with pytest.raises(RemoteError, match="KeyError: rank 1"):
             engine.commit_weights(staged, in_flight=True)
@@ -298,7 +301,7 @@ def test_a_commit_that_fails_on_another_rank_is_taken_back_on_all() -> None:
         assert len(drain(engine)) == 3
 
 
-def test_a_commit_that_fails_on_rank_0_is_taken_back_on_all(
+def test_commit_weights_that_fails_on_rank_0_is_undone_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine_of(model_of(0, 0)) as engine:
@@ -354,7 +357,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_at_the_deadline() -> None:
             os.kill(pid, 0)
 
 
-def test_a_rank_that_is_killed_while_nothing_runs_is_noticed() -> None:
+def test_check_ranks_names_a_rank_killed_while_idle() -> None:
     with engine_of(model_of(0, 0)) as engine:
         engine.check_ranks()
         (pid,) = executor_of(engine).pids
@@ -363,10 +366,10 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed() -> None:
         with pytest.raises(LockstepError, match="is lost"):
             engine.check_ranks()
         engine.shutdown()
-        engine.check_ranks()  # of an engine that has ended on purpose none is missed
+        engine.check_ranks()  # no rank is missed after a shutdown
 
 
-def test_a_shutdown_ends_all_ranks() -> None:
+def test_shutdown_ends_all_ranks() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()

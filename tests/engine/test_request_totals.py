@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout import SamplingParams
 from rollout.control.reports import EngineStats
-from rollout.engine.request_totals import FINISH_REASONS, LATENCY_BOUNDS_S, LatencyCounts
+from rollout.engine.counters import FINISH_REASONS, LATENCY_BOUNDS_S, LatencyCounts
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
 

@@ -135,6 +135,7 @@ class Rig:
             return error
         finally:
             self.fuse.armed = None
+            self.engine.check_integrity()
         if name == "step":
             self.finished |= {record.request_id: record.merge() for record in result}
         return None

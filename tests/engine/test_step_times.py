@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import SamplingParams
-from rollout.engine.step_times import StepTimes
+from rollout.engine.counters import StepTimes
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
 MAX_TOKENS = 4096

@@ -18,7 +18,7 @@ from rollout.layers.rope import RopeSpec
 from rollout.models import CausalLM, ModelSpec
 from rollout.models.families.registry import FAMILIES
 from rollout.models.layout import layers_of
-from rollout.worker.kv_layout import bytes_per_block
+from rollout.worker.kv_cache import bytes_per_block
 from tests.family_cases import FAMILY_CASES, LONGROPE
 from tests.family_table import PAGE, family_table
 from tests.models.hf_models import CONFIG_CLASSES, LLAMA3_ROPE, YARN_ROPE, hf_config

@@ -1,4 +1,4 @@
-"""Orders and answers between rank 0 and another rank, in two real processes."""
+"""Commands and answers between rank 0 and another rank, in two real processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,38 @@ from rollout.parallel.wire import SocketWire, WireLostError
 from tests.processes import PROCESSES
 
 
+class Target:
+    """The object of a rank, with the commands of the tests."""
+
+    has_ended = False
+
+    def echo(self, number: int, padding: bytes = b"") -> int:
+        return number  # what is large goes one way only
+
+    def refuse(self) -> None:
+        raise WeightUpdateError("no such tensor")
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
 def _follow(theirs: socket.socket) -> None:
-    """A rank whose verbs are those of the tests."""
-    channel = FollowerChannel(1, SocketWire(theirs))
+    """Run the commands of the tests."""
+    channel, target = FollowerChannel(1, SocketWire(theirs)), Target()
     while True:
-        verb, arguments = channel.order()
-        if verb == "end":
+        received = channel.receive()
+        try:
+            answer = received(target)
+        except Exception as error:
+            answer = error
+        if target.has_ended:
             return
-        if verb == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        answer: Any = arguments[:1]  # what is large goes one way only
-        if verb == "refuse":
-            answer = WeightUpdateError("no such tensor")
-        elif verb == "fail":
-            answer = ZeroDivisionError("division by zero")
         channel.answer(answer)
 
 
@@ -52,84 +70,85 @@ def lead_of_one(timeout_s: float = 60.0) -> Iterator[tuple[LeadChannel, Any]]:
         process.join()
 
 
-def test_each_order_is_answered_once_and_in_order() -> None:
+def test_send_returns_what_results_waits_for_in_any_number() -> None:
     with lead_of_one() as (channel, _):
-        orders = [channel.send("echo", number, b"x" * 300_000) for number in range(4)]
-        for number, order in enumerate(orders):
-            assert channel.answers(order) == [(number,)]
+        commands = [channel.send(Target.echo, number, b"x" * 300_000) for number in range(4)]
+        for number, sent in enumerate(commands):
+            assert channel.results(sent) == [number]
 
 
-def test_answers_that_nobody_waited_for_are_dropped() -> None:
+def test_answers_of_the_latest_command_drop_earlier_results() -> None:
     with lead_of_one() as (channel, _):
         for number in range(5):
-            channel.send("echo", number)
-        assert channel.answers() == [(4,)]
+            channel.send(Target.echo, number)
+        assert channel.answers() == [4]
 
 
-def test_an_error_is_kept_for_those_who_ask_later_and_no_other_answer_is() -> None:
+def test_answers_keep_an_early_error_and_no_early_result() -> None:
     with lead_of_one() as (channel, _):
-        refused, *echoed = channel.send("refuse"), channel.send("echo", 1), channel.send("echo", 2)
-        assert channel.answers(echoed[1]) == [(2,)]
-        assert channel.answers(echoed[0]) == [None]
+        refused = channel.send(Target.refuse)
+        first, second = (channel.send(Target.echo, number) for number in (1, 2))
+        assert channel.answers(second) == [2]
+        assert channel.answers(first) == [None]
         with pytest.raises(WeightUpdateError, match="no such tensor"):
             raise_first(channel.answers(refused))
         assert channel.answers(refused) == [None]
 
 
-def test_an_error_of_a_rank_is_its_answer_and_names_the_rank() -> None:
+def test_results_raise_the_error_of_a_rank_with_its_number() -> None:
     with lead_of_one() as (channel, _):
-        channel.send("refuse")
+        channel.send(Target.refuse)
         with pytest.raises(WeightUpdateError, match="rank 1: no such tensor"):
             raise_first(channel.answers())
-        channel.send("fail")
+        channel.send(Target.fail)
         with pytest.raises(RemoteError, match="ZeroDivisionError: rank 1: division by zero"):
             raise_first(channel.answers())
-        channel.send("echo", 7)
-        assert channel.answers() == [(7,)]
+        channel.send(Target.echo, 7)
+        assert channel.answers() == [7]
 
 
-def test_a_rank_that_is_killed_is_named_and_the_channel_is_lost() -> None:
+def test_check_names_a_killed_rank_and_every_later_call_raises() -> None:
     with lead_of_one() as (channel, process):
         channel.check()
         process.kill()
         process.join()
         with pytest.raises(LockstepError, match=rf"rank 1 \(process {process.pid}\) is lost"):
             channel.check()
-        for call in (channel.check, channel.answers, lambda: channel.send("echo")):
+        for call in (channel.check, channel.answers, lambda: channel.send(Target.end)):
             with pytest.raises(LockstepError, match="is lost; the engine must be made anew"):
                 call()
 
 
-def test_a_rank_that_ends_instead_of_answering_is_named() -> None:
+def test_answers_name_a_rank_that_ends() -> None:
     with lead_of_one() as (channel, _):
-        channel.send("end")
+        channel.send(Target.end)
         with pytest.raises(LockstepError, match=r"rank 1 .* is lost"):
             channel.answers()
 
 
-def test_a_rank_that_is_stopped_is_named_at_the_deadline() -> None:
+def test_answers_name_a_stopped_rank_at_the_deadline() -> None:
     with lead_of_one(timeout_s=0.5) as (channel, _):
-        channel.send("stop")
+        channel.send(Target.stop)
         with pytest.raises(LockstepError, match=r"did not answer in time \(0\.5 s\)"):
             channel.answers()
 
 
-def test_a_rank_that_takes_no_orders_is_named_at_the_deadline() -> None:
+def test_send_names_a_rank_that_reads_nothing_at_the_deadline() -> None:
     with lead_of_one(timeout_s=0.5) as (channel, _):
-        channel.send("stop")
-        with pytest.raises(LockstepError, match=r"took no order \(echo\) for 0\.5 s"):
-            channel.send("echo", b"x" * 10_000_000)
+        channel.send(Target.stop)
+        with pytest.raises(LockstepError, match=r"took no command \(echo\) for 0\.5 s"):
+            channel.send(Target.echo, 1, b"x" * 10_000_000)
 
 
-def test_an_end_without_rank_0_hears_of_it() -> None:
+def test_receive_without_rank_0_raises_lockstep_error() -> None:
     ours, theirs = socket.socketpair()
     channel = FollowerChannel(1, SocketWire(theirs))
     ours.close()
     with pytest.raises(LockstepError, match="rank 0 is lost"):
-        channel.order()
+        channel.receive()
 
 
-def test_a_message_cut_off_by_an_interrupt_is_read_on() -> None:
+def test_wire_receive_continues_a_message_after_a_timeout() -> None:
     ours, theirs = socket.socketpair()
     wire = SocketWire(ours)
     message = pickle.dumps(list(range(100)))
@@ -165,41 +184,42 @@ def both_ends(timeout_s: float = 60.0) -> Iterator[tuple[LeadChannel, FollowerCh
         follower.leave("the test is over")
 
 
-def test_rank_0_says_at_its_end_what_the_others_raise() -> None:
+def test_end_makes_the_other_ranks_raise_its_error() -> None:
     with both_ends() as (lead, follower):
-        lead.send("echo", 1)
+        lead.send(Target.echo, 1)
         lead.end(WeightUpdateError("no such tensor"))
-        assert follower.order() == ("echo", (1,))
+        received = follower.receive()
+        assert (received.command, received.args) == (Target.echo, (1,))
         with pytest.raises(WeightUpdateError, match="no such tensor"):
             follower.answer(1)
         with pytest.raises(LockstepError, match="rank 0 is lost"):
-            follower.order()
+            follower.receive()
         with pytest.raises(LockstepError, match="must be made anew"):
-            lead.send("echo", 2)
+            lead.send(Target.echo, 2)
 
 
-def test_a_rank_that_leaves_says_why_to_an_order_before_and_after() -> None:
+def test_leave_gives_rank_0_the_reason_before_and_after_a_command() -> None:
     with both_ends() as (lead, follower):
-        lead.send("echo", 1)
+        lead.send(Target.echo, 1)
         follower.leave("it has shut down")
         with pytest.raises(LockstepError, match=r"rank 1 is lost \(it has shut down\)"):
             lead.answers()
     with both_ends() as (lead, follower):
         follower.leave("it has shut down")
         with pytest.raises(LockstepError, match=r"rank 1 is lost \(it has shut down\)"):
-            lead.send("echo", 1)
+            lead.send(Target.echo, 1)
 
 
-def test_an_order_that_does_not_come_is_given_up_at_the_deadline() -> None:
+def test_receive_raises_at_its_deadline() -> None:
     with (
         both_ends() as (_, follower),
-        pytest.raises(LockstepError, match=r"rank 0 gave no order for 0\.01 s"),
+        pytest.raises(LockstepError, match=r"rank 0 gave no command for 0\.01 s"),
     ):
-        follower.order(0.01)
+        follower.receive(0.01)
 
 
-def test_an_answer_that_does_not_come_is_given_up_at_the_deadline_of_its_call() -> None:
+def test_answers_raise_at_the_deadline_of_the_call_and_name_what_is_missing() -> None:
     with both_ends() as (lead, _):
-        lead.send("verb")
+        lead.send(Target.end)
         with pytest.raises(LockstepError, match=r"rank 1 did not call generate in time \(0\.01 s"):
             lead.answers(timeout_s=0.01, what="call generate")

@@ -8,7 +8,7 @@ import torch
 from rollout.backends.base import CacheSpec
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.errors import ConfigError
-from rollout.worker.kv_layout import bytes_per_block, num_blocks_in
+from rollout.worker.kv_cache import bytes_per_block, num_blocks_in
 
 ATTENTION = TorchSdpaAttention()
 SPEC = CacheSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype=torch.float32, block_size=16)

@@ -9,10 +9,10 @@ from typing import Any
 
 from rollout.coordinator.protocol.messages import Prepare, RegisterAck
 from rollout.engine.engine import Engine
+from rollout.engine.protocols import StagedUpdate
 from rollout.errors import WeightUpdateError
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import WeightsSource
-from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, by_name
 
 Fetch = Callable[[WeightsSource], NamedTensors]
@@ -38,7 +38,7 @@ class _Staging:
         self._engine, self._fetch, self._turn = engine, fetch, turn
         self._source, self._base = source, base
         self._is_cancelled = False
-        self.outcome: StagedWeights | BaseException | None = None  # None until it has ended
+        self.outcome: StagedUpdate | BaseException | None = None  # None until it has ended
         threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
 
     def cancel(self) -> None:
@@ -91,7 +91,7 @@ class WeightUpdates:
         self._order: Order | None = None  # for which weights are being staged, or are staged
         self._staging: _Staging | None = None
         self._expires_at = 0.0
-        self._staged: StagedWeights | None = None
+        self._staged: StagedUpdate | None = None
         self.checksum = engine.weights_checksum()
 
     @property
@@ -139,7 +139,7 @@ class WeightUpdates:
             )
         if outcome is None:
             return None
-        if isinstance(outcome, StagedWeights):
+        if not isinstance(outcome, BaseException):
             self._staging, self._staged = None, outcome
             return order, None
         self.cancel()

@@ -1,0 +1,102 @@
+"""WorkerExecutor: runs an engine on the Worker of its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+from rollout.step.output import StepOutput
+from rollout.step.plan import StepPlan
+from rollout.telemetry import RankUse
+from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
+from rollout.weights.staged import StagedWeights
+from rollout.weights.update import NamedTensors
+from rollout.worker.worker import Worker
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class WorkerExecutor:
+    """Implements `StepExecutor` of rollout.engine.protocols on one rank, this process.
+
+    `run` calls a method of Worker on every rank. TensorParallelExecutor, for several ranks,
+    overrides `run` and what is more than one call: launch, stage, commit, close.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.kv, self.weights = worker, worker.kv, worker.weights
+        self.overlaps = worker.overlaps
+
+    def run(
+        self, method: Callable[Concatenate[Worker, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> list[_R]:
+        """Run a method of Worker on all ranks. Returns its results in the order of ranks."""
+        return [method(self.worker, *args, **kwargs)]
+
+    # ---- steps
+
+    @property
+    def num_graph_captures(self) -> int:
+        """Number of steps captured so far; 0 where steps run eagerly."""
+        return self.worker.num_graph_captures
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Start a step. The returned function waits for its result."""
+        return self.worker.launch(plan)
+
+    def warm_up(self) -> int:
+        """Capture the graphs of steps before requests need them. Returns how many."""
+        return self.run(Worker.warm_up)[0]
+
+    # ---- weights
+
+    def stage_weights(
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
+    ) -> StagedWeights:
+        """Verify and prepare an update. Any thread may call it. The served weights do not change.
+
+        `check` is called before each tensor, and may raise to cancel.
+        """
+        return self.worker.stage_weights(named_tensors, check, source_checksum)
+
+    def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
+        """Serve a staged update as `version` on all ranks, or on none. Returns the bytes
+        written."""
+        return self.worker.commit_weights(staged, version)
+
+    def set_version(self, version: int) -> None:
+        """Serve the same weights as `version`."""
+        self.run(Worker.set_version, version)
+
+    def weights_checksum(self) -> str:
+        """Return a checksum of all weights. It does not depend on the number of ranks."""
+        self._require_readable("compute a checksum")
+        return checksum_of_shares(self.run(Worker.fingerprint_share))
+
+    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the checksum of each of these weights by its name."""
+        self._require_readable("compute checksums")
+        return checksums_of_shares(self.run(Worker.fingerprint_share, names))
+
+    def _require_readable(self, what: str) -> None:
+        """Raise EngineStateError before ranks are asked: a refusal on a rank aborts its sums."""
+        self.weights.require_resident(what)
+        self.weights.require_values(what)
+
+    # ---- ranks
+
+    def rank_uses(self) -> tuple[RankUse, ...]:
+        """Return what each rank uses, in the order of ranks; () after `close` of several ranks."""
+        return (*self.run(Worker.rank_use),)
+
+    def kv_data_ptrs(self) -> dict[str, int]:
+        """Return the address of each KV tensor of this rank by name; {} while released."""
+        return self.kv.data_ptrs()
+
+    def check_ranks(self) -> None:
+        """Raise LockstepError if another rank is gone."""
+
+    def close(self) -> None:
+        """Release the KV cache and end the other ranks. May be called again if it fails."""
+        self.worker.close()
