@@ -21,7 +21,16 @@ from typing_extensions import Self
 from rollout.apis.arguments import RolloutGroup, SamplingArgument, as_groups
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
-from rollout.control.state import EngineState, StateMachine
+from rollout.control.state import (
+    PAUSE,
+    RESUME,
+    SET_GENERATION_EPOCH,
+    SUSPEND,
+    UNPAUSE,
+    EngineState,
+    StateMachine,
+    Transition,
+)
 from rollout.engine.suspension import KV_CACHE, OWNERS, WEIGHTS
 from rollout.errors import (
     ConfigError,
@@ -38,8 +47,6 @@ from rollout.step.seeds import mix_seed
 from rollout.text import Prompt, Tokenizer, encode_prompt, tokenizer_of
 from rollout.version_spans import VersionSpans
 from rollout.weights.update import NamedTensors, by_name, next_version
-
-_QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,11 +237,11 @@ class FakeLLM:
 
     def pause(self) -> None:
         """RUNNING -> PAUSED."""
-        self._run("pause")
+        self._run(PAUSE)
 
     def unpause(self) -> None:
         """PAUSED -> RUNNING."""
-        self._run("unpause")
+        self._run(UNPAUSE)
 
     def suspend(
         self,
@@ -243,7 +250,7 @@ class FakeLLM:
         discard_weights: bool = False,
     ) -> SuspendReport:
         """PAUSED -> SUSPENDED. Under "recompute" later steps write all KV anew."""
-        with self._machine.command("suspend") as is_first:
+        with self._machine.command(SUSPEND) as is_first:
             if isinstance(release, str) or not set(release) <= set(OWNERS):
                 raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
             if discard_weights and WEIGHTS not in release:
@@ -275,7 +282,7 @@ class FakeLLM:
         if self._released - restored and self.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")
         else:
-            self._run("resume")
+            self._run(RESUME)
         self._released = self._released - restored
         return ResumeReport(
             mode=self._mode.value,
@@ -287,8 +294,7 @@ class FakeLLM:
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
         """Keep the tensors in `weights`, and serve `version` (None: the next one)."""
-        if not (in_flight and self.state is EngineState.RUNNING):
-            self._machine.require(*_QUIET, to="update weights")
+        self._machine.require_update(in_flight=in_flight)
         if WEIGHTS in self._released:
             raise EngineStateError(
                 "cannot update weights: the weights' memory is released; "
@@ -308,7 +314,7 @@ class FakeLLM:
 
     def set_generation_epoch(self, version: int) -> None:
         """Serve `version` without new weights."""
-        self._machine.require(*_QUIET, to="set the generation epoch")
+        self._machine.require_legal(SET_GENERATION_EPOCH)
         self.weights_version = next_version(self.weights_version, version)
         self.calls.append("set_generation_epoch")
 
@@ -405,7 +411,7 @@ class FakeLLM:
                 self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
                 del self._open[group_id]
 
-    def _run(self, name: str) -> None:
-        with self._machine.command(name) as must_run:
+    def _run(self, transition: Transition) -> None:
+        with self._machine.command(transition) as must_run:
             if must_run:
-                self.calls.append(name)
+                self.calls.append(transition.name)

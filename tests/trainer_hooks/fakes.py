@@ -9,7 +9,15 @@ import torch
 
 from rollout.config import KVCacheManagementMode
 from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
-from rollout.control.state import EngineState, StateMachine
+from rollout.control.state import (
+    PAUSE,
+    RESUME,
+    SUSPEND,
+    UNPAUSE,
+    EngineState,
+    StateMachine,
+    Transition,
+)
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.requests import DynamicInferenceRequest, Status
 from rollout.sampling_params import SamplingParams
@@ -36,15 +44,15 @@ class FakeLLM:
         return self._machine.state
 
     def pause(self) -> None:
-        self._run("pause")
+        self._run(PAUSE)
 
     def unpause(self) -> None:
-        self._run("unpause")
+        self._run(UNPAUSE)
 
     def suspend(
         self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
     ) -> SuspendReport:
-        self._run("suspend")
+        self._run(SUSPEND)
         self.released.update(release)
         self.suspended_with = mode, release
         return SuspendReport(mode="default" if mode is None else mode.value)
@@ -55,7 +63,7 @@ class FakeLLM:
         if self.released:
             self.calls.append(f"resume {only}")
         else:
-            self._run("resume")
+            self._run(RESUME)
         return ResumeReport(
             mode="default",
             bytes_restored=len(restored),
@@ -65,7 +73,7 @@ class FakeLLM:
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None
     ) -> WeightUpdateReport:
-        self._machine.require(EngineState.PAUSED, EngineState.SUSPENDED, to="update weights")
+        self._machine.require_update(in_flight=False)
         if "weights" in self.released:
             raise EngineStateError("resume(only='weights') first")
         self.calls.append("update")
@@ -78,9 +86,9 @@ class FakeLLM:
             version=self.weights_version, seconds=0.0, stall_seconds=0.0, num_bytes=0, checksum=""
         )
 
-    def _run(self, command: str) -> None:
-        self.calls.append(command)
-        with self._machine.command(command):
+    def _run(self, transition: Transition) -> None:
+        self.calls.append(transition.name)
+        with self._machine.command(transition):
             pass
 
 
