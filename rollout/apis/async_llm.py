@@ -54,11 +54,11 @@ class AsyncLLM(AsyncControlCalls):
     """A model in `data_parallel_size` engine processes behind a coordinator. An async context
     manager: leaving it ends all processes.
 
-    `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. All verbs are those of
-    LLM, to be awaited; they take effect on all engines, and return when the last one has confirmed.
+    `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. LLM's methods are to be
+    awaited here. They take effect on all engines, and return when the last one has confirmed.
 
-    Only processes of the same user can join, unless a host or a port is given; over TCP everybody
-    on the machine can, or with `curve` in `coordinator_options` whose key is known.
+    Only processes of the same user can join, unless a host or a port is given. Over TCP every
+    process on the machine can, or, with `curve` in `coordinator_options`, peers with a known key.
     """
 
     _fleet: FleetProcesses | None
@@ -133,9 +133,11 @@ class AsyncLLM(AsyncControlCalls):
         curve: CurveKeys | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """Join the fleet of a coordinator that others have started. Its end is a goodbye: the fleet
-        goes on. `address`, `seed` and `curve` as for InferenceClient. The engines' config decides
-        whether weights that are not finite are refused. Raises CoordinatorLostError."""
+        """Join the fleet of a running coordinator, which goes on when this AsyncLLM ends.
+
+        `address`, `seed` and `curve` as for InferenceClient. The engines' config decides whether
+        weights that are not finite are refused. Raises CoordinatorLostError.
+        """
         llm = cls.joined(
             address, tokenizer, seed=seed, curve=curve, weight_transport=weight_transport
         )
@@ -153,7 +155,8 @@ class AsyncLLM(AsyncControlCalls):
         model_directory: str | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """As `connect`, but the first verb connects. model_directory: of the model, to serve."""
+        """Return the AsyncLLM of `connect`, which connects at its first call. model_directory: the
+        model's directory, for a server."""
         llm = cls.__new__(cls)
         dialled = address_of(address)
         push = WeightPush(weight_transport, False, partial(host_towards, dialled))
@@ -194,8 +197,8 @@ class AsyncLLM(AsyncControlCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state after the latest control call of this object; others may have changed
-        it."""
+        """The fleet's state after the latest control call of this object. Other clients may have
+        changed it."""
         if self._end is not None:
             return EngineState.STOPPED
         client = self._client
@@ -208,7 +211,7 @@ class AsyncLLM(AsyncControlCalls):
         return self._weights_version if client is None else client.weights_version
 
     async def start(self) -> InferenceClient:
-        """Connect, unless that is done; `async with` and all verbs begin with it. The client."""
+        """Connect, unless connected. All methods begin with it. Returns the client."""
         async with self._start_turn:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
@@ -221,10 +224,10 @@ class AsyncLLM(AsyncControlCalls):
                 self._client = client
             return self.client
 
-    # ---- the end of pending verbs
+    # ---- the end of pending calls
 
     def _lose(self, error: CoordinatorLostError) -> None:
-        """The fleet's processes have ended: fail all pending verbs. Another thread calls this."""
+        """Fail all pending calls: the fleet's processes have ended. Another thread calls this."""
         self._lost = error
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
@@ -236,7 +239,7 @@ class AsyncLLM(AsyncControlCalls):
             self._client.stop()
 
     def _cut_short(self) -> RolloutError | None:
-        """Return why pending verbs get no answer; None if they may."""
+        """Return why pending calls get no answer; None if they may."""
         if self._end is not None:
             return EngineStateError("this AsyncLLM was shut down before the answer came")
         return None if self._lost is None else CoordinatorLostError(*self._lost.args)
@@ -321,7 +324,7 @@ class AsyncLLM(AsyncControlCalls):
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
-        """What a user gets of a request that is done: one without a record is FAILED."""
+        """Return the request of a future that is done. Without a record it is FAILED."""
         error: Any = future.exception()
         if error is None:
             return finished_request(future.result(), self.tokenizer)
@@ -337,9 +340,9 @@ class AsyncLLM(AsyncControlCalls):
         priority: int = 0,
         as_text: bool = False,
     ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
-        """Token ids as they come, each once, then the whole request. Closed early, it aborts.
+        """Yield token ids as they come, each once, then the whole request. Closed early, it aborts.
 
-        `as_text`: pieces of its text instead; what may begin a stop string waits until it is none.
+        as_text: yield pieces of text instead. Text that may begin a stop string is held back.
         """
         client, params = await self.start(), sampling_params or SamplingParams()
         if as_text and self.tokenizer is None:

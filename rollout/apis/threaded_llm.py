@@ -349,11 +349,14 @@ class ThreadedLLM(AsyncControlCalls):
         """Wait until there is work. Returns False at the end. Raises EngineStateError if the LLM
         was shut down under open requests, and LockstepError if a rank of the engine is gone."""
         timeout_s = _CHECK_RANKS_S if self._runtime.has_ranks else None
-        with self._changed:
-            while not self._changed.wait_for(self._has_work, timeout_s):
+        has_work = False
+        while not has_work:
+            with self._changed:
+                has_work = self._changed.wait_for(self._has_work, timeout_s)
+            if not has_work:
                 self._runtime.check_ranks()
-            if self._is_ending:
-                return False
+        if self._is_ending:
+            return False
         if self._open and self._runtime.state is EngineState.STOPPED:
             raise EngineStateError("the LLM was shut down before the answer came")
         return True
