@@ -26,9 +26,16 @@ from rollout.apis.arguments import (
     config_with,
 )
 from rollout.apis.in_process import InProcessRuntime
-from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
-from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.apis.spmd import (
+    AllRanks,
+    call_of_command,
+    on_all_ranks,
+    require_one_process,
+    runtime_of,
+)
+from rollout.config import InferenceConfig
+from rollout.control.commands import Command, ControlCalls, R
+from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
@@ -42,7 +49,7 @@ from rollout.weights.update import NamedTensors
 _LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
 
 
-class LLM:
+class LLM(ControlCalls):
     """A model and the engine that serves it. A context manager: leaving it shuts the engine down.
 
     `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
@@ -53,16 +60,16 @@ class LLM:
 
     The engine lives in this process and works while `generate` or `collect` runs. With
     `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
-    coordinator, and they work all the time: the verbs are the same, and return when the last engine
-    has confirmed. They import what `model` and `tokenizer` are made of: a program that defines such
-    a thing itself must guard its start by `if __name__ == "__main__":`.
+    coordinator, which work all the time. The methods are the same, and return when the last engine
+    has confirmed. The processes import the classes of `model` and `tokenizer`: a program that
+    defines one itself must guard its start by `if __name__ == "__main__":`.
 
-    With `pg_collection`, the processes of its group `tp` make an LLM each and call the same verbs,
+    With `pg_collection`, each process of its group `tp` makes an LLM and calls the same methods,
     which return the same on all of them: see docs/tensor_parallel.md.
 
     One thread generates: while it is in generate, submit or collect, these raise EngineStateError
-    in any other. The control verbs may be called meanwhile: they take effect between two steps, and
-    an update is verified and prepared while steps go on.
+    in any other. The control methods may be called meanwhile: they take effect between two steps,
+    and an update is verified and prepared while steps go on.
     """
 
     def __init__(
@@ -95,13 +102,13 @@ class LLM:
         self.model_directory = str(model) if isinstance(model, str | Path) else None
         self._server: apis.EngineServer | None = None  # while an engine of this process is served
         self._serving_lock = threading.Lock()  # held to begin and end serving
-        self._is_told_to_stop = threading.Event()
+        self._stop_requested = threading.Event()
         self.serving_address: tuple[str, int] | None = None  # host and port; None: not served
 
     @property
     def engine(self) -> DynamicInferenceEngine:
         """The engine in this process, to be stepped by hand. Raises ConfigError behind a
-        coordinator, and with pg_collection: the ranks do verbs together.
+        coordinator, and with pg_collection, whose ranks call methods together.
         """
         require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
@@ -161,7 +168,7 @@ class LLM:
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
     ) -> list[RolloutGroup]:
-        """Step until `num_groups` submitted groups are finished (None: all), and hand those out.
+        """Step until `num_groups` submitted groups are finished (None: all), and return them.
 
         In the order of their completion; the rest stays in the engine, through suspend, update and
         resume. After `timeout_s` seconds it returns what there is.
@@ -243,18 +250,18 @@ class LLM:
         it listens, at `serving_address`. Call it in the main thread to end it by signals.
 
         An engine in this process then works in a thread, and takes requests over HTTP alone; the
-        control verbs stay. Raises ConfigError, and EngineStateError if it serves already, is not
-        RUNNING or has unfinished requests.
+        control methods can still be called. Raises ConfigError, and EngineStateError if it serves
+        already, is not RUNNING or has unfinished requests.
         """
         require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()
         if not blocking:
             self._start_serving(config)
             return
-        with _set_by_signals(self._is_told_to_stop):
+        with _set_by_signals(self._stop_requested):
             self._start_serving(config)
             try:
-                while not self._is_told_to_stop.wait(_LOST_CHECK_S):
+                while not self._stop_requested.wait(_LOST_CHECK_S):
                     with self._serving_lock:
                         if self.serving_address is not None:
                             self._serving.require_serving()
@@ -265,7 +272,7 @@ class LLM:
         with self._serving_lock:
             if self.serving_address is not None:
                 raise EngineStateError("this LLM serves already; call stop_serving() first")
-            self._is_told_to_stop.clear()
+            self._stop_requested.clear()
             if isinstance(self._runtime, InProcessRuntime):
                 self._server = apis.EngineServer(self, config)
                 self.serving_address = self._server.address
@@ -275,7 +282,7 @@ class LLM:
     def stop_serving(self, drain_timeout_s: float | None = None) -> None:
         """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
         Does nothing if nothing is served."""
-        self._is_told_to_stop.set()
+        self._stop_requested.set()
         with self._serving_lock:
             if self.serving_address is None:
                 return
@@ -286,13 +293,13 @@ class LLM:
 
     @property
     def _serving(self) -> apis.EngineServer | apis.FleetRuntime:
-        """What serves over HTTP now."""
+        """The object that serves over HTTP now."""
         if self._server is not None:
             return self._server
         assert not isinstance(self._runtime, InProcessRuntime)
         return self._runtime
 
-    # ---- control
+    # ---- control calls: the other methods are those of ControlCalls
 
     @property
     def state(self) -> EngineState:
@@ -302,15 +309,13 @@ class LLM:
     def weights_version(self) -> int:
         return self._runtime.weights_version
 
-    @on_all_ranks
-    def pause(self) -> None:
-        """Stop at the next step edge."""
-        self._runtime.order("pause")
-
-    @on_all_ranks
-    def unpause(self) -> None:
-        """Let the engine generate again."""
-        self._runtime.order("unpause")
+    def do(self, command: Command[R]) -> R:
+        """Do a control call: with `pg_collection`, on all ranks."""
+        if self._ranks is None:
+            return self._runtime.do(command)
+        call = call_of_command(command)
+        result: R = self._ranks.run(call, (), lambda: self._runtime.do(command))
+        return result
 
     @on_all_ranks
     def warm_up(self) -> int:
@@ -322,34 +327,7 @@ class LLM:
                 "warm_up() needs the engine in this process; others capture a step when it first "
                 "comes"
             )
-        num_captured: int = self._runtime.order("warm_up")
-        return num_captured
-
-    @on_all_ranks
-    def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = ("kv_cache",),
-        discard_weights: bool = False,
-    ) -> SuspendReport:
-        """Release memory; unfinished requests stay. The engine must be paused.
-
-        See Engine.suspend.
-        """
-        report: SuspendReport = self._runtime.order("suspend", mode, release, discard_weights)
-        return report
-
-    @on_all_ranks
-    def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released memory, or that of the owner `only`. Once all is restored the engine
-        is paused."""
-        report: ResumeReport = self._runtime.order("resume", only)
-        return report
-
-    @on_all_ranks
-    def set_generation_epoch(self, version: int) -> None:
-        """Set the weights version without new weights. The engine must be paused or suspended."""
-        self._runtime.order("set_generation_epoch", version)
+        return self._runtime.warm_up()
 
     @on_all_ranks
     def update_weights(
@@ -361,22 +339,12 @@ class LLM:
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
         or call `trainer_hooks.take_part`. Only the copies keep steps waiting.
         """
-        report: WeightUpdateReport = self._runtime.order(
-            "update_weights", named_tensors, version, in_flight
-        )
-        return report
+        return self._runtime.update_weights(named_tensors, version, in_flight)
 
     @on_all_ranks
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
-        checksum: str = self._runtime.order("weights_checksum")
-        return checksum
-
-    @on_all_ranks
-    def stats(self) -> EngineStats:
-        """Counters and state of the engine, or of all engines together."""
-        stats: EngineStats = self._runtime.order("stats")
-        return stats
+        return self._runtime.weights_checksum()
 
     def shutdown(self) -> None:
         """Stop the engine and free its KV memory. A second call does nothing."""

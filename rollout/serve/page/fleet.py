@@ -1,4 +1,4 @@
-"""FleetView: what each engine of a fleet does now, and how many tokens per second."""
+"""FleetView: state, counts and rates of each engine of a fleet."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.control.reports import EngineStats
-from rollout.coordinator.client.fleet_stats import FleetStats
+from rollout.control.reports import EngineStats, FleetStats
 
 _COUNTS = (
     *("num_waiting", "num_running", "num_paused"),
