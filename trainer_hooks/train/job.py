@@ -313,11 +313,12 @@ def compose_settings(
 
         settings = compose_settings(["trainer.num_steps=3"], "demo")
 
-    `config_directory`: searched for configs after conf/, as by --config-dir.
+    `config_directory`: holds the config, as --config-dir does; its defaults may come from conf/.
     Raises ConfigError for a key or a value that JobSettings does not take.
     """
     checked = checked_overrides(overrides, JobSettings)
     if config_directory is not None:
-        checked.append(f"hydra.searchpath=[file://{config_directory.resolve()}]")
-    with initialize_config_dir(str(CONFIG_DIRECTORY.resolve()), version_base="1.3"):
+        checked.append(f"hydra.searchpath=[file://{CONFIG_DIRECTORY.resolve()}]")
+    directory = config_directory or CONFIG_DIRECTORY
+    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
         return load_dataclass(JobSettings, compose(config_name, checked))
