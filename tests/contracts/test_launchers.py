@@ -21,8 +21,8 @@ from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.local import LocalLauncher
 from tests.apis.test_child_process import is_alive
 from tests.launch.clusters import has_ray, has_submitit, ray_launcher, slurm_launcher
-from tests.launch.test_supervised_process import waited_for
 from tests.launch.told_engine import Words
+from tests.waiting import until
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120.0
@@ -183,7 +183,7 @@ def test_a_terminated_engine_ends_for_good(place: Place) -> None:
     engine.join(WAIT_S)
     with pytest.raises(EOFError):
         line.recv()
-    waited_for(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid), "the engine has ended")
     engine.terminate()
     engine.kill()
     assert place.ends.get(timeout=WAIT_S)[1]

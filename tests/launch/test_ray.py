@@ -29,7 +29,7 @@ from examples import async_minimal
 from rollout import AsyncLLM, ConfigError
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
-from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
+from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, weights
 from tests.apis.leftovers import MARK, census
 from tests.apis.test_child_process import is_alive
 from tests.apis.test_fleet_losses import (
@@ -39,9 +39,9 @@ from tests.apis.test_fleet_losses import (
     served,
 )
 from tests.launch.clusters import ray_launcher
-from tests.launch.test_supervised_process import waited_for
 from tests.tiny_models import prompt_of
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
+from tests.waiting import until, until_async
 from trainer_hooks import AsyncRolloutProducer
 from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.train.main import run_seed
@@ -151,14 +151,14 @@ def test_an_actor_that_ray_kills_comes_back_with_the_weights_and_no_token_change
             async def is_back() -> bool:
                 return await served(llm) == [1, 1]
 
-            await until(lambda: not is_alive(killed), "the actor's process is gone")
-            await until(is_back, "the actor has the committed weights", every_s=0.2)
+            await until_async(lambda: not is_alive(killed), "the actor's process is gone")
+            await until_async(is_back, "the actor has the committed weights", every_s=0.2)
             pids = [pid_of(each) for each in actors(llm)]
             assert len({killed, *pids}) == 3
             report = await llm.update_weights(weights(2).state_dict(), in_flight=True)
             assert report.version == 2
             assert await served(llm) == [2, 2]
-        waited_for(lambda: not any(map(is_alive, pids)))
+        until(lambda: not any(map(is_alive, pids)), "all engines have ended")
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
@@ -191,7 +191,7 @@ def test_no_engine_and_no_coordinator_is_left_when_the_process_of_the_trainer_is
         assert any(line == "up\n" for line in trainer.stdout)
         assert len(own_processes(mark)) == 2
         trainer.kill()
-        waited_for(lambda: not own_processes(mark))
+        until(lambda: not own_processes(mark), "the processes of Ray have ended")
 
 
 def own_processes(mark: str) -> list[str]:
