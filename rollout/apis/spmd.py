@@ -1,4 +1,4 @@
-"""The verbs of an LLM whose ranks are processes of a trainer: all of them call each verb."""
+"""Calls of an LLM whose ranks are a trainer's processes: all ranks call each method."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
+from msgspec import structs
 from torch import nn
 
 from rollout.apis.in_process import InProcessRuntime
 from rollout.child_process import pickled
 from rollout.config import InferenceConfig
+from rollout.control.commands import Command
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
 from rollout.errors import ConfigError, EngineStateError, encode_error
@@ -33,7 +35,7 @@ _OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
 
 
 class AllRanks(Protocol):
-    """Does a verb that all ranks call."""
+    """Runs a method that all ranks call."""
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         """`work`: the verb itself, for rank 0. `source`: the weights of an update. Returns what
@@ -47,8 +49,8 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """The runtime of an engine in this process, or of this rank's part of one; and, for the latter,
-    what does its verbs."""
+    """Return the runtime of an engine in this process, or of this rank's part of one and, for the
+    latter, what runs its methods on all ranks."""
     if num_spmd_ranks(config) == 1:
         make = DynamicInferenceEngine.from_model
         return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
@@ -60,7 +62,7 @@ def runtime_of(
 
 
 def on_all_ranks(method: Method) -> Method:
-    """A verb of LLM, which all ranks do together where a trainer's processes are the ranks."""
+    """Decorate a method of LLM that all ranks run together if they are a trainer's processes."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -114,12 +116,12 @@ class FollowerRuntime:
 
     @property
     def state(self) -> EngineState:
-        """The engine's, at the end of the last verb."""
+        """The engine's value at the end of the last call."""
         return self._rank.state
 
     @property
     def weights_version(self) -> int:
-        """The engine's, at the end of the last verb."""
+        """The engine's value at the end of the last call."""
         return self._rank.weights_version
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
@@ -148,6 +150,13 @@ def _told(error: BaseException) -> Mapping[str, Any]:
     if not str(encoded["message"]).startswith("rank "):  # another one was at fault
         encoded["message"] = f"rank 0: {encoded['message']}"
     return encoded
+
+
+def call_of_command(command: Command[Any]) -> VerbCall:
+    """Return what ranks compare of a control call: its name and arguments."""
+    arguments = structs.asdict(command)
+    del arguments["command_id"], arguments["deadline_s"]  # of the call as a message
+    return _call_of(command.name, arguments)
 
 
 def _call_of(verb: str, arguments: Mapping[str, Any]) -> VerbCall:

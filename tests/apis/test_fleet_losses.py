@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import AsyncLLM, DynamicInferenceRequest, EngineStateError, Status
-from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.errors import CoordinatorLostError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.apis.test_child_process import is_alive
@@ -25,8 +25,8 @@ AT_ONCE_S = 30.0
 
 async def served(llm: AsyncLLM) -> list[int]:
     """The weights version of each engine that is there."""
-    ranks = (await llm.client.engine_stats())["ranks"]
-    return [stats["weights_version"] for stats in ranks.values()]
+    ranks = (await llm.client.engine_stats()).by_rank
+    return [stats.weights_version for stats in ranks.values()]
 
 
 @pytest.mark.parametrize("size", [2, 1])

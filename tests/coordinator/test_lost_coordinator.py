@@ -13,8 +13,8 @@ import pytest
 from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link
+from rollout.errors import CoordinatorLostError
 from tests.coordinator.test_link import registration, status
 from tests.processes import PROCESSES
 
@@ -50,7 +50,7 @@ def test_what_is_pending_fails_at_once_when_the_coordinator_is_killed() -> None:
             params = SamplingParams(num_tokens_to_generate=5)
             pending = [client.add_request([1], params) for _ in range(100)]
             stats = await client.engine_stats()  # which says that all have arrived
-            assert stats["state"] == "RUNNING"
+            assert stats.state == "RUNNING"
             stream = client.stream([1], params)
             process.kill()
             killed_at = time.monotonic()

@@ -11,13 +11,8 @@ from types import TracebackType
 
 import zmq
 
-from rollout.coordinator.net.dealer import (
-    CONNECTED,
-    REFUSED,
-    CoordinatorLostError,
-    DealerSocket,
-    address_of,
-)
+from rollout.control.commands import Command
+from rollout.coordinator.net.dealer import CONNECTED, REFUSED, DealerSocket, address_of
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
 from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, encode
@@ -27,7 +22,6 @@ from rollout.coordinator.protocol.messages import (
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     Commit,
     Connect,
     ConnectAck,
@@ -36,7 +30,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     EngineStatus,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Register,
@@ -44,8 +37,8 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     Rollback,
 )
-from rollout.errors import ConfigError, ProtocolError, RolloutError
-from rollout.wire import DEFAULT_MAX_FRAME_BYTES
+from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
 _logger = logging.getLogger(__name__)
 

@@ -9,12 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.coordinator.protocol.codec import encode
-from rollout.coordinator.protocol.messages import (
-    Connect,
-    EngineReply,
-    Message,
-    Register,
-)
+from rollout.coordinator.protocol.messages import Connect, EngineReply, Register
+from rollout.wire import Message
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
@@ -24,6 +20,7 @@ from tests.coordinator.message_strategies import (
     messages,
 )
 from tests.coordinator.protocol.test_message_fields import EXAMPLES
+from tests.run_kind import scaled
 
 
 def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
@@ -32,7 +29,7 @@ def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
 
 from_clients, from_engines = any_of(FROM_CLIENTS), any_of(FROM_ENGINES)
 quick = settings(
-    max_examples=60,
+    max_examples=scaled(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
