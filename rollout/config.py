@@ -79,7 +79,6 @@ class MambaInferenceStateConfig:
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch_flash")
 UNIFIED = "unified"
 STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver", UNIFIED)
 MEMORY_KINDS = ("auto", "device", *STABLE_MEMORY_KINDS)
@@ -154,9 +153,6 @@ class InferenceConfig:
     device: auto, cpu, cuda or cuda:N. With auto and cuda, engines of a fleet get a device each of
         those that are visible; with cuda:N all get that one.
     dtype: of weights and KV: auto, float32, bfloat16 or float16.
-    attention_backend: auto; or torch_flash, torch's FlashAttention in place of the kernels that the
-        engine has for CUDA, to compare with. It wants torch 2.13, 16-bit numbers and blocks of a
-        multiple of 256 tokens, and refuses models with score caps, sinks and latent attention.
     num_threads: threads of torch and of the compiled kernels. None: torch's number.
     num_cuda_graphs: most step shapes that are captured, up to half of them for steps that also
     prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows apart. Steps
@@ -220,7 +216,6 @@ class InferenceConfig:
     # Device
     device: Name = "auto"
     dtype: Annotated[str, Choices(DTYPES)] = "auto"
-    attention_backend: Annotated[str, Choices(ATTENTION_BACKENDS)] = "auto"
     num_threads: Annotated[int, Interval(1, MAX_THREADS)] | None = None
     num_cuda_graphs: NonNegativeInt | None = None
     cuda_graph_mixed_prefill_count: NonNegativeInt | None = 16

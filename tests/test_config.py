@@ -482,7 +482,6 @@ MAMBA = MambaInferenceStateConfig(
     layer_type_list=["*"], mamba_conv_states_shape=(1,), mamba_ssm_states_shape=(1,)
 )
 REFUSED: dict[str, Callable[[str], None]] = {
-    "attention_backend": refuses("torch_flash"),
     "unified_memory_level": refuses(1),
     "num_cuda_graphs": refuses(0, 4),
     "cuda_graph_mixed_prefill_count": refuses(0, None),
@@ -549,7 +548,6 @@ def test_no_field_is_silently_ignored(name: str) -> None:
         ("kv_cache_management_mode", "keep"),
         ("kv_cache_management_mode", None),
         ("prefix_caching_eviction_policy", "mru"),
-        ("attention_backend", "triton"),
         ("memory_kind", "disk"),
         ("memory_kind", None),
         ("dtype", "float8"),

@@ -48,7 +48,6 @@ _DEVICES = {
         stable_kind="reserved",
         prefers_stable=False,
         fields_without_effect=(
-            "attention_backend",
             "unified_memory_level",
             "num_cuda_graphs",
             "cuda_graph_mixed_prefill_count",
@@ -142,7 +141,6 @@ def _cuda_backend(
     return cuda_backend(
         memory_kind,
         index=index,
-        attention_kind=config.attention_backend,
         num_graphs=num_graphs,
         max_mixed_graphs=max_mixed if config.use_cuda_graphs_for_non_decode_steps else 0,
         max_rows=min(

@@ -39,7 +39,7 @@ OWN_CONFIG_FIELDS = (
     "seed",  # clients name seeds
     *("enable_prefix_caching", "prefix_caching_eviction_policy"),
     "prefix_caching_coordinator_policy",  # the coordinator's
-    *("device", "attention_backend", "num_threads", "num_cuda_graphs"),
+    *("device", "num_threads", "num_cuda_graphs"),
     *("cuda_graph_mixed_prefill_count", "use_cuda_graphs_for_non_decode_steps"),
     *("use_flashinfer_fused_rope", "tensor_parallel_size", "tensor_parallel_timeout_s"),
     *("tensor_parallel_start_timeout_s", "pg_collection"),

@@ -64,11 +64,10 @@ class FakeDevice:
         num_graphs: int | None,
         max_mixed_graphs: int,
         max_rows: int,
-        attention_kind: str,
         collectives: Collectives,
     ) -> Backend:
         """Stands for `rollout.backends.cuda.backend.cuda_backend`."""
-        del index, attention_kind
+        del index
         self.graphs.append(RepeatingDevice())
         ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
         return replace(

@@ -92,7 +92,6 @@ def test_every_memory_kind_is_served_by_a_device_and_refused_by_name_elsewhere(k
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("attention_backend", "torch_flash"),
         ("unified_memory_level", 1),
         ("num_cuda_graphs", 4),
         ("cuda_graph_mixed_prefill_count", 2),
@@ -134,7 +133,6 @@ def test_auto_is_cuda_where_there_is_a_device(
         {
             "memory_kind": "device",
             "index": None,
-            "attention_kind": "auto",
             "num_graphs": None,
             "max_mixed_graphs": 16,
             "max_rows": 50,
@@ -163,7 +161,6 @@ def test_auto_is_cuda_where_there_is_a_device(
             {"memory_kind": "unified"},
         ),
         ({"memory_kind": "device"}, {"memory_kind": "device"}),
-        ({"attention_backend": "torch_flash"}, {"attention_kind": "torch_flash"}),
         ({"memory_kind": "vmm"}, {"memory_kind": "vmm"}),
         ({"memory_kind": "torch_memory_saver"}, {"memory_kind": "torch_memory_saver"}),
         ({"kv_cache_management_mode": "offload"}, {"memory_kind": "vmm"}),

@@ -27,7 +27,6 @@ from rollout.backends.cuda.unified import UnifiedMemory
 from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import ConfigError
-from tests.backends.plain_varlen import plain_flash
 
 
 def kernels() -> Kernels:
@@ -88,7 +87,6 @@ ATTENTION: dict[str, Callable[[], AttentionBackend]] = {
     "torch_sdpa": TorchSdpaAttention,
     "native": lambda: NativePagedAttention(kernels()),
     "triton": triton_attention,
-    "torch_flash": plain_flash,
 }
 MEMORY: dict[str, Callable[[], MemoryBackend]] = {
     "device": DeviceMemory,

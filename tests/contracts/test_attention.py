@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.attention.reference import ReferenceAttention
-from rollout.backends.attention.torch_flash import TorchFlashAttention
 from rollout.backends.base import AttentionBackend
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, Rotation
@@ -115,9 +114,7 @@ TRAITS = {
 @pytest.mark.drawn(16)
 @pytest.mark.parametrize("traits", TRAITS)
 def test_traits_change_scores_and_weights(attention: AttentionBackend, traits: str) -> None:
-    """Decode rows, a chunk and a whole prompt, some within the window and some beyond it. What a
-    backend has no score caps or sinks for, it refuses before any step.
-    """
+    """Decode rows, a chunk and a whole prompt, some within the window and some beyond it."""
     ragged = Ragged(
         lengths=[(70, 1), (5, 1), (33, 18), (0, 40)],
         num_heads=(6, 2),
@@ -129,18 +126,8 @@ def test_traits_change_scores_and_weights(attention: AttentionBackend, traits: s
         traits=TRAITS[traits][0],
         has_sinks=TRAITS[traits][1],
     )
-    if refuses(attention, ragged):
-        with pytest.raises(ConfigError, match=r"cannot attend with .*(softcap=|sinks)"):
-            attention.check(ragged.all_traits)
-    else:
-        attention.check(ragged.all_traits)
-        assert_rows_attend_causally(attention, ragged)
-
-
-def refuses(attention: AttentionBackend, ragged: Ragged) -> bool:
-    """Whether it has no score caps and sinks, and the batch wants them."""
-    has_any = ragged.has_sinks or ragged.traits.softcap is not None
-    return has_any and isinstance(attention, TorchFlashAttention)
+    attention.check(ragged.all_traits)
+    assert_rows_attend_causally(attention, ragged)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if not is_interpreted(name)])
@@ -148,9 +135,6 @@ def refuses(attention: AttentionBackend, ragged: Ragged) -> bool:
 @settings(max_examples=scaled(60))
 def test_ragged_rows_attend_causally_to_their_own_context(name: str, ragged: Ragged) -> None:
     attention = ATTENTION[name]()
-    if refuses(attention, ragged):
-        traits = replace(ragged.traits, softcap=None)
-        ragged = replace(ragged, traits=traits, has_sinks=False)
     assert_rows_attend_causally(attention, ragged)
 
 
@@ -166,7 +150,7 @@ def test_ragged_rows_attend_causally_where_kernels_are_interpreted(
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", ["native", "triton", "torch_flash"])
+@pytest.mark.parametrize("name", ["native", "triton"])
 def test_fresh_bfloat16_rows_attend_within_the_bound_at_every_width(
     name: str, head_dim: int
 ) -> None:

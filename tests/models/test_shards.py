@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.base import AttentionBackend, Backend
+from rollout.backends.base import Backend
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cpu.library import load_library
 from rollout.backends.forward_batch import ForwardBatch
@@ -22,7 +22,6 @@ from rollout.models import CausalLM, build_model
 from rollout.models.checkpoints.loading import open_model
 from rollout.models.families.registry import FAMILIES
 from rollout.parallel.collectives import Collectives, OneRank
-from tests.backends.plain_varlen import plain_flash
 from tests.family_cases import FAMILY_CASES, family_model, family_of
 from tests.thread_ranks import on_ranks
 from tests.tiny_models import tiny_model
@@ -41,11 +40,8 @@ FUSED_CASES = [
 needs_compiler = pytest.mark.skipif(load_library() is None, reason="no C compiler")
 
 
-def backend_of(
-    collectives: Collectives, *, is_fused: bool, attention: AttentionBackend | None = None
-) -> Backend:
+def backend_of(collectives: Collectives, *, is_fused: bool) -> Backend:
     backend = cpu_backend("device")
-    backend = replace(backend, attention=attention or backend.attention)
     fuse = backend.fuse_decoder if is_fused else None
     return replace(backend, collectives=collectives, fuse_decoder=fuse)
 
@@ -86,13 +82,12 @@ def prepared(
     collectives: Collectives,
     *,
     is_fused: bool = False,
-    attention: AttentionBackend | None = None,
     dtype: str = "auto",
 ) -> CausalLM:
     model, fill = open_model(source, dtype=dtype, rank=collectives.rank, size=collectives.size)
     assert fill is not None
     fill()
-    model.prepare(backend_of(collectives, is_fused=is_fused, attention=attention))
+    model.prepare(backend_of(collectives, is_fused=is_fused))
     if is_fused:
         forbid_layers(model)
     return model
@@ -141,14 +136,6 @@ def logits_on_ranks(source: Any, size: int, **how: Any) -> list[Tensor]:
 def test_logits_of_all_ranks_are_those_of_one(case: str, size: int) -> None:
     source = family_model(case, seed=3)
     assert_as_one(logits_on_ranks(source, size), logits_on_ranks(source, 1)[0])
-
-
-@pytest.mark.parametrize("case", ["qwen3", "gemma3_text"])
-def test_ranks_may_attend_by_torchs_function_and_its_cache(case: str) -> None:
-    """Heads of queries, keys and values are those of the rank."""
-    source = family_model(case, seed=3)
-    logits = logits_on_ranks(source, 2, attention=plain_flash())
-    assert_as_one(logits, logits_on_ranks(source, 1)[0])
 
 
 @pytest.mark.drawn(8)

@@ -44,7 +44,7 @@ class TokenMajorCache:
         return (num_blocks, spec.block_size, num_planes, spec.num_kv_heads, spec.head_dim)
 
     def check(self, traits: AttentionTraits) -> None:
-        """All traits are taken."""
+        """Accept every attention trait."""
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch as it is: layers share nothing."""

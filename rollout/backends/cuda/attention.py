@@ -130,7 +130,7 @@ class TritonPagedAttention:
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
     def check(self, traits: AttentionTraits) -> None:
-        """All traits are taken."""
+        """Accept every attention trait."""
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with a TritonPlan."""

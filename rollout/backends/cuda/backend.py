@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rollout.backends.attention import torch_flash
-from rollout.backends.base import AttentionBackend, Backend, Executor
+from rollout.backends.base import Backend, Executor
 from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cuda.attention import TritonPagedAttention
 from rollout.backends.cuda.copy import copy_tokens
@@ -39,15 +38,13 @@ def cuda_backend(
     num_graphs: int | None,
     max_mixed_graphs: int,
     max_rows: int,
-    attention_kind: str = "auto",
     collectives: Collectives = ONE_RANK,
 ) -> Backend:
     """A Backend on the CUDA device of that index, None: the current one.
 
-    `attention_kind`: "auto" for Triton's, or "torch_flash". `num_graphs` and `max_mixed_graphs` as
+    `num_graphs` and `max_mixed_graphs` as
     `make_ladder` takes them; no graphs at all with 0.
-    Raises ConfigError where there is no device, or where memory or attention of that kind cannot
-    work.
+    Raises ConfigError where there is no device, or where memory of that kind cannot work.
     """
     runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
     device = runtime.device
@@ -57,16 +54,11 @@ def cuda_backend(
         ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
         executor = GraphExecutor(device, CudaGraphs(device), ladder, collectives)
     properties = torch.cuda.get_device_properties(device)
-    ops = TritonOps()
-    attention: AttentionBackend
-    if attention_kind == torch_flash.NAME:
-        attention = torch_flash.TorchFlashAttention(ops)
-    else:
-        attention = TritonPagedAttention(num_multiprocessors=properties.multi_processor_count)
+    attention = TritonPagedAttention(num_multiprocessors=properties.multi_processor_count)
     return Backend(
         device=device,
         memory_bytes=properties.total_memory,
-        ops=ops,
+        ops=TritonOps(),
         attention=attention,
         executor=executor,
         memory=memory,
