@@ -32,7 +32,7 @@ from rollout.tensor_parallel.spmd_group import join_as_follower, join_as_lead, n
 from rollout.tensor_parallel.start import start_group
 from rollout.text import Tokenizer
 from rollout.weights.served import ServedWeights
-from rollout.weights.update import MAX_VERSION
+from rollout.weights.version import MAX_VERSION
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.worker.worker import Worker
 

@@ -31,7 +31,8 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
 from rollout.version_spans import VersionSpans
 from rollout.weights.staged import StagedWeights
-from rollout.weights.update import NamedTensors, next_version
+from rollout.weights.update import NamedTensors
+from rollout.weights.version import next_version
 from rollout.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.served import ServedWeights
 from rollout.weights.staged import StagedWeights
-from rollout.weights.update import NamedTensors, blaming, next_version, streamed
+from rollout.weights.update import NamedTensors, blaming, streamed
+from rollout.weights.version import next_version
 from rollout.worker.kv_cache import BlockIds, KVCache
 from rollout.worker.model_runner import ModelRunner
 from rollout.worker.worker import MemoryUse, Worker
@@ -166,7 +167,7 @@ class TensorParallelExecutor(Worker):
                 staged = super().stage_weights(tensors, check, source_checksum)
                 answers = self._staging_answers(order)
                 raise_first(answers)
-                self.weights.accept(staged, [staged.share, *answers], source_checksum)
+                self.weights.verify(staged, [staged.share, *answers], source_checksum)
             except BaseException:
                 # Also ends the staging of the others: nobody reads the weights after this.
                 self._staging_answers(self._staging_order("drop", key))
@@ -219,7 +220,7 @@ class TensorParallelExecutor(Worker):
             raise
         except BaseException:
             if self.weights.version != before:
-                self.weights.undo(staged)
+                self.weights.roll_back(staged)
             self._together("undo_commit", lambda: None, key)
             raise
         return sum(answers)

@@ -155,7 +155,7 @@ def _reset(steps: _Steps, collectives: Collectives) -> None:
 
 def _undo(worker: Worker, staged: StagedWeights) -> None:
     if staged.is_spent:
-        worker.weights.undo(staged)
+        worker.weights.roll_back(staged)
 
 
 # ---- the start

@@ -22,7 +22,6 @@ _STATE_COMMANDS: Mapping[Headers, str] = {
     Headers.STOP: "stop",
 }
 EPOCH_COMMANDS = (Headers.SET_GENERATION_EPOCH, Headers.INCREMENT_STALENESS)
-_MAX_VERSION = 2**31 - 1
 _DEFAULT_RELEASE = ("kv_cache",)
 
 
@@ -139,16 +138,6 @@ class Fleet:
         elif self.state is CoordinatorState.RUNNING:
             commands += ["update_weights with in_flight=True"]
         return [*commands, "stats", "shutdown"]
-
-    def require_next_version(self, version: object, error_type: type[Exception]) -> int:
-        """Return `version`; raise `error_type` unless it is an integer above the current one."""
-        current = self.weights_version
-        if type(version) is not int or not current < version <= _MAX_VERSION:
-            raise error_type(
-                f"version={version!r} must be an integer above the current version {current}; the "
-                "serving weights are kept"
-            )
-        return version
 
     def change_state(self, command: Command) -> None:
         """Take the state after a command that every engine has done.

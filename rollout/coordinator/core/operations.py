@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.messages import (
     command_name,
 )
 from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
+from rollout.weights.version import next_version
 
 logger = logging.getLogger(__name__)
 
@@ -210,10 +211,12 @@ class EpochChange(Operation):
     message: Command
 
     def begin(self, now: float) -> None:
-        version: object = self.fleet.weights_version + 1
+        version: object = None
         if self.message.header is Headers.SET_GENERATION_EPOCH:
             version = self.message.arguments.get("version")
-        self._version = self.fleet.require_next_version(version, InvalidRequestError)
+            if version is None:
+                raise InvalidRequestError("set_generation_epoch needs a version, an integer")
+        self._version = next_version(self.fleet.weights_version, version, InvalidRequestError)
         own = COMMAND_TYPES[Headers.SET_GENERATION_EPOCH](
             command_id=self.command_id,
             arguments={"version": self._version},
@@ -255,10 +258,7 @@ class WeightCommit(Operation):
     _decided_at = _grace_end = 0.0  # of a decided commit
 
     def begin(self, now: float) -> None:
-        version = self.message.version
-        if version is None:
-            version = self.fleet.weights_version + 1
-        self._version = self.fleet.require_next_version(version, WeightUpdateError)
+        self._version = next_version(self.fleet.weights_version, self.message.version)
         engines = self.registry.members_of(self.message.source)
         self.registry.dispatcher.await_push(False, now)  # it is here
         prepare = Prepare(

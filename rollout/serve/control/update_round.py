@@ -11,22 +11,23 @@ from rollout.serve.control.announcement import ModelTensors, TensorMetadata
 
 
 class UpdateRound:
-    """Tensors of one update, kept on the host. Each is announced, then comes, once.
+    """Tensors of one update, kept on the host. Each is announced once, then comes.
 
-    Whether all of the model's tensors have come is for the engines, which take all or none.
-    label: the last one that came with tensors.
+    The engines check that all of the model's tensors have come. label: the last label that came
+    with tensors.
     """
 
     def __init__(self, model: ModelTensors | None, max_bytes: int) -> None:
-        """model: None if it is not known; then the engines find wrong tensors at the end."""
+        """model: None if it is not known; then the engines find wrong tensors at the commit."""
         self._model, self._max_bytes = model, max_bytes
         self.label: str | None = None
         self._num_bytes = 0
         self._tensors: dict[str, Tensor | None] = {}  # None: announced, not here yet
 
     def announce(self, tensors: Sequence[TensorMetadata]) -> None:
-        """Check tensors that are about to come. Raises WeightUpdateError naming the one at fault;
-        the round is of no more use then.
+        """Check tensors that are about to come.
+
+        Raises WeightUpdateError naming the tensor at fault. The round cannot be used then.
         """
         for tensor in tensors:
             if self._model is not None:
@@ -47,9 +48,7 @@ class UpdateRound:
         self.label = self.label if label is None else label
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors. Raises WeightUpdateError if there are none, or some are on their
-        way.
-        """
+        """Return all tensors. Raises WeightUpdateError if there are none, or some have not come."""
         came = {name: tensor for name, tensor in self._tensors.items() if tensor is not None}
         if len(came) < len(self._tensors) or not came:
             raise WeightUpdateError(
