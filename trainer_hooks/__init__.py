@@ -73,6 +73,8 @@ from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.weight_sync import (
+    CheckpointWeightSync,
+    CollectiveWeightSync,
     InProcessWeightSync,
     SharedMemoryWeightSync,
     WeightSync,
@@ -139,6 +141,8 @@ __all__ = [
     "WeightSync",
     "InProcessWeightSync",
     "SharedMemoryWeightSync",
+    "CollectiveWeightSync",
+    "CheckpointWeightSync",
     "full_tensors",
     "merged_tensors",
     "take_part",

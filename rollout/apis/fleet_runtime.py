@@ -20,6 +20,7 @@ from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
+from rollout.weights.transports.base import WeightTransport
 
 _T = TypeVar("_T")
 LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
@@ -159,6 +160,10 @@ class FleetRuntime:
     def order(self, verb: str, *arguments: Any) -> Any:
         """Do a verb of the AsyncLLM, and wait until all engines have confirmed."""
         return self._do(getattr(self._llm, verb)(*arguments))
+
+    def use_weight_transport(self, transport: str | WeightTransport) -> None:
+        """See AsyncLLM.use_weight_transport."""
+        self._llm.use_weight_transport(transport)
 
     def serve(self, config: ServeConfig) -> tuple[str, int]:
         """Serve over HTTP until `stop_serving`. Returns host and port. See AsyncLLM.serve."""

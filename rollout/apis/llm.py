@@ -35,6 +35,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.telemetry import ObserverGuard
 from rollout.text import Tokenizer, tokenizer_of
+from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
 
@@ -364,6 +365,18 @@ class LLM:
             "update_weights", named_tensors, version, in_flight
         )
         return report
+
+    def use_weight_transport(self, transport: str | WeightTransport) -> None:
+        """Send later updates by another transport, with `use_coordinator`. See AsyncLLM.
+
+        Raises ConfigError for an engine in this process, which copies tensors directly.
+        """
+        if not isinstance(self._runtime, FleetRuntime):
+            raise ConfigError(
+                "the engine is in this process and copies weights directly; a weight transport "
+                "needs use_coordinator=True"
+            )
+        self._runtime.use_weight_transport(transport)
 
     @on_all_ranks
     def weights_checksum(self) -> str:
