@@ -11,6 +11,8 @@ RolloutError
 ├── DetokenizeError                     the tokenizer raised on tokens of a request
 ├── ProtocolError                       a message that cannot be understood
 ├── LockstepError                       a rank of one engine died, timed out or diverged
+├── CoordinatorLostError                the coordinator of a fleet does not answer
+├── ClientStateError                    a client that is not started, or has ended
 ├── RequestAbortedError                 the request was ended by its owner
 ├── ContextOverflowError                a request that the context cannot take, now or ever
 │   ├── RequestOverflowError            no row left
@@ -72,6 +74,16 @@ class ProtocolError(RolloutError):
 
 class LockstepError(RolloutError):
     """A rank of an engine died, timed out or diverged from the others. Create a new engine."""
+
+
+class CoordinatorLostError(RolloutError):
+    """The coordinator does not answer, has ended, or no longer knows the request or command."""
+
+    is_transient = True
+
+
+class ClientStateError(RolloutError):
+    """A client was used before its start, after its end, or in another event loop than its own."""
 
 
 class RequestAbortedError(RolloutError):

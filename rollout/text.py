@@ -47,6 +47,10 @@ class RenderedText(str):
     __slots__ = ()
 
 
+# Text, or token ids: a list, an array or a tensor.
+Prompt = str | Sequence[int]
+
+
 class PromptIds(Protocol):
     """Token ids that can be sliced: a list, an array of numpy or a tensor."""
 

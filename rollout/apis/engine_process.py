@@ -16,10 +16,10 @@ from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.agent.loop import serve
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine
+from rollout.errors import CoordinatorLostError
 from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.registry import WeightFetcher
 

@@ -14,10 +14,9 @@ from rollout.backends.select import block_size_of, needs_gpu
 from rollout.child_process import end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.context import CoordinatorLimits
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys, remove_private_address
 from rollout.coordinator.routing.policies import find_policy
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, CoordinatorLostError
 from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.supervised_process import SupervisedProcess
 from rollout.models.checkpoints.loading import without_shards

@@ -64,7 +64,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run_serving(words: Sequence[str]) -> int:
-    parser = Parser("bench serving", "Measure a server through its OpenAI door.")
+    parser = Parser("bench serving", "Measure a server through its OpenAI protocol.")
     parser.epilog = f"settings:\n{_LOAD_HELP}{_SERVING_HELP}"
     given = parser.parse(words)
     (values,) = read_settings(given.settings, fields_of(ServingLoad))

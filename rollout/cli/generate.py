@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollout.apis.groups import RolloutGroup
+from rollout.apis.arguments import RolloutGroup
 from rollout.apis.llm import LLM
 from rollout.cli.chat_template import chat_template_of
 from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm, with_model

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 from rollout import __version__
 from rollout.cli.settings import UsageError
@@ -26,6 +27,10 @@ COMMANDS = {
     "engine": "serve a coordinator with one engine",
     "keys": "make the keys of a fleet over several hosts",
 }
+
+
+# Installed packages add commands by this group of entry points: `run(arguments) -> exit code` each.
+ENTRY_POINTS = "rollout.commands"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,16 +60,29 @@ def _run(words: list[str]) -> int:
     if name in ("-V", "--version"):
         print(f"rollout {__version__}")
         return 0
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(COMMANDS)}"
+    if name in COMMANDS:
+        run = import_module(f"rollout.cli.{name}").run
+    elif name in (others := _commands_of_packages()):
+        run = others[name].load()
+    else:
+        known = [*COMMANDS, *others]
+        nearest = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(known)}"
         raise UsageError(f"unknown command {name!r}; {remedy}")
-    exit_code: int = import_module(f"rollout.cli.{name}").run(rest)
+    exit_code: int = run(rest)
     return exit_code
+
+
+def _commands_of_packages() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def _help() -> str:
     lines = [f"  {name:<13}{about}" for name, about in COMMANDS.items()]
+    lines += [
+        f"  {name:<13}a command of {entry.module}"
+        for name, entry in sorted(_commands_of_packages().items())
+    ]
     return "\n".join(
         [
             "usage: rollout COMMAND [options] key=value ...",

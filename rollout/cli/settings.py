@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
-from rollout.keyword_hints import hint_of
+from rollout.keyword_hints import field_types, hint_of, is_union, remedy_of_unknown
 
 _HELP_INDENT, _HELP_WIDTH = 36, 100
 # "name: text" or "name, name: text", with the lines below that are indented.
@@ -63,9 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
     """The fields of a dataclass, with their types."""
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    return {name: hints[name] for name in names if name not in without}
+    return {name: each for name, each in field_types(kind).items() if name not in without}
 
 
 def help_of(kind: type) -> str:
@@ -141,7 +138,7 @@ def require(values: Mapping[str, Any], name: str, example: str) -> Any:
 
 def value_of(name: str, text: str, kind: Any) -> Any:
     """Return `text` as a value of type `kind`. Raises UsageError."""
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None
     if bool in options and text.lower() in _SWITCH:
@@ -167,14 +164,9 @@ def value_of(name: str, text: str, kind: Any) -> Any:
 def _unknown(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, str]) -> UsageError:
     if name in hints:
         return UsageError(hint_of(name, text, hints))
-    known = [known for group in groups for known in group]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    remedy = f"did you mean {nearest[0]}?" if nearest else "see --help"
+    known = (known for group in groups for known in group)
+    remedy = remedy_of_unknown(name, known, "see --help", cutoff=0.5)
     return UsageError(f"{name}={text} is unknown; {remedy}")
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def _is_container(kind: Any) -> bool:

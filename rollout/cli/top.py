@@ -17,6 +17,7 @@ from rich.text import Text
 
 from rollout.cli.http_faults import named_http_faults
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
+from rollout.coordinator.client.fleet_stats import fleet_stats
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
 from rollout.coordinator.net.security import CurveKeys
@@ -66,7 +67,7 @@ async def of_coordinator(
     view = FleetView()
     async with InferenceClient(address, name="top", curve=curve) as client:
         while True:
-            yield view.snapshot(await client.engine_stats())
+            yield view.snapshot(fleet_stats(await client.engine_stats()))
             await asyncio.sleep(interval_s)
 
 

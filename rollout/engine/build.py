@@ -25,7 +25,7 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.spec import ModelSpec, union_of_ids
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
-from rollout.step.seeds import given_or_drawn, mix_seed
+from rollout.step.seeds import given_or_drawn
 from rollout.tensor_parallel.spmd_executor import SpmdExecutor
 from rollout.tensor_parallel.spmd_follower import SpmdFollower
 from rollout.tensor_parallel.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
@@ -76,11 +76,6 @@ class DynamicInferenceEngine(Engine):
                 "steps by itself would wait for the others"
             )
         return cls._made_of(*_executor_of(model, config, weights_version), config, tokenizer)
-
-    def seed_of_next_client(self) -> int:
-        """Return a seed for a client that names the seeds of this engine's requests from now on. It
-        follows from the engine's own and repeats no request that the engine has had."""
-        return mix_seed(self.seed, self._inputs.num_submitted, 0)
 
     @property
     def shared_settings(self) -> dict[str, str]:

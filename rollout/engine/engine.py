@@ -20,7 +20,7 @@ from rollout.control.reports import (
 from rollout.control.state import EngineState, StateMachine
 from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
-from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
+from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
 from rollout.engine.suspension import Suspension
@@ -29,6 +29,7 @@ from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
+from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
 from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors

@@ -1,4 +1,4 @@
-"""The aiohttp application of a server: the doors' routes, each checked, decoded and answered."""
+"""The aiohttp application of a server: checks, decodes and answers each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollout.serve.config import CONTROL_DOORS
+from rollout.serve.config import CONTROL_PROTOCOLS
 from rollout.serve.control.routes import control_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
@@ -35,30 +35,30 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(state: ServerState) -> web.Application:
-    """Return the application with the doors that the config names."""
+    """Return the application with the protocols that the config names."""
     app = web.Application(
         client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
     )
     app[STATE] = state
-    if set(CONTROL_DOORS) & set(state.config.doors):
+    if set(CONTROL_PROTOCOLS) & set(state.config.protocols):
         app[CONTROL] = make_control(state)
         app.on_shutdown.append(close_control)
     keys, senders = Keys(state.config), Senders(state.config)
-    for route in routes_of(state.config.doors):
+    for route in routes_of(state.config.protocols):
         app.router.add_route(route.method, route.path, _guarded(route, senders, keys))
     return app
 
 
-def routes_of(doors: Sequence[str]) -> list[Route]:
-    """Return the routes of all doors."""
+def routes_of(protocols: Sequence[str]) -> list[Route]:
+    """Return the routes of `protocols`, and those of every server."""
     routes = [*health_routes(), *metrics_routes()]
-    if "openai" in doors:
+    if "openai" in protocols:
         routes += model_routes()
         routes += completion_routes()
         routes += chat_routes()
         routes += generate_routes()
         routes += tokenizer_routes()
-    routes += control_routes(doors)
+    routes += control_routes(protocols)
     return [*routes, _openapi_route(routes), *page_routes()]
 
 
@@ -72,8 +72,8 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route: it checks the sender and the key, decodes the body,
-    takes a turn, and answers every fault in the door's form."""
+    """Return the aiohttp handler of a route. It checks the sender and the key, decodes the body,
+    waits for the limit of running requests, and answers every error in the protocol's form."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         start, status = time.monotonic(), _CLIENT_HAS_GONE

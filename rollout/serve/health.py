@@ -14,7 +14,7 @@ from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.limits import Access
 from rollout.serve.openapi import installed_version
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 
 _ANSWER_S = 10.0
 _GENERATE_S = 20.0
@@ -23,22 +23,15 @@ _PRIORITY = 2**31 - 1
 
 
 def health_routes() -> list[Route]:
-    health = [
-        Route(method="GET", path=path, handler=_health, access=Access.OPEN, summary="Readiness")
-        for path in ("/health", "/health/", "/ping", "/ready")
-    ]
-    generate = Route(
-        method="GET",
-        path="/health_generate",
-        handler=_Probe().answer,
-        access=Access.OPEN,
-        summary="Whether a token is generated now",
-    )
+    generates = "Whether a token is generated now"
     return [
-        *health,
-        generate,
-        Route(method="GET", path="/load", handler=_load, summary="Requests in the server now"),
-        Route(method="GET", path="/version", handler=_version, summary="Version of this server"),
+        *(
+            get_route(path, _health, "Readiness", access=Access.OPEN)
+            for path in ("/health", "/health/", "/ping", "/ready")
+        ),
+        get_route("/health_generate", _Probe().answer, generates, access=Access.OPEN),
+        get_route("/load", _load, "Requests in the server now"),
+        get_route("/version", _version, "Version of this server"),
     ]
 
 
@@ -79,11 +72,11 @@ async def _generate(state: ServerState) -> None:
     if stats.state is not EngineState.RUNNING:
         raise ApiError(503, f"the engines are {stats.state.name}: nothing is generated")
     params = SamplingParams(num_tokens_to_generate=1)
+    ((future,),) = state.llm.add_groups(
+        [([0], [params])], priority=_PRIORITY, deadline_s=_GENERATE_S
+    )
     try:
-        record = await asyncio.wait_for(
-            state.llm.client.add_request([0], params, priority=_PRIORITY, deadline_s=_GENERATE_S),
-            _GENERATE_S,
-        )
+        record = await asyncio.wait_for(future, _GENERATE_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"no token was generated within {_GENERATE_S:g} seconds") from None
     if not record.merge().num_generated_tokens:

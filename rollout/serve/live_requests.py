@@ -9,13 +9,13 @@ from rollout.coordinator.client.streams import RequestFuture
 
 
 class LiveRequests:
-    """`abort_sample` ends the sample with a request id of ours. `on_end` gets the samples of each
-    request that is over, whether or not they have ended.
+    """`abort_sample` aborts a sample. `on_end` gets the samples of each request that is over,
+    whether or not they have ended.
     """
 
     def __init__(
         self,
-        abort_sample: Callable[[int], None],
+        abort_sample: Callable[[RequestFuture], None],
         *,
         on_end: Callable[[Sequence[RequestFuture]], None],
     ) -> None:
@@ -55,6 +55,6 @@ class LiveRequests:
                 continue
             for future in futures:
                 if not future.done():
-                    self._abort_sample(future.request_id)
+                    self._abort_sample(future)
                     num_aborted += 1
         return num_aborted

@@ -14,10 +14,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from rollout.control.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
-from rollout.coordinator.client.fleet_stats import engine_stats, stats_by_engine
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
@@ -34,22 +33,22 @@ _GAUGES = {
 
 
 def metrics_routes() -> list[Route]:
-    return [Route(method="GET", path="/metrics", handler=_metrics, summary="For Prometheus")]
+    return [get_route("/metrics", _metrics, "For Prometheus")]
 
 
 async def _metrics(request: web.Request, body: Any) -> web.Response:
     state, registry = request.app[STATE], CollectorRegistry()
     try:
-        results = await asyncio.wait_for(state.llm.client.engine_stats(), _ANSWER_S)
+        fleet = await asyncio.wait_for(state.llm.fleet_stats(), _ANSWER_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
     control = request.app.get(CONTROL)
-    registry.register(_Present(state, engine_stats(results)))
+    registry.register(_Present(state, fleet.together))
     registry.register(
         VllmFamilies(
             model_name=state.served_name,
-            engines=stats_by_engine(results),
-            num_queued=results["num_queued"] + state.turnstile.num_waiting,
+            engines=fleet.engines,
+            num_queued=fleet.num_queued + state.turnstile.num_waiting,
             sleeps=control is not None and control.pausing.is_asleep,
         )
     )

@@ -95,9 +95,7 @@ class Server:
             turnstile=Turnstile(
                 max_running=config.max_running_requests, max_waiting=config.max_waiting_requests
             ),
-            live=LiveRequests(
-                lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
-            ),
+            live=LiveRequests(llm.abort_request, on_end=recent.add_ended),
             texts=texts,
             tag_tokenizers=TagTokenizers(texts),
             sampling_defaults=sampling_defaults(directory, config.generation_config),
@@ -180,18 +178,10 @@ class Server:
             raise self.lost
 
     async def _end_when_lost(self) -> None:
-        """Stop once the client of the engines has ended, as it does when its process stood still
-        for longer than its lease: a client does not come back.
-        """
-        listener = self.state.llm.client.listener_task
-        assert listener is not None, "the LLM is started"
-        await asyncio.wait([listener])
-        try:
-            await self.state.llm.stats()
-        except RolloutError as error:  # it says why
-            self.lost = error
-            _logger.error("the server ends; start it again: %s", error)
-            await self.stop(drain_timeout_s=0.0)
+        """Stop once the engines can answer no request any more."""
+        self.lost = await self.state.llm.lost()
+        _logger.error("the server ends; start it again: %s", self.lost)
+        await self.stop(drain_timeout_s=0.0)
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:

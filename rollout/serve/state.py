@@ -1,4 +1,4 @@
-"""ServerState: what handlers share, and Route: one entry of a door's table."""
+"""ServerState: what handlers share, and Route: one entry of a protocol's table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rollout.serve.config import ServeConfig
 from rollout.serve.errors import ErrorForm, openai_form
-from rollout.serve.fields import Fields
+from rollout.serve.fields import Fields, NoFields
 from rollout.serve.generation_config import SamplingDefaults
 from rollout.serve.labels import VersionLabels
 from rollout.serve.limits import Access, Turnstile
@@ -29,7 +29,7 @@ from rollout.tool_calls import ReplyFormat
 class ServerState:
     """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
     and output. template: of chats, None without one. reply_format: of what the model answers.
-    sampling_defaults: of fields that clients of the openai door leave out.
+    sampling_defaults: values of the fields that clients of the openai protocol leave out.
     """
 
     llm: ServedLLM
@@ -58,7 +58,7 @@ Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A path of a door. An absent body is an empty object.
+    """A path of a protocol. An absent body is an empty object.
 
     body: the struct that the JSON body is decoded to; None: the body is not read.
     query: the parameters that the handler reads of the query; None: the query is not checked.
@@ -77,3 +77,48 @@ class Route:
     ends_with_client: bool = False
     generates: bool = False
     summary: str = ""
+
+
+def get_route(
+    path: str,
+    handler: Handler,
+    summary: str,
+    *,
+    query: type[Fields] | None = None,
+    access: Access = Access.INFERENCE,
+    errors: ErrorForm = openai_form,
+) -> Route:
+    """Return the route of a question, which changes nothing."""
+    return Route(
+        method="GET",
+        path=path,
+        handler=handler,
+        summary=summary,
+        query=query,
+        access=access,
+        errors=errors,
+    )
+
+
+def admin_route(
+    path: str,
+    handler: Handler,
+    summary: str,
+    *,
+    body: type[Fields] = NoFields,
+    query: type[Fields] = NoFields,
+    errors: ErrorForm = openai_form,
+    ends_with_client: bool = False,
+) -> Route:
+    """Return the route of an operation."""
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        summary=summary,
+        body=body,
+        query=query,
+        access=Access.ADMIN,
+        errors=errors,
+        ends_with_client=ends_with_client,
+    )

@@ -18,8 +18,8 @@ def next_version(
         version = current + 1
     if isinstance(version, bool) or not isinstance(version, int) or version > MAX_VERSION:
         raise error_type(
-            f"version={version!r} must be an integer of at most {MAX_VERSION}, for tensors of "
-            "versions are int32; count updates rather than time"
+            f"version={version!r} must be an integer above the current version {current}, and of "
+            f"at most {MAX_VERSION}, for tensors of versions are int32; count updates, not time"
         )
     if version <= current:
         raise error_type(

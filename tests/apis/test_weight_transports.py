@@ -103,6 +103,7 @@ async def served(llm: AsyncLLM) -> list[int]:
     return [stats["weights_version"] for stats in ranks.values()]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fleet_takes_pushes_by_every_transport_and_a_late_engine_gets_them(
     kind: str, tmp_path: Path

@@ -298,6 +298,7 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -343,6 +344,7 @@ REPORTED = (
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("asked", ASKS)
 def test_a_request_that_asks_for_more_leaves_the_batch_in_its_graphs(
     monkeypatch: pytest.MonkeyPatch, asked: str
@@ -476,6 +478,7 @@ def captures_over_cycles(
     return [*captures, executor.num_captures]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_graphs_outlive_20_suspends_where_addresses_stay(
     monkeypatch: pytest.MonkeyPatch, mode: str

@@ -102,6 +102,7 @@ def test_a_batch_of_padding_alone_has_no_output() -> None:
     assert_as_the_reference(mix, None)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.device
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 8, 64])
 def test_every_number_of_programs_gives_the_same(num_programs: int) -> None:
@@ -129,6 +130,7 @@ def test_windows_softcaps_and_sinks_hold_in_parts_and_padding(num_programs: int)
     assert_as_the_reference(mix, num_programs, traits)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.device
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("num_programs", [3, 12])
@@ -152,6 +154,7 @@ def test_prefill_behind_long_contexts_is_the_same_in_parts(
     assert_as_the_reference(mix, num_programs, PLAIN if is_plain else traits)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.device
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])
 def test_query_heads_of_any_group_size_share_their_kv_head(group_size: int) -> None:
@@ -320,6 +323,7 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))]
 )

@@ -129,6 +129,7 @@ def is_undecided(logits_V: np.ndarray, draw: Draw) -> bool:
     return bool(np.abs(p_V.cumsum() - np.float32(draw.top_p)).min() < BOUNDARY)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.device
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.0), (7, 0.0), (0, 0.05), (7, 0.5)])
 @pytest.mark.parametrize("spread", [0.0, 1e-30, 1e30])
@@ -167,6 +168,7 @@ def test_tokens_whose_weight_underflows_are_never_drawn(uniform: float, gap: flo
     assert result.token_ids_S.tolist() == [CHUNK + (900 if uniform == ALMOST_ONE else 5)]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.device
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of infinities
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -273,6 +275,7 @@ def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> N
     assert torch.equal(captured.logprobs_S, expected.logprobs_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "num_kernels"),
     [

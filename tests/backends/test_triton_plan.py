@@ -269,6 +269,7 @@ def test_whole_prefill_behind_long_contexts_would_leave_multiprocessors_idle() -
     assert makespan(costs, 132) < 1.1
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.device
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("prompt_len", [300, 1024, 2048, 4096, 8192])
@@ -329,6 +330,7 @@ def test_interpreted_programs_do_the_work_that_the_model_counts(
     assert max(shares) <= BALANCE * sum(shares) / num_programs
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 1300])
 def test_interpreted_parts_of_prefill_do_the_work_that_the_model_counts(

@@ -45,7 +45,7 @@ def test_help_tells_every_field_of_the_server_with_its_default(
         assert len(line) <= 100
     assert "  port=8000 " in shown
     assert "  api_key=none " in shown
-    assert "  doors=openai,vllm,sglang " in shown
+    assert "  protocols=openai,vllm,sglang " in shown
 
 
 def test_help_is_that_of_the_docstring_of_any_dataclass() -> None:

@@ -111,6 +111,7 @@ TRAITS = {
 }
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("traits", TRAITS)
 def test_traits_change_scores_and_weights(attention: AttentionBackend, traits: str) -> None:
     """Decode rows, a chunk and a whole prompt, some within the window and some beyond it. What a
@@ -162,6 +163,7 @@ def test_ragged_rows_attend_causally_where_kernels_are_interpreted(
     assert_rows_attend_causally(ATTENTION[name](), replace(ragged, dtype=torch.float32))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["native", "triton", "torch_flash"])
 def test_fresh_bfloat16_rows_attend_within_the_bound_at_every_width(

@@ -203,6 +203,7 @@ def test_fingerprints_of_parts_at_their_places_add_up(
     )
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64, torch.bool])
 def test_a_copy_has_the_bytes_and_the_fingerprint(

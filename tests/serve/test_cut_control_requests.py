@@ -165,6 +165,7 @@ def test_the_server_works_after_control_requests_that_are_cut_at_any_time(
     assert served.get("/health_generate").status == 200
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("path", "state"),
     [

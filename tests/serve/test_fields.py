@@ -14,7 +14,7 @@ import pytest
 
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.serve import app
-from rollout.serve.config import DOORS
+from rollout.serve.config import PROTOCOLS
 from rollout.serve.fields import Fields, Neutral, Refused, nested, statuses
 from rollout.serve.state import Route
 from tests.serve.served import Served
@@ -145,8 +145,8 @@ BESIDE_OF: dict[str, Any] = {
 def routes() -> dict[str, list[Route]]:
     """All routes by method and path; two protocols may have one path."""
     found: dict[str, list[Route]] = {}
-    for doors in (DOORS, *((door,) for door in DOORS)):
-        for route in app.routes_of(doors):
+    for protocols in (PROTOCOLS, *((protocol,) for protocol in PROTOCOLS)):
+        for route in app.routes_of(protocols):
             found.setdefault(f"{route.method} {route.path}", []).append(route)
     return found
 

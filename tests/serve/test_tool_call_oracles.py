@@ -129,6 +129,7 @@ def replies(written: Written, calls: list[Call], text: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ORACLES)
 @given(arguments=ARGUMENTS, text=WORDS)
 @settings(max_examples=15, deadline=None)

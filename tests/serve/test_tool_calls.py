@@ -139,6 +139,7 @@ def wrong_when_cut(written: Written) -> list[str]:
     return wrong
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("written", FORMATS, ids=lambda each: each.name)
 def test_replies_of_each_format_are_read_whole_and_at_every_token(
     written: Written, record_property: Any
@@ -359,6 +360,7 @@ _FRAGMENTS = [
 ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS[2:])
 @given(drawn=st.data())
 @settings(max_examples=60, deadline=None)

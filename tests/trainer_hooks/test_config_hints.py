@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
-from examples.settings import JobSettings
 from rollout.errors import ConfigError
-from trainer_hooks.train import ProducerSettings, checked_overrides, config_hints, load_dataclass
+from trainer_hooks.train import ProducerSettings, checked_overrides, config_loading, load_dataclass
 from trainer_hooks.train.config_loading import dataclass_of, init_field_types
+from trainer_hooks.train.job import JobSettings
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,6 @@ def test_the_hints_name_settings_that_exist() -> None:
 
 def source_of_targets() -> str:
     """What stands on the right-hand sides of the tables."""
-    source = inspect.getsource(config_hints)
-    return re.sub(r'^ +"[\w.]+": ', "", source[: source.index("def ")], flags=re.MULTILINE)
+    source = inspect.getsource(config_loading)
+    tables = source[source.index("_GROUP_SIZE = ") : source.index("def hint_for")]
+    return re.sub(r'^ +"[\w.]+": ', "", tables, flags=re.MULTILINE)

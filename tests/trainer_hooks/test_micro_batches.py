@@ -82,6 +82,7 @@ def gradients(policy: Any) -> list[torch.Tensor]:
     return [p.grad.clone() for p in policy.parameters() if p.grad is not None]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [None, 33, 60])
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "gspo", "sapo"])

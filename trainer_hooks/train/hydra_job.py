@@ -40,7 +40,7 @@ def run_hydra_job(
 ) -> None:
     """Compose the config from the command line, print it, and call `job` with it as a `kind`.
 
-    `config_path`: where the YAML is, as hydra.main takes it; "pkg://conf" works in any directory.
+    `config_path`: the directory of the YAML files, as hydra.main takes it.
     `shows_config`: whether a loaded config is printed at the start.
     `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
     So do gradients that are not finite, and a reward function or an environment that never

@@ -215,7 +215,10 @@ class EpochChange(Operation):
         if self.message.header is Headers.SET_GENERATION_EPOCH:
             version = self.message.arguments.get("version")
             if version is None:
-                raise InvalidRequestError("set_generation_epoch needs a version, an integer")
+                raise InvalidRequestError(
+                    "version=None must be an integer above the current version "
+                    f"{self.fleet.weights_version}"
+                )
         self._version = next_version(self.fleet.weights_version, version, InvalidRequestError)
         own = COMMAND_TYPES[Headers.SET_GENERATION_EPOCH](
             command_id=self.command_id,

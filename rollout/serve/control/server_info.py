@@ -10,7 +10,7 @@ from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import json_response
 from rollout.serve.fields import Fields, neutral
 from rollout.serve.openapi import installed_version
-from rollout.serve.state import STATE, Route
+from rollout.serve.state import STATE, Route, get_route
 
 
 class InfoQuery(Fields, kw_only=True):
@@ -19,15 +19,7 @@ class InfoQuery(Fields, kw_only=True):
 
 def info_routes() -> list[Route]:
     """Return the route that both protocols have under the same path."""
-    return [
-        Route(
-            method="GET",
-            path="/server_info",
-            handler=server_info,
-            query=InfoQuery,
-            summary="Server config",
-        )
-    ]
+    return [get_route("/server_info", server_info, "Server config", query=InfoQuery)]
 
 
 async def server_info(request: web.Request, body: Any) -> web.Response:

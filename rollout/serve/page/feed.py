@@ -52,7 +52,7 @@ class FleetFeed:
         view = FleetView()
         while not self._is_closed:
             try:
-                self._latest = view.snapshot(await self._llm.client.engine_stats())
+                self._latest = view.snapshot(await self._llm.fleet_stats())
             except RolloutError as error:  # a fleet that ends, or is busy
                 _logger.debug("no counters: %s", error)
             else:

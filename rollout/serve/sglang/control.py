@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,9 +16,8 @@ from rollout.serve.control.process_group import Packing, one_chunk, single_chunk
 from rollout.serve.control.server_info import model_info, server_info
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response, sglang_admin_form
-from rollout.serve.fields import Fields, NoFields, neutral, refused
-from rollout.serve.limits import Access
-from rollout.serve.state import STATE, Route
+from rollout.serve.fields import Fields, neutral, refused
+from rollout.serve.state import STATE, Route, admin_route, get_route
 
 _MODES = {
     "abort": PauseMode.ABORT,
@@ -131,120 +131,69 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return the routes of the door, without /generate."""
-    post = partial(
-        Route,
-        method="POST",
-        access=Access.ADMIN,
-        errors=sglang_admin_form,
-        body=NoFields,
-        query=NoFields,
-    )
-    get = partial(Route, method="GET", errors=sglang_admin_form)
+    """Return the routes of the protocol, without /generate."""
+    admin = partial(admin_route, errors=sglang_admin_form)
+    get = partial(get_route, errors=sglang_admin_form)
+    flush = admin("/flush_cache", _flush, "Forget cached prefixes", query=FlushQuery)
     return [
-        post(
-            path="/abort_request",
-            handler=_abort,
+        admin(
+            "/abort_request",
+            _abort,
+            "Answer requests with the tokens that they have",
             body=AbortBody,
-            summary="Answer requests with the tokens that they have",
         ),
-        post(
-            path="/pause_generation",
-            handler=_pause,
-            body=PauseBody,
-            summary="Stop the engines at their next step",
-        ),
-        post(
-            path="/continue_generation",
-            handler=_continue,
+        admin("/pause_generation", _pause, "Stop the engines at their next step", body=PauseBody),
+        admin(
+            "/continue_generation",
+            _continue,
+            "End a pause; let the engines take the tensors that came in it",
             body=ContinueBody,
-            summary="End a pause; let the engines take the tensors that came in it",
         ),
-        get(
-            path="/flush_cache",
-            handler=_flush,
-            access=Access.ADMIN,
-            query=FlushQuery,
-            summary="Forget the cache",
-        ),
-        post(
-            path="/flush_cache", handler=_flush, query=FlushQuery, summary="Forget cached prefixes"
-        ),
-        post(
-            path="/release_memory_occupation",
-            handler=_release,
-            body=MemoryBody,
-            summary="Release memory",
-        ),
-        post(
-            path="/resume_memory_occupation",
-            handler=_restore,
-            body=MemoryBody,
-            summary="Restore released memory",
-        ),
-        *_update_routes(post),
-        *_info_routes(get),
-    ]
-
-
-def _info_routes(get: partial[Route]) -> list[Route]:
-    return [
-        get(
-            path="/v1/loads",
-            handler=_loads,
-            query=LoadsQuery,
-            summary="Requests that run and wait",
-        ),
-        get(path="/get_server_info", handler=server_info, summary="Server config"),
-        get(path="/model_info", handler=model_info, summary="The model"),
-        get(path="/get_model_info", handler=model_info, summary="The model"),
-        get(path="/get_weight_version", handler=_weight_version, summary="Label of the weights"),
-        get(path="/workers", handler=_workers, summary="This server, as a router lists it"),
-    ]
-
-
-def _update_routes(post: partial[Route]) -> list[Route]:
-    return [
-        post(
-            path="/update_weights_from_disk",
-            handler=_update_from_disk,
+        replace(flush, method="GET"),
+        flush,
+        admin("/release_memory_occupation", _release, "Release memory", body=MemoryBody),
+        admin("/resume_memory_occupation", _restore, "Restore released memory", body=MemoryBody),
+        get("/v1/loads", _loads, "Requests that run and wait", query=LoadsQuery),
+        get("/get_server_info", server_info, "Server config"),
+        get("/model_info", model_info, "The model"),
+        get("/get_model_info", model_info, "The model"),
+        get("/get_weight_version", _weight_version, "Label of the weights"),
+        get("/workers", _workers, "This server, as a router lists it"),
+        admin(
+            "/update_weights_from_disk",
+            _update_from_disk,
+            "Load the weights of a directory",
             body=DiskBody,
-            summary="Load the weights of a directory",
         ),
-        post(
-            path="/init_weights_update_group",
-            handler=_init_group,
+        admin(
+            "/init_weights_update_group",
+            _init_group,
+            "Join the trainer's group",
             body=GroupBody,
             ends_with_client=True,
-            summary="Join the trainer's group",
         ),
-        post(
-            path="/destroy_weights_update_group",
-            handler=_destroy_group,
+        admin(
+            "/destroy_weights_update_group",
+            _destroy_group,
+            "Leave the trainer's group",
             body=GroupNameBody,
-            summary="Leave the trainer's group",
         ),
-        post(
-            path="/update_weights_from_distributed",
-            handler=_update_from_distributed,
+        admin(
+            "/update_weights_from_distributed",
+            _update_from_distributed,
+            "Receive tensors that are broadcast",
             body=DistributedBody,
             ends_with_client=True,
-            summary="Receive tensors that are broadcast",
         ),
-        post(
-            path="/begin_weight_update", handler=_begin, body=BeginBody, summary="Begin an update"
+        admin("/begin_weight_update", _begin, "Begin an update", body=BeginBody),
+        admin(
+            "/end_weight_update", _end, "Let the engines take the tensors that came", body=EndBody
         ),
-        post(
-            path="/end_weight_update",
-            handler=_end,
-            body=EndBody,
-            summary="Let the engines take the tensors that came",
-        ),
-        post(
-            path="/update_weight_version",
-            handler=_update_weight_version,
+        admin(
+            "/update_weight_version",
+            _update_weight_version,
+            "Begin a version without new weights",
             body=VersionBody,
-            summary="Begin a version without new weights",
         ),
     ]
 
