@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from rollout.apis.arguments import SamplingArgument, as_groups
-from rollout.apis.groups import RolloutGroup
+from rollout.apis.arguments import RolloutGroup, SamplingArgument, as_groups
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.control.state import EngineState, StateMachine
-from rollout.coordinator.client.submission import Prompt
 from rollout.engine.suspension import KV_CACHE, OWNERS, WEIGHTS
 from rollout.errors import (
     ConfigError,
@@ -37,7 +35,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer, encode_prompt, tokenizer_of
+from rollout.text import Prompt, Tokenizer, encode_prompt, tokenizer_of
 from rollout.version_spans import VersionSpans
 from rollout.weights.update import NamedTensors, by_name, next_version
 

@@ -15,7 +15,7 @@ from rollout.config import KVCacheManagementMode
 from rollout.coordinator.client.commands import CommandFuture, PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
-from rollout.coordinator.client.submission import Prompt, submission_of
+from rollout.coordinator.client.submission import submission_of
 from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
@@ -34,7 +34,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.errors import ClientStateError, CoordinatorLostError, RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import given_or_drawn
-from rollout.text import as_tokenizer
+from rollout.text import Prompt, as_tokenizer
 from rollout.weights.source import WeightsSource
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
