@@ -220,7 +220,7 @@ def test_what_is_exchanged_is_taken_back_wherever_both_ways_are_cut_off(cut_off:
         before = [slot.read().clone() for slot in slots], [rows.clone() for rows in values]
         if not is_cut_off(cut_off(number), exchange.replace):
             break
-        is_cut_off(cut_off(number), exchange.restore)
+        is_cut_off(cut_off(number), exchange.roll_back)
         exchange.roll_back()
         for served, staged in (before, before[::-1]):
             assert_same([slot.read() for slot in slots], served)
