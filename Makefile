@@ -27,8 +27,8 @@ PYTHON ?= python3
 PYTHON312 ?= python3.12
 SEEDS ?= 1
 LIVES ?= 2000
-# Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
-PRODUCTS ?= 0 plain onednn mkl native
+# Values of ROLLOUT_TUNE: the rule, it without units of pairs, and each kind of product forced.
+PRODUCTS ?= 1 0 plain onednn mkl native
 PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/worker tests/weights \
 	$(addprefix tests/engine/test_,families.py lockstep.py logprobs.py parity.py versions.py) \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)

@@ -80,8 +80,9 @@ class MambaInferenceStateConfig:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch_flash")
-MEMORY_KINDS = ("auto", "device", "reserved", "vmm", "torch_memory_saver")
-STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver")
+UNIFIED = "unified"
+STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver", UNIFIED)
+MEMORY_KINDS = ("auto", "device", *STABLE_MEMORY_KINDS)
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
 MAX_THREADS = 1024  # no more than the processors of the machine are of use
@@ -123,11 +124,12 @@ class InferenceConfig:
     kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
     static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
     memory_kind: how KV and weights are reserved. On a CPU: device, or reserved, which keeps
-        addresses. On CUDA: device; vmm, which keeps addresses; or torch_memory_saver, the package,
-        which ends the process where CUDA refuses memory. auto: vmm where suspends release the KV,
-        reserved where its addresses must stay, else device.
-    unified_memory_level: 1 puts KV and weights into CUDA's unified memory. While released they lie
-    in host memory, which must have room for both, and are copied there and back.
+        addresses. On CUDA: device; vmm, which keeps addresses; torch_memory_saver, the package,
+        which also keeps them, and ends the process where CUDA refuses memory; or unified, CUDA's
+        unified memory, which keeps them too: while released, KV and weights lie in host memory,
+        which must have room for all of them, and are copied out and back. auto: vmm where suspends
+        release the KV, reserved where its addresses must stay, else device.
+    unified_memory_level: 1 is the same as memory_kind="unified".
     max_kv_staleness_versions: bound on the age of KV, in versions. After an update, requests with
     older KV are prefilled again, and older blocks of the prefix index do not match. None: no bound.
 
@@ -274,6 +276,12 @@ class InferenceConfig:
     def _check_pairs(self) -> None:
         """Refuse fields that contradict each other, or that would be silently ignored."""
         mode = self.kv_cache_management_mode
+        if self.unified_memory_level and self.memory_kind not in ("auto", UNIFIED):
+            raise ConfigError(
+                f"unified_memory_level={self.unified_memory_level} contradicts "
+                f"memory_kind={self.memory_kind!r}; use memory_kind='auto' or {UNIFIED!r}, or "
+                "level 0"
+            )
         stable = self.memory_kind in (*STABLE_MEMORY_KINDS, "auto")
         if (
             self.static_kv_memory_pointers

@@ -1,4 +1,4 @@
-"""The text of generated tokens: where a stop string ends it, and what of it may be shown so far."""
+"""The text of generated tokens: stop strings, streams of text, and the text of a record."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StreamedText:
         return shown
 
     def finish(self, generated_text: str | None) -> str:
-        """What is left of the request's whole text, None if there is none."""
+        """Return the part of the request's whole text that was not shown yet."""
         return (generated_text or "")[self._num_shown :]
 
     def _push_one(self, token_id: int) -> str:
@@ -151,14 +151,14 @@ class _WordMatches:
         self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, ids found of it, start
 
     def push(self, token_id: int, place: int) -> int | None:
-        """Where the longest word starts that this id completes, None if it completes none."""
+        """Return where the longest word starts that this id completes, None without one."""
         tried = [*self._begun, *((word, 0, place) for word in self._words)]
         found = [(word, n + 1, start) for word, n, start in tried if word[n] == token_id]
         self._begun = [(word, n, start) for word, n, start in found if n < len(word)]
         return min((start for word, n, start in found if n == len(word)), default=None)
 
     def first_start(self) -> int | None:
-        """Where the first word starts that is begun and not complete."""
+        """Return where the first incomplete word starts; None if no word has begun."""
         return min((start for _, _, start in self._begun), default=None)
 
 
@@ -171,10 +171,9 @@ def generated_text(
     stop_word_ids: Sequence[Sequence[int]] = (),
     stop_token_ids: Sequence[int] = (),
 ) -> str:
-    """Return the text that generated tokens add to that of the prompt, without the stop that they
-    end with and what follows it.
+    """Return the text that generated tokens add to the prompt's text, up to the stop at their end.
 
-    Give the stops only of a request that stopped and is to be shown without. Raises
+    Give stops only for a request that ended by one which its text must not show. Raises
     DetokenizeError.
     """
     decoded = _Decoded(tokenizer, prompt)
@@ -219,8 +218,8 @@ def shown_text(
 
 
 def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, str] | None:
-    """Where the first stop string begins that ends beyond the first `num_before` characters, and
-    which one it is: of those that begin there the first in `words`.
+    """Return (start, word) of the first stop string that ends after the first `num_before`
+    characters; of several with one start the first in `words`. None without any.
     """
     starts = (text.find(word, max(0, num_before - len(word) + 1)) for word in words)
     found = [(start, index) for index, start in enumerate(starts) if start >= 0]

@@ -17,7 +17,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# Nothing is measured, so that products do not depend on a cache file or on a busy moment.
+# No units of pairs: bfloat16 is rounded alike on every processor.
 os.environ.setdefault("ROLLOUT_TUNE", "0")
 
 import hypothesis

@@ -18,3 +18,12 @@ def max_examples() -> int:
     if is_long():
         return 1000
     return 5 if is_quick() else 25
+
+
+def scaled(count: int) -> int:
+    """Return how many of `count` examples a property test draws: all in a long run, else a third,
+    in `make quick` a tenth.
+    """
+    if is_long():
+        return count
+    return max(count // (10 if is_quick() else 3), 3)

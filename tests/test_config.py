@@ -252,7 +252,7 @@ def check_static_kv_memory_pointers() -> None:
 
 def check_memory_kind() -> None:
     assert pointers_after_a_release(memory_kind="reserved")
-    for kind in ("torch_memory_saver", "vmm", "nonsense"):
+    for kind in ("torch_memory_saver", "vmm", "unified", "nonsense"):
         with pytest.raises(ConfigError, match=f"memory_kind='{kind}'"):
             tiny_engine(model(), memory_kind=kind)
 

@@ -153,7 +153,8 @@ def test_all_settings_dataclasses_are_found() -> None:
         "DataSettings", "EnvironmentSettings", "EpisodeLimits", "EssBound", "EvaluationSettings",
         "FunctionSettings", "InferenceConfig", "JobSettings", "LoggerSettings", "LoraSettings",
         "ModelSettings", "OffPolicyCorrection", "OfflineLoad", "PolicyLossConfig",
-        "ProducerSettings", "PythonLimits", "ReferenceSettings", "RewardBounds", "RewardSettings",
+        "ProducerSettings", "PythonLimits", "ReferenceSettings", "RewardRangeFilter",
+        "RewardSettings",
         "RewardTerm", "SamplingParams", "ServeConfig", "ServingLoad", "SourceSettings",
         "TrainerSettings", "UpdateSettings", "WarmupSettings", "WeightSyncSettings",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What users call: LLM, AsyncLLM and ThreadedLLM, over an engine in this process or a fleet."""
+"""LLM, AsyncLLM and ThreadedLLM: generation and control, in this process or over a fleet."""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 

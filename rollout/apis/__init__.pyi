@@ -1,4 +1,4 @@
-"""What users call: LLM, AsyncLLM and ThreadedLLM, over an engine in this process or a fleet."""
+"""LLM, AsyncLLM and ThreadedLLM: generation and control, in this process or over a fleet."""
 
 from rollout.apis.async_llm import AsyncLLM as AsyncLLM
 from rollout.apis.async_llm import MegatronAsyncLLM as MegatronAsyncLLM

@@ -1,4 +1,7 @@
-"""Arguments of callers in one form: prompts, sampling parameters and fields of the config."""
+"""Brings arguments of callers to one form, and keeps the submitted groups.
+
+Prompts, sampling parameters and fields of the config; RolloutGroup, Groups and OneThread.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ FLEET_DEFAULTS: Mapping[str, Any] = {
     "weight_transport": None,
 }
 
-# Iterable types that are no lists of token ids.
+# Iterable types that are not lists of token ids.
 _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 
 
 def as_groups(
     prompts: Prompt | Sequence[Prompt], sampling_params: SamplingArgument, n: int
 ) -> tuple[list[tuple[Prompt, list[SamplingParams]]], bool]:
-    """(each prompt with the parameters of its n samples, whether a single prompt was given).
+    """Return (each prompt with the parameters of its n samples, whether a single one was given).
 
     Raises InvalidRequestError, see `as_batch` and `_per_sample`.
     """
@@ -48,10 +51,10 @@ def as_groups(
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """(list of prompts, whether a single one was given). A flat list of ids is one prompt.
+    """Return (list of prompts, whether a single one was given). A flat list of ids is one prompt.
 
     Tensors and arrays count as lists. Raises InvalidRequestError for anything else; the ids
-    themselves are not looked at.
+    themselves are not checked.
     """
     if isinstance(prompts, str):
         return [prompts], True
@@ -78,7 +81,7 @@ def _is_id(item: object) -> bool:
 def _per_sample(
     sampling_params: SamplingArgument, num_prompts: int, n: int
 ) -> list[list[SamplingParams]]:
-    """For each prompt its n samples' parameters, each with a seed of its own if one was given.
+    """Return the parameters of n samples for each prompt. A given seed is mixed for each sample.
 
     Raises InvalidRequestError unless these are SamplingParams, one for all or for each prompt, and
     `n` is an integer of at least 1.
@@ -114,7 +117,7 @@ def _per_sample(
 def config_with(
     config: InferenceConfig | None, fields: Mapping[str, Any], *more_names: str
 ) -> InferenceConfig:
-    """`config`, or the default one, with `fields` replaced. Raises ConfigError.
+    """Return `config`, or the default one, with `fields` replaced. Raises ConfigError.
 
     `more_names`: other keywords that the user may have meant by an unknown one.
     """
@@ -144,7 +147,7 @@ class RolloutGroup:
 
 
 class Groups:
-    """The groups of one LLM. A group's id is that of its first request."""
+    """The submitted groups of one LLM. A group's id is the id of its first request."""
 
     def __init__(self) -> None:
         # Group id -> samples by request id, in order; None for those that still run.
@@ -154,7 +157,7 @@ class Groups:
 
     @property
     def num_submitted(self) -> int:
-        """Groups not yet handed out."""
+        """Number of groups that were not returned yet."""
         return len(self._open) + len(self._finished)
 
     @property
@@ -183,17 +186,17 @@ class Groups:
         return all(group_id in self._finished for group_id in group_ids)
 
     def unfinished_requests(self, group_id: int) -> list[int]:
-        """Samples still running. Raises EngineStateError for a group that was handed out, or never
-        was.
+        """Return the ids of the samples that still run. Raises EngineStateError for a group that is
+        unknown or was returned before.
         """
         if group_id in self._finished:
             return []
         if group_id not in self._open:
-            raise EngineStateError(f"group {group_id} is unknown, or was handed out already")
+            raise EngineStateError(f"group {group_id} is unknown, or was returned already")
         return [i for i, sample in self._open[group_id].items() if sample is None]
 
     def forget(self, group_id: int) -> list[int]:
-        """Remove a group. Returns the ids of its samples that still run."""
+        """Drop a group. Returns the ids of its samples that still run."""
         if self._finished.pop(group_id, None) is not None or group_id not in self._open:
             return []
         left = self.unfinished_requests(group_id)
@@ -206,26 +209,27 @@ class Groups:
         return self._finished.pop(group_id)
 
     def take_finished(self, count: int) -> list[RolloutGroup]:
-        """Up to `count` finished groups, oldest completion first."""
+        """Return up to `count` finished groups, in order of completion."""
         return [self.take(group_id) for group_id in list(self._finished)[:count]]
 
 
 class OneThread:
-    """Is held by the thread that generates, as often as it likes; any other is refused.
+    """A lock for the one thread that generates; other threads are refused at once.
 
-    One thread's steps would end the requests of another, which waits for them in the engine.
+    Steps of one thread would end requests for which another thread waits.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     @contextmanager
-    def calling(self, verb: str) -> Iterator[None]:
-        """Raise EngineStateError if another thread is inside."""
+    def calling(self, method: str) -> Iterator[None]:
+        """Hold the lock. Raises EngineStateError if another thread does."""
         if not self._lock.acquire(blocking=False):
             raise EngineStateError(
-                f"cannot {verb} while another thread is in generate, submit or collect of this "
-                "LLM: one thread generates; AsyncLLM takes requests of many tasks at once"
+                f"cannot {method} while another thread is in generate, submit or collect of this "
+                "LLM, or a ThreadedLLM steps it: one thread generates; AsyncLLM takes requests of "
+                "many tasks at once"
             )
         try:
             yield

@@ -54,16 +54,16 @@ class LLM:
 
     The engine lives in this process and works while `generate` or `collect` runs. With
     `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
-    coordinator, and they work all the time: the verbs are the same, and return when the last engine
-    has confirmed. They import what `model` and `tokenizer` are made of: a program that defines such
-    a thing itself must guard its start by `if __name__ == "__main__":`.
+    coordinator, which work all the time. The methods are the same, and return when the last engine
+    has confirmed. The processes import the classes of `model` and `tokenizer`: a program that
+    defines one itself must guard its start by `if __name__ == "__main__":`.
 
-    With `pg_collection`, the processes of its group `tp` make an LLM each and call the same verbs,
+    With `pg_collection`, each process of its group `tp` makes an LLM and calls the same methods,
     which return the same on all of them: see docs/tensor_parallel.md.
 
     One thread generates: while it is in generate, submit or collect, these raise EngineStateError
-    in any other. The control verbs may be called meanwhile: they take effect between two steps, and
-    an update is verified and prepared while steps go on.
+    in any other. The control methods may be called meanwhile: they take effect between two steps,
+    and an update is verified and prepared while steps go on.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class LLM:
         self.model_directory = str(model) if isinstance(model, str | Path) else None
         self._server: apis.EngineServer | None = None  # while an engine of this process is served
         self._serving_lock = threading.Lock()  # held to begin and end serving
-        self._is_told_to_stop = threading.Event()
+        self._stop_requested = threading.Event()
         self.serving_address: tuple[str, int] | None = None  # host and port; None: not served
 
     @property
     def engine(self) -> DynamicInferenceEngine:
         """The engine in this process, to be stepped by hand. Raises ConfigError behind a
-        coordinator, and with pg_collection: the ranks do verbs together.
+        coordinator, and with pg_collection, whose ranks call methods together.
         """
         require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
@@ -162,7 +162,7 @@ class LLM:
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
     ) -> list[RolloutGroup]:
-        """Step until `num_groups` submitted groups are finished (None: all), and hand those out.
+        """Step until `num_groups` submitted groups are finished (None: all), and return them.
 
         In the order of their completion; the rest stays in the engine, through suspend, update and
         resume. After `timeout_s` seconds it returns what there is.
@@ -244,18 +244,18 @@ class LLM:
         it listens, at `serving_address`. Call it in the main thread to end it by signals.
 
         An engine in this process then works in a thread, and takes requests over HTTP alone; the
-        control verbs stay. Raises ConfigError, and EngineStateError if it serves already, is not
-        RUNNING or has unfinished requests.
+        control methods can still be called. Raises ConfigError, and EngineStateError if it serves
+        already, is not RUNNING or has unfinished requests.
         """
         require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()
         if not blocking:
             self._start_serving(config)
             return
-        with _set_by_signals(self._is_told_to_stop):
+        with _set_by_signals(self._stop_requested):
             self._start_serving(config)
             try:
-                while not self._is_told_to_stop.wait(_LOST_CHECK_S):
+                while not self._stop_requested.wait(_LOST_CHECK_S):
                     with self._serving_lock:
                         if self.serving_address is not None:
                             self._serving.require_serving()
@@ -266,7 +266,7 @@ class LLM:
         with self._serving_lock:
             if self.serving_address is not None:
                 raise EngineStateError("this LLM serves already; call stop_serving() first")
-            self._is_told_to_stop.clear()
+            self._stop_requested.clear()
             if isinstance(self._runtime, InProcessRuntime):
                 self._server = apis.EngineServer(self, config)
                 self.serving_address = self._server.address
@@ -276,7 +276,7 @@ class LLM:
     def stop_serving(self, drain_timeout_s: float | None = None) -> None:
         """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
         Does nothing if nothing is served."""
-        self._is_told_to_stop.set()
+        self._stop_requested.set()
         with self._serving_lock:
             if self.serving_address is None:
                 return
@@ -287,7 +287,7 @@ class LLM:
 
     @property
     def _serving(self) -> apis.EngineServer | apis.FleetRuntime:
-        """What serves over HTTP now."""
+        """The object that serves over HTTP now."""
         if self._server is not None:
             return self._server
         assert not isinstance(self._runtime, InProcessRuntime)

@@ -1,4 +1,4 @@
-"""The verbs of an LLM whose ranks are processes of a trainer: all of them call each verb."""
+"""Calls of an LLM whose ranks are a trainer's processes: all ranks call each method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
 
 
 class AllRanks(Protocol):
-    """Does a verb that all ranks call."""
+    """Runs a method that all ranks call."""
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         """`work`: the verb itself, for rank 0. `source`: the weights of an update. Returns what
@@ -47,8 +47,8 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """The runtime of an engine in this process, or of this rank's part of one; and, for the latter,
-    what does its verbs."""
+    """Return the runtime of an engine in this process, or of this rank's part of one and, for the
+    latter, what runs its methods on all ranks."""
     if num_spmd_ranks(config) == 1:
         make = DynamicInferenceEngine.from_model
         return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
@@ -60,7 +60,7 @@ def runtime_of(
 
 
 def on_all_ranks(method: Method) -> Method:
-    """A verb of LLM, which all ranks do together where a trainer's processes are the ranks."""
+    """Decorate a method of LLM that all ranks run together if they are a trainer's processes."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -114,12 +114,12 @@ class FollowerRuntime:
 
     @property
     def state(self) -> EngineState:
-        """The engine's, at the end of the last verb."""
+        """The engine's value at the end of the last call."""
         return self._rank.state
 
     @property
     def weights_version(self) -> int:
-        """The engine's, at the end of the last verb."""
+        """The engine's value at the end of the last call."""
         return self._rank.weights_version
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:

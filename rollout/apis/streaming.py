@@ -1,6 +1,4 @@
-"""What users get of requests: whole ones from records or errors, and their tokens as a stream; and
-the reports of a fleet's engines as one.
-"""
+"""Requests for users, from records, errors and streams; reports of a fleet's engines merged."""
 
 from __future__ import annotations
 
@@ -103,9 +101,9 @@ async def streamed_items(
     as_text: bool,
     cut_short: Callable[[], RolloutError | None],
 ) -> AsyncGenerator[list[int] | str | DynamicInferenceRequest, None]:
-    """Token ids as they come, or pieces of text, then the whole request. See AsyncLLM.stream.
+    """Yield token ids as they come, or pieces of text, then the request. See AsyncLLM.stream.
 
-    `cut_short` says why pending verbs get no answer, None if they may.
+    cut_short: returns why pending calls get no answer, None if they may.
     """
     text = None
     if as_text and tokenizer is not None:
@@ -131,8 +129,8 @@ async def streamed_items(
 async def wait_for_requests(
     futures: Sequence[RequestFuture], *, cut_short: Callable[[], RolloutError | None]
 ) -> None:
-    """Wait until all are done; cancelled, it aborts the rest. Raises an error that fails all
-    pending requests at once. `cut_short` as for `streamed_items`.
+    """Wait until all futures are done; if cancelled, abort the rest. Raises an error that fails all
+    pending requests at once. cut_short: as for `streamed_items`.
     """
     try:
         if futures:

@@ -88,7 +88,7 @@ class ThreadedLLM:
         self._llm = llm
         self._runtime = own_runtime(llm, "ThreadedLLM")
         self.tokenizer, self.model_directory = llm.tokenizer, llm.model_directory
-        self._unfinished: set[_Sample] = set()  # written by event loops
+        self._unfinished: dict[RequestFuture, _Sample] = {}  # written by event loops
         # Guards what follows, and wakes the thread.
         self._changed = threading.Condition()
         self._submissions: deque[_Submission] = deque()
@@ -161,16 +161,12 @@ class ThreadedLLM:
         Whoever waits for one gets it with the tokens so far. Other ids are ignored.
         """
         wanted = None if request_ids is None else set(request_ids)
-        samples = [
-            sample
-            for sample in self._unfinished
-            if wanted is None or sample.future.request_id in wanted
-        ]
-        for sample in samples:
-            self._abort(sample)
-        if samples:
-            await asyncio.wait([sample.future for sample in samples])
-        return len(samples)
+        futures = [f for f in self._unfinished if wanted is None or f.request_id in wanted]
+        for future in futures:
+            self.abort_request(future)
+        if futures:
+            await asyncio.wait(futures)
+        return len(futures)
 
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
@@ -230,11 +226,11 @@ class ThreadedLLM:
         self, sample: _Sample, loop: asyncio.AbstractEventLoop, deadline_s: float | None
     ) -> None:
         """Abort the sample at its deadline, and when its future is cancelled."""
-        self._unfinished.add(sample)
+        self._unfinished[sample.future] = sample
         timer = None if deadline_s is None else loop.call_later(deadline_s, self._abort, sample)
 
         def end(future: asyncio.Future[Record]) -> None:
-            self._unfinished.discard(sample)
+            self._unfinished.pop(sample.future, None)
             if timer is not None:
                 timer.cancel()
             if sample.tokens is not None:
@@ -248,10 +244,8 @@ class ThreadedLLM:
         """Abort a request; its future resolves to the record with the tokens so far. Does nothing
         for a request that has ended.
         """
-        for sample in self._unfinished:
-            if sample.future is future:
-                self._abort(sample)
-                return
+        if (sample := self._unfinished.get(future)) is not None:
+            self._abort(sample)
 
     def _abort(self, sample: _Sample) -> None:
         with self._changed:

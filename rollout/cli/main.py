@@ -1,4 +1,4 @@
-"""main: finds the command, runs it, and turns errors into one line and an exit code."""
+"""main: runs a command, and reports errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ USAGE, FAULT, INTERRUPTED = 2, 1, 130
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "complete prompts of a file or of stdin, as JSON lines",
-    "bench": "measure throughput and latency, in this process or of a server",
-    "explain": "show what a config comes to on this machine, and why",
+    "bench": "measure throughput and latency of an engine or a server",
+    "explain": "show what a config resolves to on this machine, and why",
     "top": "watch a fleet in the terminal",
-    "coordinator": "stand between clients and engines that join by address",
-    "engine": "serve a coordinator with one engine",
+    "coordinator": "distribute requests of clients to engines that join by address",
+    "engine": "run one engine of a fleet",
     "keys": "make the keys of a fleet over several hosts",
 }
 
@@ -34,7 +34,7 @@ ENTRY_POINTS = "rollout.commands"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 2 for a mistake of the user, 1 for other faults.
+    """Run one command. Returns 0, 2 for a mistake of the user, 1 for other errors.
 
     Errors are one line on stderr, with `--json` a JSON object.
     """
@@ -89,8 +89,8 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "rollout COMMAND --help tells more. Settings are written key=value: every field of",
-            "InferenceConfig, and those that the command adds.",
+            "`rollout COMMAND --help` lists the settings of a command, written key=value: every",
+            "field of InferenceConfig, and the command's own.",
         ]
     )
 

@@ -26,10 +26,11 @@ _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 0 once all requests have been answered, or aborted after `drain_timeout_s`."""
+    """Serve until SIGTERM or Ctrl-C. Returns 0 once all requests are answered, or aborted after
+    `drain_timeout_s`."""
     parser = Parser(
         "serve",
-        "Serve a model over HTTP. SIGTERM lets the running requests end, then exits with 0.",
+        "Serve a model over HTTP. After SIGTERM running requests end, then the exit code is 0.",
     )
     parser.epilog = f"{MODEL_HELP}of the server:\n{help_of(ServeConfig)}"
     given = parser.parse(words)
@@ -38,7 +39,8 @@ def run(words: Sequence[str]) -> int:
     # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
     if "doors" in of_server:
-        print("doors= is deprecated; write protocols=", file=sys.stderr)
+        if not given.json:  # whose stderr is JSON
+            print("doors= is deprecated; write protocols=", file=sys.stderr)
         of_server.setdefault("protocols", of_server.pop("doors"))
     config = ServeConfig(**of_server)
     # Here, since engines may take minutes to start.

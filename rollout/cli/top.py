@@ -29,15 +29,17 @@ _BAR_WIDTH = 20
 
 
 def run(words: Sequence[str]) -> int:
-    """Shows snapshots until Ctrl-C, or `count` of them."""
+    """Show snapshots until Ctrl-C, or `count` of them."""
     parser = Parser(
         "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
     )
     parser.epilog = (
-        "settings:\n  interval_s=1 count=N (snapshots; none: until Ctrl-C)\n"
-        "  of a server with a key: set ROLLOUT_API_KEY to it\n"
+        "settings:\n  interval_s=1 count=N (snapshots; default: until Ctrl-C)\n"
+        "  set ROLLOUT_API_KEY for a server that needs a key\n"
     )
-    parser.add_argument("--keys", metavar="DIR", help="keys of a client, of `rollout keys`")
+    parser.add_argument(
+        "--keys", metavar="DIR", help="folder of a client's keys, made by `rollout keys`"
+    )
     given = parser.parse(words)
     targets = [word for word in given.settings if _is_target(word)]
     if len(targets) != 1:
@@ -63,7 +65,7 @@ def _is_target(word: str) -> bool:
 async def of_coordinator(
     address: str, interval_s: float, curve: CurveKeys | None = None
 ) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield snapshots that the engines are asked for. Raises CoordinatorLostError."""
+    """Yield a snapshot of the engines' counters each `interval_s`. Raises CoordinatorLostError."""
     view = FleetView()
     async with InferenceClient(address, name="top", curve=curve) as client:
         while True:
@@ -131,7 +133,7 @@ def view_of(snapshot: FleetSnapshot) -> RenderableType:
 
 
 def _reason(name: str) -> str:
-    """`num_unknown_keys` as words."""
+    """Return the name of a counter such as `num_unknown_keys` as words."""
     return name.removeprefix("num_").replace("_", " ")
 
 

@@ -30,7 +30,7 @@ from rollout.serve.senders import Senders
 from rollout.serve.state import STATE, Route, ServerState
 
 _logger = logging.getLogger(__name__)
-_CLIENT_HAS_GONE = 499  # as proxies count it
+_CLIENT_HAS_GONE = 499  # proxies use the same number
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -94,7 +94,7 @@ async def _answered(
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
-        # A later client's field may leave a text as it is, but an operation must not do half.
+        # An unknown field may be harmless to a generation, but an operation must not do half.
         ignores_unknown = route.access is not Access.ADMIN
         if route.query is not None:
             check_query(request.query, route.query, ignores_unknown=ignores_unknown)
@@ -104,7 +104,7 @@ async def _answered(
         return await _handled(route, request, body)
     except ConnectionError:
         _logger.info("%s %s: the client has gone", request.method, route.path)
-        return web.Response(status=_CLIENT_HAS_GONE)  # which nobody gets
+        return web.Response(status=_CLIENT_HAS_GONE)  # for the metrics alone
     except Exception as fault:
         error = api_error_of(fault)
         if error is None:
@@ -114,13 +114,13 @@ async def _answered(
 
 
 async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamResponse:
-    """Answer a request that is let in: generation takes a turn, and operations run to their end
-    even if the client goes away."""
+    """Answer a request that passed all checks. Generation waits for a place of the limiter;
+    operations run to their end even if the client goes away."""
     control = request.app.get(CONTROL)
     if route.generates:
         if control is not None:
             await control.pausing.require_weights()
-        async with request.app[STATE].turnstile.turn():
+        async with request.app[STATE].limiter.slot():
             return await route.handler(request, body)
     work = route.handler(request, body)
     if control is None or route.access is not Access.ADMIN or route.ends_with_client:
@@ -129,7 +129,7 @@ async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamR
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body. Raises ApiError for one that is too large, too slow or encoded falsely."""
+    """Return the body. Raises ApiError for a body that is too large, too slow or badly encoded."""
     config = request.app[STATE].config
     try:
         return await asyncio.wait_for(request.read(), config.body_timeout_s)
@@ -148,12 +148,12 @@ async def _read(request: web.Request) -> bytes:
 
 
 def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
-    """Raise ApiError for a parameter that `kind` refuses or lacks; see `converted`."""
+    """Raise ApiError for a parameter that is not in `kind`, or is refused; see `converted`."""
     converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
-    """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field; see
+    """Return the body as `kind`. An empty body counts as {}. Raises ApiError naming the field; see
     `converted`.
     """
     try:
@@ -169,7 +169,7 @@ def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields
 
 
 def _given(body: bytes) -> Any:
-    """Return the decoded body, None if it is no JSON: msgspec reports a wrong value first."""
+    """Return the body decoded without a type, None if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -178,7 +178,7 @@ def _given(body: bytes) -> Any:
 
 @web.middleware
 async def _answer_unknown_paths(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer 404 and 405 of the router by JSON, too."""
+    """Answer errors of the router, 404 and 405, as JSON."""
     try:
         return await handler(request)
     except web.HTTPException as fault:

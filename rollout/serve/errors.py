@@ -86,7 +86,7 @@ def sglang_admin_form(error: ApiError) -> Mapping[str, Any]:
 
 
 def api_error_of(error: Exception) -> ApiError | None:
-    """Return what a client is told of an error of ours or of aiohttp; None if it is a bug."""
+    """Return the client's form of an error of this package or of aiohttp; None for a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, web.HTTPException):

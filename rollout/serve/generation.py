@@ -22,9 +22,10 @@ Request = DynamicInferenceRequest
 
 
 class Generation:
-    """`n` samples of each prompt, numbered prompt by prompt. Each has a seed of its own, which is
-    that of `LLM.generate`. name: for LiveRequests. What is left when it is cancelled or closed is
-    aborted.
+    """The samples of one request, numbered prompt by prompt, `n` for each prompt.
+
+    Each sample has a seed of its own, the same as in `LLM.generate`. name: the request's name in
+    LiveRequests. Cancelling or closing aborts the unfinished samples.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""/health: whether every engine answers; /health_generate: whether a token is generated."""
+"""GET /health asks every engine for an answer, GET /health_generate for a token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.serve.state import STATE, Route, ServerState, get_route
 
 _ANSWER_S = 10.0
 _GENERATE_S = 20.0
-# Before all that clients send: what waits does not tell whether the engines work.
+# Above all priorities of clients, so that a queue does not delay the answer.
 _PRIORITY = 2**31 - 1
 
 
@@ -36,9 +36,9 @@ def health_routes() -> list[Route]:
 
 
 async def _load(request: web.Request, body: Any) -> web.Response:
-    """Answer as vLLM does: the number of requests that generate or wait for their turn."""
-    turnstile = request.app[STATE].turnstile
-    return json_response({"server_load": turnstile.num_running + turnstile.num_waiting})
+    """Answer with the number of requests that generate or wait, as vLLM does."""
+    limiter = request.app[STATE].limiter
+    return json_response({"server_load": limiter.num_running + limiter.num_waiting})
 
 
 async def _version(request: web.Request, body: Any) -> web.Response:
@@ -46,7 +46,7 @@ async def _version(request: web.Request, body: Any) -> web.Response:
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:
-    """200 if every engine answers, and has weights or is paused."""
+    """Answer 200 if every engine answers, and has weights or is paused."""
     await _stats(request.app[STATE])
     if (control := request.app.get(CONTROL)) is not None:
         await control.pausing.require_weights()
@@ -54,13 +54,13 @@ async def _health(request: web.Request, body: Any) -> web.Response:
 
 
 class _Probe:
-    """Generates a token for all clients that ask meanwhile: they may ask without a key."""
+    """Generates one token for all clients that ask at the same time, since they need no key."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
 
     async def answer(self, request: web.Request, body: Any) -> web.Response:
-        """200 if the engines generate a token. Raises ApiError, 503 with the reason."""
+        """Answer 200 if the engines generate a token. Raises ApiError 503 with the reason."""
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_task(_generate(request.app[STATE]))
         await asyncio.shield(self._running)

@@ -1,4 +1,4 @@
-"""LiveRequests: the requests of clients that are not answered yet, by the names clients give."""
+"""LiveRequests: the unanswered requests of clients, by the names that clients gave them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LiveRequests:
 
     @contextmanager
     def of(self, name: str, samples: Sequence[RequestFuture]) -> Iterator[None]:
-        """Know these samples by `name`, which several requests may share."""
+        """Register samples under `name`, which several requests may share, until the block ends."""
         key = self._next_key
         self._next_key += 1
         self._samples[key] = name, samples
@@ -45,8 +45,8 @@ class LiveRequests:
             self._on_end(samples)
 
     def abort(self, names: Sequence[str] | None = None) -> int:
-        """Abort requests, None: all; they are answered with the tokens that they have. Returns how
-        many samples this ends. Unknown names are ignored.
+        """Abort the requests of these names, None for all. Each is answered with its tokens so far.
+        Returns the number of aborted samples. Unknown names are ignored.
         """
         wanted = None if names is None else set(names)
         num_aborted = 0

@@ -21,7 +21,7 @@ from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
 _ANSWER_S = 5.0
-# Numbers of EngineStats that say how it is now; the others only grow.
+# Fields of EngineStats that are gauges; all other numbers only grow.
 _GAUGES = {
     "weights_version",
     "max_sequence_length",
@@ -48,7 +48,7 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
         VllmFamilies(
             model_name=state.served_name,
             engines=fleet.engines,
-            num_queued=fleet.num_queued + state.turnstile.num_waiting,
+            num_queued=fleet.num_queued + state.limiter.num_waiting,
             sleeps=control is not None and control.pausing.is_asleep,
         )
     )
@@ -57,16 +57,16 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
 
 
 class _Present(Collector):
-    """The server and the engines as of now."""
+    """Collects the present state of the server and the engines."""
 
     def __init__(self, state: ServerState, stats: EngineStats) -> None:
         self._state, self._stats = state, stats
 
     def collect(self) -> Iterator[Metric]:
-        turnstile, live = self._state.turnstile, self._state.live
+        limiter, live = self._state.limiter, self._state.live
         for name, value in (
-            ("http_requests_running", turnstile.num_running),
-            ("http_requests_waiting", turnstile.num_waiting),
+            ("http_requests_running", limiter.num_running),
+            ("http_requests_waiting", limiter.num_waiting),
             ("samples_running", live.num_samples),
         ):
             yield GaugeMetricFamily(f"rollout_{name}", "As of now", value=value)
@@ -89,7 +89,7 @@ class _Present(Collector):
 
 
 def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
-    """Yield what each rank of each engine uses; the sums are left to whoever asks for them."""
+    """Yield the CPU time and memory of each rank of each engine."""
     for name in RANK_FIELDS:
         is_gauge = name.endswith("_bytes")
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily

@@ -1,4 +1,4 @@
-"""ServerState: what handlers share, and Route: one entry of a protocol's table."""
+"""ServerState: the objects that handlers share. Route: a path, its handler and its checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.serve.errors import ErrorForm, openai_form
 from rollout.serve.fields import Fields, NoFields
 from rollout.serve.generation_config import SamplingDefaults
 from rollout.serve.labels import VersionLabels
-from rollout.serve.limits import Access, Turnstile
+from rollout.serve.limits import Access, RequestLimiter
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import ChatTemplate
@@ -27,8 +27,11 @@ from rollout.tool_calls import ReplyFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """created: seconds since 1970 at which the server started. max_model_len: most tokens of prompt
-    and output. template: of chats, None without one. reply_format: of what the model answers.
+    """The objects that the handlers of one server share.
+
+    created: when the server started, in seconds since 1970. max_model_len: most tokens of prompt
+    and output. template: the chat template, None without one. reply_format: how the model writes
+    tool calls and thoughts.
     sampling_defaults: values of the fields that clients of the openai protocol leave out.
     """
 
@@ -38,7 +41,7 @@ class ServerState:
     created: int
     max_model_len: int
     labels: VersionLabels
-    turnstile: Turnstile
+    limiter: RequestLimiter
     live: LiveRequests
     texts: TokenTexts
     tag_tokenizers: TagTokenizers
@@ -60,11 +63,11 @@ Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 class Route:
     """A path of a protocol. An absent body is an empty object.
 
-    body: the struct that the JSON body is decoded to; None: the body is not read.
-    query: the parameters that the handler reads of the query; None: the query is not checked.
-    access: routes of ADMIN are operations: a client that goes away does not stop them.
-    ends_with_client: an operation that waits for its client's broadcasts ends with the client.
-    generates: whether requests take a turn of the Turnstile.
+    body: struct of the JSON body; None: the body is not read.
+    query: struct of the query's parameters; None: the query is not checked.
+    access: key that is needed. Routes of ADMIN are operations, which go on without their client.
+    ends_with_client: whether an operation ends with its client, for whose broadcasts it waits.
+    generates: whether requests need a place of the RequestLimiter.
     """
 
     method: str

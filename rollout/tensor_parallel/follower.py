@@ -168,16 +168,15 @@ def prepared_worker(
 
     `timeout_s`: for each order. Raises what fails here, when rank 0 has been told.
     """
-    answer_next(channel, lambda choices: _prepare(loaded, choices), timeout_s=timeout_s)
+    answer_next(channel, lambda: _prepare(loaded), timeout_s=timeout_s)
     worker: Worker = answer_next(
         channel, lambda sizes: _begin(loaded, sizes), tells=False, timeout_s=timeout_s
     )
     return worker
 
 
-def _prepare(loaded: LoadedModel, choices: Any) -> int:
-    """Prepare the model as rank 0 did. Returns the blocks that fit here."""
-    loaded.backend.ops.take_choices(choices)
+def _prepare(loaded: LoadedModel) -> int:
+    """Prepare the model. Returns the blocks that fit here."""
     loaded.model.prepare(loaded.backend)
     return loaded.sizes.num_blocks
 

@@ -80,11 +80,10 @@ def start_group(
 
 
 def prepare_ranks(loaded: LoadedModel, channel: LeadChannel) -> EngineSizes:
-    """Prepare the model on all ranks, with the products that rank 0 chooses: what all ranks compute
-    alike must have the same bits. Returns the sizes that fit all ranks, which answer the last order
-    when they have memory of these sizes."""
+    """Prepare the model on all ranks. Returns the sizes that fit all ranks, which answer the last
+    order when they have memory of these sizes."""
     loaded.model.prepare(loaded.backend)
-    channel.send("prepare", loaded.backend.ops.choices())
+    channel.send("prepare")
     answers = channel.answers(timeout_s=loaded.config.tensor_parallel_start_timeout_s)
     raise_first(answers)
     sizes, num_blocks = loaded.sizes, min(loaded.sizes.num_blocks, *answers)

@@ -91,6 +91,32 @@ def test_abort_request_resolves_to_the_tokens_so_far(run: Callable[[Work], None]
     run(work)
 
 
+def test_stream_yields_ids_then_the_request(run: Callable[[Work], None]) -> None:
+    async def work(llm: Any) -> None:
+        *pieces, request = [item async for item in llm.stream(PROMPT, SHORT)]
+        assert [token for piece in pieces for token in piece] == request.generated_tokens
+        with pytest.raises(InvalidRequestError, match="needs a tokenizer"):
+            await anext(llm.stream(PROMPT, SHORT, as_text=True))
+
+    run(work)
+
+
+def test_abort_ends_the_named_requests_or_all(run: Callable[[Work], None]) -> None:
+    async def work(llm: Any) -> None:
+        ((first, second),) = llm.stream_groups([(PROMPT, [ENDLESS, ENDLESS])])
+        await anext(first)
+        await anext(second)
+        assert await llm.abort([first.request_id, 10**9]) == 1
+        assert first.future.done()
+        assert not second.future.done()
+        assert await llm.abort() == 1
+        assert second.future.result().current.finish_reason == "abort"
+        await first.aclose()
+        await second.aclose()
+
+    run(work)
+
+
 def test_deadline_s_aborts_what_a_pause_holds(run: Callable[[Work], None]) -> None:
     async def work(llm: ServedLLM) -> None:
         await llm.pause()

@@ -34,6 +34,7 @@ from rollout.backends.cuda.attention import (
     program_choice,
 )
 from tests.contracts.attention_on_device import device_attention
+from tests.run_kind import scaled
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 products are wrong.
@@ -86,7 +87,7 @@ def assert_as_the_reference(
 
 @pytest.mark.device
 @given(mix=mixes, how=st.sampled_from([(None, 8), (1, 0), (2, 0), (5, 0), (40, 8), (40, 0)]))
-@settings(max_examples=14)
+@settings(max_examples=scaled(14))
 def test_padding_and_host_arrays_do_not_matter(mix: Mix, how: tuple[int | None, int]) -> None:
     """Contexts of prompts are cut as soon as that gains anything, or not at all."""
     num_programs, worth = how
@@ -196,7 +197,7 @@ def test_a_batch_of_padding_alone_is_harmless() -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=20)
+@settings(max_examples=scaled(20))
 def test_append_kv_is_norm_rotation_and_copy(
     num_tokens: int,
     heads: tuple[int, int],

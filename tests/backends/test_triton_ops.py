@@ -21,6 +21,7 @@ from rollout.backends.ops.reference import ReferenceOps
 from rollout.step.output import SampleResult
 from tests.contracts.implementations import OPS
 from tests.contracts.sampling_oracle import Draw, batch_of, kept_tokens, logprobs, probabilities
+from tests.run_kind import scaled
 
 pytest.importorskip("triton")
 
@@ -72,7 +73,7 @@ def assert_sampled_as_by_torch(
     num_masked=st.integers(0, 5000),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_rows_without_truncation_are_sampled_as_by_torch(
     rows: list[Draw], vocabulary: int, levels: int, num_masked: int, seed: int
 ) -> None:
@@ -111,7 +112,7 @@ truncating_draws = st.builds(
     mask=st.sampled_from([-torch.inf, torch.finfo(torch.float32).min]),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_truncation_without_a_sort_keeps_the_oracles_tokens(
     draw: Draw, vocabulary: int, levels: int, num_masked: int, mask: float, seed: int
 ) -> None:

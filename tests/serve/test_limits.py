@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from rollout import ServeConfig
 from tests.serve.raw_client import connected, read_all, read_until, request_bytes
 from tests.serve.served import Served, served_directory
 from tests.tiny_models import prompt_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +26,6 @@ PATH = "/v1/completions"
 # sent to engines that are paused.
 LONG = {"prompt": prompt_of(4), "max_tokens": 500, "ignore_eos": True, "n": 8}
 STREAM = LONG | {"stream": True}
-WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,6 @@ def served() -> Iterator[Served]:
         yield server
     finally:
         server.close()
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.02)
 
 
 def num_in_engines(served: Served) -> int:

@@ -10,8 +10,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import field_types
 from trainer_hooks.train import ProducerSettings, checked_overrides, config_loading, load_dataclass
-from trainer_hooks.train.config_loading import dataclass_of, init_field_types
+from trainer_hooks.train.config_loading import dataclass_of
 from trainer_hooks.train.job import JobSettings
 
 
@@ -57,7 +58,7 @@ def test_a_key_that_nobody_has_is_refused_with_the_nearest_of_ours() -> None:
 
 def all_keys(kind: Any, path: str = "") -> set[str]:
     keys = set()
-    for name, inner in init_field_types(kind).items():
+    for name, inner in field_types(kind).items():
         part = dataclass_of(inner)
         keys |= {path + name} if part is None else all_keys(part, f"{path}{name}.")
     return keys

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import field_types, is_union
 
 T = TypeVar("T")
 
@@ -32,12 +33,6 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
     return _load(kind, values, path)
 
 
-def init_field_types(kind: type) -> dict[str, Any]:
-    """The names of the fields that a dataclass is made from, with their types."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
-
-
 def dataclass_by_name(kind: Any) -> type | None:
     """The dataclass of a field `Mapping[str, dataclass]`; None for any other type."""
     is_mapping = typing.get_origin(kind) is Mapping
@@ -46,16 +41,16 @@ def dataclass_by_name(kind: Any) -> type | None:
 
 def dataclass_of(kind: Any) -> type | None:
     """`kind` if it is a dataclass, or the dataclass in `X | None`; None for any other type."""
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    options = typing.get_args(kind) if is_union(kind) else (kind,)
     found = (o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o))
     return next(found, None)
 
 
 def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
-    field_types = init_field_types(kind)
+    types_by_name = field_types(kind)
     for name in given:
-        if name not in field_types:
-            raise unknown_key_error(_first_leaf(name, given[name]), field_types, path)
+        if name not in types_by_name:
+            raise unknown_key_error(_first_leaf(name, given[name]), types_by_name, path)
     # A key that YAML leaves open, as ???, counts as absent.
     given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
@@ -69,7 +64,7 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
         raise ConfigError(f"{_join(path, missing[0])} is missing; {kind.__name__} has no default")
     return kind(
         **{
-            name: _convert(field_types[name], value, _join(path, name))
+            name: _convert(types_by_name[name], value, _join(path, name))
             for name, value in given.items()
         }
     )
@@ -84,7 +79,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
     parts = {name: dataclass_of(inner) for name, inner in known.items()}
-    below = [n for n, part in parts.items() if part and key in init_field_types(part)]
+    below = [n for n, part in parts.items() if part and key in field_types(part)]
     if below:
         places = " or ".join(_join(path, f"{name}.{key}") for name in below)
         return ConfigError(f"unknown config key {_join(path, key)}; did you mean {places}?")
@@ -99,7 +94,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 def as_plain(value: Any) -> Any:
     """A loaded config as YAML can hold it: mappings, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: as_plain(getattr(value, name)) for name in init_field_types(type(value))}
+        return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
         return {str(name): as_plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -130,10 +125,6 @@ def _first_leaf(name: str, value: Any) -> str:
     return name
 
 
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 def _is_left_open(value: Any) -> bool:
     return isinstance(value, str) and value == MISSING
 
@@ -141,7 +132,7 @@ def _is_left_open(value: Any) -> bool:
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a plain value can stand for `kind`; enums and the like check theirs themselves."""
     origin = typing.get_origin(kind)
-    if _is_union(kind):
+    if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
     if origin is typing.Literal:
         return value in typing.get_args(kind)

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer_hooks import RolloutBatch, UpdateSettings, gae_advantages, split_by_tokens, value_loss
+from trainer_hooks import (
+    RolloutBatch,
+    UpdateSettings,
+    gae_advantages,
+    split_micro_batches,
+    value_loss,
+)
 from trainer_hooks.losses.advantages import whitened
 from trainer_hooks.train.job import CriticSettings
 
@@ -41,7 +47,7 @@ class Critic(nn.Module):
     ) -> Columns:
         """Whitened advantages, and what the critic's own loss needs. `rewards_BT`: of tokens."""
         old_values_BT = torch.zeros(batch.tokens_BT.shape)
-        for rows in split_by_tokens(batch.lengths_B, update.max_tokens):
+        for rows in split_micro_batches(batch.lengths_B, update.max_tokens):
             part = batch.select(rows)
             old_values_BT[rows, : part.tokens_BT.shape[1]] = self(part.tokens_BT)
         advantages_BT, returns_BT = gae_advantages(
@@ -63,7 +69,7 @@ class Critic(nn.Module):
         """Add the gradient of the value loss to the parameters; returns its metrics."""
         num_tokens = int(batch.mask_BT.sum())
         totals = dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), 0.0)
-        for rows in split_by_tokens(batch.lengths_B, update.max_tokens):
+        for rows in split_micro_batches(batch.lengths_B, update.max_tokens):
             part = batch.select(rows)
             width = part.tokens_BT.shape[1]
             loss, metrics = value_loss(

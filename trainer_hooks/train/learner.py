@@ -25,16 +25,16 @@ from trainer_hooks import (
     TrainerState,
     WeightSync,
     accumulate_gradients,
-    fixed_logprobs,
+    compute_logprobs,
     group_advantages,
     has_reward_spread,
+    join_push,
     load_checkpoint,
-    read_own_state,
     reinforce_plus_plus_advantages,
     save_checkpoint,
-    take_part,
     token_rewards,
 )
+from trainer_hooks.checkpoint import read_own_state
 from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.train.adapter import load_adapter
 from trainer_hooks.train.critic import Columns, Critic
@@ -286,7 +286,7 @@ class Learner:
         is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
         is_stale = bool(is_stale_BT[batch.mask_BT].any())
         if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
-            columns["proximal_logprobs_BT"] = fixed_logprobs(
+            columns["proximal_logprobs_BT"] = compute_logprobs(
                 self.policy, batch, self._settings, self._ranks
             )
         if algorithm.loss.kl_coefficient > 0.0 and not algorithm.reward_kl_coefficient > 0.0:
@@ -324,7 +324,7 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
             case ("update", columns, step):
                 learner.update(RolloutBatch(**columns), step)
             case ("push",):
-                take_part(learner.policy)
+                join_push(learner.policy)
             case ("save",):
                 learner.take_part_in_save()
 

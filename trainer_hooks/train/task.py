@@ -27,7 +27,7 @@ from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.pretrained import load_pretrained
-from trainer_hooks.producer.groups import GeneratesAsync, ScopedLLM
+from trainer_hooks.producer.groups import GeneratesAsync, RolloutLLM
 from trainer_hooks.prompts.chat_format import ChatFormat
 from trainer_hooks.prompts.checks import (
     CheckedRows,
@@ -194,7 +194,7 @@ class Task:
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
-            scoped = ScopedLLM(llm, greedy, item, 0, as_tokenizer(self.tokenizer))
+            scoped = RolloutLLM(llm, greedy, item, 0, as_tokenizer(self.tokenizer))
             if self.rollout_fn is None:
                 ids = (await llm.generate(item.prompt, greedy)).generated_tokens
             else:

@@ -35,14 +35,14 @@ def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     and tensors, such as the export of a Megatron bridge; or an adapter (see `weights_of`).
 
     Where ranks have parts, reading is a collective: all ranks read to the end, from sources of one
-    kind. A rank without an engine calls `take_part(policy)` while another one pushes. Gathered
+    kind. A rank without an engine calls `join_push(policy)` while another one pushes. Gathered
     tensors are copies here; a push does without these. Raises WeightUpdateError naming a tensor
     that cannot be read.
     """
     return map(_kept_pair, streamed(weights_of(source)))
 
 
-def take_part(source: NamedTensors) -> None:
+def join_push(source: NamedTensors) -> None:
     """Gather together with the rank that pushes a source of the same kind, and keep nothing.
 
     Raises WeightUpdateError naming a tensor that cannot be read.

@@ -58,7 +58,7 @@ class WeightSync:
         of names to tensors; an iterator of pairs. A PEFT model gives its active adapter, which the
         engines merge into their own base; so does a LoraAdapter. Tensors are only read, and not
         kept. Where ranks have parts (FSDP, ZeRO-3), the parts are gathered one after the other, so
-        all ranks push at the same time; a rank without an engine calls `take_part`.
+        all ranks push at the same time; a rank without an engine calls `join_push`.
 
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
         misshapen or not finite, or if `version` is not above the current one. The other ranks are

@@ -1,4 +1,4 @@
-"""BroadcastGroup: this server's place in a trainer's torch.distributed group.
+"""BroadcastGroup: this server's rank in a trainer's torch.distributed group.
 
 The trainer is rank 0. It owns the TCPStore and broadcasts tensors, which come here as bytes. All
 engines of the server get them through one copy in shared memory, so the server is one rank.
@@ -31,11 +31,11 @@ Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
 
 
 class BroadcastGroup:
-    """A joined group, in a process of its own (`receiver.py`).
+    """A group that was joined, by a process of its own (`receiver.py`).
 
-    packing: how the trainer splits tensors into broadcasts. announced: the tensors that it
-    announced last. A broadcast that fails or takes too long ends the group, whose ranks are out of
-    step then. The trainer has to make another group.
+    packing: how the trainer splits tensors into broadcasts. announced: what it announced last.
+    A broadcast that fails or takes too long ends the group, whose ranks are out of step then. The
+    trainer has to make another one.
     """
 
     def __init__(self, name: str, receiver: ChildProcess, packing: Packing) -> None:
@@ -46,36 +46,36 @@ class BroadcastGroup:
         self._discarding: set[asyncio.Future[None]] = set()
 
     async def receive(self, chunks: Sequence[Chunk], timeout_s: float) -> list[tuple[str, Tensor]]:
-        """Return the tensors that the trainer broadcasts now.
+        """Return the tensors of broadcasts that the trainer makes now.
 
         Raises WeightUpdateError if they do not come within `timeout_s` seconds, or if the trainer
-        has ended.
+        is gone.
         """
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
         descriptor = os.memfd_create("rollout-broadcasts", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(1, sum(sizes)))
-            await self._run(f"/proc/{os.getpid()}/fd/{descriptor}", sizes, timeout_s)
+            await self._request(f"/proc/{os.getpid()}/fd/{descriptor}", sizes, timeout_s)
             bytes_N = torch.frombuffer(mmap.mmap(descriptor, max(1, sum(sizes))), dtype=torch.uint8)
         finally:
             os.close(descriptor)
         return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
 
     def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Receive and drop announced broadcasts in the background, to keep the ranks in step."""
+        """Receive and drop announced broadcasts, to stay in step. Returns at once."""
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
-        task = asyncio.ensure_future(self._run(None, sizes, timeout_s))
+        task = asyncio.ensure_future(self._request(None, sizes, timeout_s))
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)
         task.add_done_callback(_log_error)
 
     def close(self) -> None:
-        """Leave the group. A call that waits for a broadcast raises WeightUpdateError, and the
-        trainer's calls fail."""
+        """Leave the group. Callers that wait for a broadcast get WeightUpdateError; the trainer's
+        calls fail."""
         self._receiver.kill()
         self._receiver.wait()
 
-    async def _run(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
+    async def _request(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
         async with self._lock:
             try:
                 with suppress(OSError):  # the receiver has ended; its last answer may be there
@@ -86,7 +86,7 @@ class BroadcastGroup:
                 self.close()
                 error = {}
             except BaseException:
-                self.close()  # its answer would be read as the answer to the next message
+                self.close()  # its answer would be taken for the answer to the next request
                 raise
         if error is not None:
             raise _broken(self.name, error)
@@ -103,9 +103,8 @@ async def join_group(
     backend: str,
     timeout_s: float,
 ) -> BroadcastGroup:
-    """Join a group of the backend gloo or nccl, together with all its other ranks.
-
-    Raises WeightUpdateError if they do not join in time.
+    """Join a group of the backend gloo or nccl, once all its other ranks do. Raises
+    WeightUpdateError if they do not in time.
     """
     starting = asyncio.ensure_future(asyncio.to_thread(ChildProcess, _MODULE))
     try:
@@ -134,7 +133,7 @@ async def join_group(
 
 
 def _end_started(starting: asyncio.Future[ChildProcess]) -> None:
-    """End the receiver of a caller that was cancelled while the receiver started."""
+    """End the receiver of a caller that was cancelled while it started."""
     if not starting.cancelled() and starting.exception() is None:
         receiver = starting.result()
         receiver.kill()
@@ -147,14 +146,13 @@ def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
 
 
 def one_chunk(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
-    """Return the one chunk of SGLang's flattened bucket."""
+    """Return the chunk of SGLang's flattened bucket."""
     return [tensors]
 
 
 def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> list[Chunk]:
-    """Return the chunks of vLLM's packed broadcasts.
-
-    Each ends with the tensor that makes it larger than the buffer.
+    """Return the chunks of vLLM's packed broadcasts: each ends with the tensor that makes it larger
+    than the buffer.
     """
     chunks: list[list[TensorMetadata]] = []
     num_bytes = buffer_size_bytes + 1
@@ -181,10 +179,10 @@ def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str
 
 
 def _broken(name: str, error: dict[str, Any]) -> WeightUpdateError:
-    """Return the error of a failed broadcast. `error` {}: the receiver has ended."""
+    """Return the error of a failed request. error: {} if the receiver has ended."""
     reason = str(decode_error(error)) if error else "its receiver has ended"
     return WeightUpdateError(
-        f"the broadcasts in the group {name!r} did not come ({reason}); the trainer has to make "
+        f"the broadcasts in the group {name!r} did not arrive ({reason}); the trainer has to make "
         "another group"
     )
 

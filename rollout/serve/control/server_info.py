@@ -1,4 +1,4 @@
-"""What the server tells of itself, in the words of vLLM and of SGLang: trainers check it first."""
+"""GET /server_info and /model_info, with the keys of vLLM and SGLang, for trainers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def info_routes() -> list[Route]:
 
 
 async def server_info(request: web.Request, body: Any) -> web.Response:
-    """The keys of vLLM's and of SGLang's answer. All engines together are one rank."""
+    """Answer with the keys of vLLM and of SGLang. All engines together are one rank."""
     state, transfer = request.app[STATE], request.app[CONTROL].transfer
     backend = state.config.weight_transfer_backend
     vllm_config = {
@@ -51,7 +51,7 @@ async def server_info(request: web.Request, body: Any) -> web.Response:
 
 
 async def model_info(request: web.Request, body: Any) -> web.Response:
-    """SGLang's answer."""
+    """Answer with SGLang's keys."""
     return json_response(_model(request))
 
 

@@ -1,4 +1,4 @@
-"""WeightTransfer: brings a trainer's weights to the engines, by broadcasts or from directories."""
+"""WeightTransfer: loads a trainer's weights into the engines, by broadcasts or from directories."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAX_WORLD_SIZE = 2**16
 
 
 class WeightTransfer:
-    """Owns the groups that trainers made and the open round of an update, and commits updates.
+    """Owns the groups that trainers made, the one round of an update that may be open, and commits.
 
-    A round begins, gets its tensors in any number of calls, and is committed as one update of the
-    engines. Any fault rolls it back: its tensors are dropped, the engines keep their weights, and
-    another round may begin. A trainer that joins rolls back the round of an earlier trainer.
+    A round begins, receives its tensors in any number of calls, and is committed as one update of
+    the engines. Any error ends it: its tensors are dropped, the engines keep their weights, and
+    another round may begin. A trainer that joins ends the round of the previous trainer.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WeightTransfer:
         self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
-        self._commit_turn = asyncio.Lock()
+        self._commit_lock = asyncio.Lock()
         # The checkpoint that was loaded last; at first the directory of the model.
         self.loaded_directory = directory
 
@@ -65,10 +65,9 @@ class WeightTransfer:
         packing: Packing,
         backend: str = "gloo",
     ) -> None:
-        """Join a trainer's group, in place of an earlier one of that name.
-
-        Raises WeightUpdateError at once for an impossible rank or address, and after the time limit
-        if the other ranks do not join.
+        """Join a trainer's group, in place of an earlier one of that name. Raises
+        WeightUpdateError at once for a rank or an address that cannot be, and after the time limit
+        if the other ranks do not come.
         """
         self.roll_back()
         await _require_place(host, port, rank, world_size)
@@ -83,11 +82,11 @@ class WeightTransfer:
             backend=backend,
             timeout_s=self._timeout_s,
         )
-        self.leave(name)  # a group that was joined meanwhile
+        self.leave(name)  # one that was joined meanwhile
         self._groups[name] = group
 
     def leave(self, name: str) -> bool:
-        """Leave a group. Returns False if there is none of that name."""
+        """Leave a group. Returns False if no group has that name."""
         group = self._groups.pop(name, None)
         if group is not None:
             group.close()
@@ -107,7 +106,7 @@ class WeightTransfer:
         return self._round is not None
 
     def begin(self) -> None:
-        """Open a round. If one is open, roll it back and raise WeightUpdateError."""
+        """Open a round. Raises WeightUpdateError, and ends the open one, if there is one."""
         if self._round is not None:
             self.roll_back()
             raise WeightUpdateError(
@@ -116,7 +115,7 @@ class WeightTransfer:
         self._round = UpdateRound(self.model, self._max_bytes)
 
     def roll_back(self) -> None:
-        """Drop the open round, if there is one, with its tensors."""
+        """End the open round, if there is one, and drop its tensors."""
         self._round = None
 
     async def receive(
@@ -129,12 +128,12 @@ class WeightTransfer:
         packing: Packing | None = None,
         label: str | None = None,
     ) -> None:
-        """Receive tensors that the trainer broadcasts now, and keep them in the open round.
+        """Receive tensors that the trainer broadcasts now, and keep them in the open round. Empty
+        lists announce the tensors of the previous call. packing: None takes the group's. label:
+        name of the version that the tensors belong to.
 
-        Empty lists announce the tensors of the call before. `packing`: None means the group's.
-        `label`: of the version that the tensors belong to. A fault raises WeightUpdateError and
-        rolls the round back. A tensor that does not fit the model does so at once; its broadcasts
-        are received and dropped, so that the group can be used again.
+        A failure ends the round and raises WeightUpdateError, at once for a tensor that does not
+        fit the model. Its broadcasts are received and dropped, so that the group stays usable.
         """
         group = self._groups.get(group_name)
         if group is None:
@@ -154,7 +153,7 @@ class WeightTransfer:
             if self._round is not round_:
                 raise WeightUpdateError("the update was rolled back while its tensors came")
             round_.add(pairs, label)
-        except BaseException:  # a caller that disconnects does not send the rest, either
+        except BaseException:  # a caller that goes away does not send the rest, either
             if self._round is round_:
                 self.roll_back()
             raise
@@ -170,14 +169,14 @@ class WeightTransfer:
             try:
                 group.announced = tensor_metadata(names, dtypes, shapes)
             except WeightUpdateError:
-                self.leave(group.name)  # the sizes of the broadcasts are not known
+                self.leave(group.name)  # nobody knows what will be broadcast
                 raise
         elif not group.announced:
             raise WeightUpdateError("no tensors were announced; name at least one")
         return group.announced
 
     def _discard(self, group: BroadcastGroup, chunks: Sequence[Chunk]) -> None:
-        """Receive and drop broadcasts outside of the update; leave the group if they are too
+        """Take broadcasts that do not belong to the update; leave the group if they are too
         large."""
         if sum(tensor.num_bytes for chunk in chunks for tensor in chunk) <= self._max_bytes:
             group.discard(chunks, self._timeout_s)
@@ -185,9 +184,8 @@ class WeightTransfer:
             self.leave(group.name)
 
     async def finish(self, label: str | None = None) -> WeightUpdateReport:
-        """Commit the round under `label`, or else the last label that came with its tensors.
-
-        Raises WeightUpdateError if the tensors do not fit, or no round is open.
+        """End the round: the engines take all its tensors, under `label` or the last one that came
+        with them. Raises WeightUpdateError if they do not fit, or no round is open.
         """
         round_ = _require_open(self._round)
         self.roll_back()
@@ -197,12 +195,14 @@ class WeightTransfer:
 
     @property
     def label(self) -> str:
-        """The clients' name for the weights that serve."""
+        """The clients' name of the weights that are served."""
         return self._labels.of(self._llm.weights_version)
 
     async def relabel(self, label: str) -> None:
-        """Serve the same weights as the next version, called `label`. Older tokens keep theirs."""
-        async with self._commit_turn:
+        """Serve the same weights as the next version, which clients know by `label`. Tokens so far
+        keep theirs.
+        """
+        async with self._commit_lock:
             version = (await self._llm.stats()).weights_version + 1
             self._labels.set(version, label)
             await self._pausing.set_generation_epoch(version)
@@ -220,15 +220,13 @@ class WeightTransfer:
         return report
 
     async def commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
-        """Commit weights on all engines or none, as the next version.
-
-        `label`: the clients' name for the version; None: its number. Continues if the caller is
-        cancelled.
+        """Let all engines or none take these weights as the next version, which clients know by
+        `label`; None: by its number. Goes on when its caller is cancelled.
         """
         return await self._operations.run(self._commit(named_tensors, label))
 
     async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
-        async with self._commit_turn:
+        async with self._commit_lock:
             stats = await self._llm.stats()
             version = stats.weights_version + 1
             # Before the first token of this version, and in place of a failed update's label.
@@ -237,14 +235,14 @@ class WeightTransfer:
                 report = await self._llm.update_weights(
                     named_tensors, version, in_flight=stats.state is EngineState.RUNNING
                 )
-            except EngineStateError as error:  # the engines cannot commit weights in this state
+            except EngineStateError as error:  # the engines cannot take weights in this state
                 raise WeightUpdateError(str(error)) from error
             await self._pausing.weights_came()
             return report
 
 
 async def _require_place(host: str, port: int, rank: int, world_size: int) -> None:
-    """Raise WeightUpdateError unless `host` has an address and a group can have these ranks."""
+    """Raise WeightUpdateError unless `host` has an address and the ranks are those of a group."""
     if not 1 <= rank < world_size <= _MAX_WORLD_SIZE:
         raise WeightUpdateError(
             f"rank_offset={rank} with world_size={world_size} is no rank of a group: the trainer "

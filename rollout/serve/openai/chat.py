@@ -68,7 +68,7 @@ async def _chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(Job[ChatBody]):
     """A conversation to answer. num_top: alternatives of each token, None without log-probs.
-    reading: how calls and thoughts are told apart from content, None if they are not.
+    reading: separates calls and thoughts from content; None leaves them in it.
     """
 
     num_top: int | None
@@ -172,7 +172,7 @@ def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Progress:
-    """What turns the tokens of one choice into deltas, and whether it has any yet."""
+    """State of a streamed choice. has_begun: whether a chunk was sent."""
 
     text: StreamedText | None
     reader: ReplyReader | None

@@ -209,8 +209,8 @@ class Job(Generic[Body]):
         num_prompt_logprobs: int | None,
         **own: Any,
     ) -> Self:
-        """Return the job of a body whose prompts were checked. prefix: that of the reply's id. own:
-        further fields. Raises ApiError and InvalidRequestError.
+        """Return the job of a body with checked prompts. prefix: start of the reply's id. own:
+        further fields of the class. Raises ApiError and InvalidRequestError.
         """
         params = sampling_params_of(
             body,
@@ -337,8 +337,8 @@ def _add_usage(
 
 
 async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:
-    """Tell a client in mid-stream of an error. Raises `fault` if the stream has not begun, or if
-    its client has gone.
+    """Send an error as an event. Raises `fault` if the stream has not begun, or if the client has
+    disconnected.
     """
     if not events.has_begun or isinstance(fault, ConnectionError):
         raise fault

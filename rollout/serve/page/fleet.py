@@ -1,4 +1,4 @@
-"""FleetView: what each engine of a fleet does now, and how many tokens per second."""
+"""FleetView: state, counts and rates of each engine of a fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's control verbs: aborts, pauses, memory, weight updates, and what it says of itself."""
+"""SGLang's control routes: aborts, pauses, memory, weight updates and information."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PauseBody(Fields, kw_only=True):
 
 
 class MemoryBody(Fields, kw_only=True):
-    """tags: whose memory; null is all."""
+    """tags: resources; null is all."""
 
     tags: list[str] | None = None
 
@@ -220,8 +220,8 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
-    """Tensors that came in the pause are one update. If the engines refuse it, the pause goes
-    on."""
+    """Commit the tensors that came in the pause as one update. If the engines refuse it, the pause
+    goes on."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
@@ -236,17 +236,17 @@ async def _flush(request: web.Request, body: Any) -> web.Response:
 
 
 async def _release(request: web.Request, body: MemoryBody) -> web.Response:
-    await request.app[CONTROL].pausing.release(_owners(body.tags))
+    await request.app[CONTROL].pausing.release(_resources(body.tags))
     return json_response(None)
 
 
 async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
-    await request.app[CONTROL].pausing.restore(_owners(body.tags))
+    await request.app[CONTROL].pausing.restore(_resources(body.tags))
     return json_response(None)
 
 
-def _owners(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return whose memory is meant. Captured graphs have none of their own here."""
+def _resources(tags: Sequence[str] | None) -> Sequence[str]:
+    """Return the resources that tags name. Captured graphs have no memory of their own here."""
     return [tag for tag in tags if tag != "cuda_graph"] if tags else OWNERS
 
 
@@ -283,7 +283,9 @@ async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Respo
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """A pause begins an update by itself: its clients say no more than when they go on."""
+    """Receive tensors. In a pause the first call begins an update, since its clients announce only
+    the end of the pause.
+    """
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:
         control.transfer.leave(body.group_name)  # nobody knows what will be broadcast
@@ -304,7 +306,7 @@ async def _update_from_distributed(request: web.Request, body: DistributedBody) 
         packing=_PACKINGS[body.load_format],
         label=body.weight_version,
     )
-    return _success("the tensors have come")
+    return _success("the tensors were received")
 
 
 async def _begin(request: web.Request, body: Any) -> web.Response:
@@ -324,14 +326,14 @@ async def _update_weight_version(request: web.Request, body: VersionBody) -> web
     return _success("a version has begun", new_version=body.new_version)
 
 
-# ---- what the server says of itself
+# ---- information
 
 
 async def _loads(request: web.Request, body: Any) -> web.Response:
     state = request.app[STATE]
     stats = await state.llm.stats()
     num_running = stats.num_running + stats.num_paused
-    num_waiting = max(0, state.live.num_samples - num_running) + state.turnstile.num_waiting
+    num_waiting = max(0, state.live.num_samples - num_running) + state.limiter.num_waiting
     load = {"dp_rank": 0, "num_running_reqs": num_running, "num_waiting_reqs": num_waiting}
     return json_response({"loads": [load]})
 

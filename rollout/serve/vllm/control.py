@@ -1,4 +1,4 @@
-"""vLLM's control verbs: pause, sleep, weight updates; and prime-rl's updates from directories."""
+"""vLLM's control routes: pause, sleep, weight updates; and prime-rl's updates from directories."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class VersionBody(Fields, kw_only=True):
 
 
 class CheckerBody(Fields, kw_only=True):
-    """action: checksum, or compare with `baseline`, an earlier answer's checksums."""
+    """action: "checksum", or "compare" with `baseline`, the checksums of an earlier answer."""
 
     action: str = "checksum"
     baseline: dict[str, str] | None = None
@@ -332,7 +332,7 @@ async def _update(request: web.Request, body: UpdateBody) -> web.Response:
         if info.packed is not None:
             packing = _packing(info.packed, info.packed_buffer_size_bytes)
         await transfer.receive(GROUP, info.names, info.dtype_names, info.shapes, packing=packing)
-        return json_response({"message": "the tensors have come"})
+        return json_response({"message": "the tensors were received"})
     if body.weight_dir is None:
         raise ApiError(400, "there is neither update_info nor weight_dir to update from")
     await transfer.load(body.weight_dir, None)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import tiny_engine
-from trainer_hooks import WeightSync, take_part
+from trainer_hooks import WeightSync, join_push
 from trainer_hooks.train import learner
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import run
@@ -49,11 +49,11 @@ async def compared_push(self: Learner, weight_sync: WeightSync, version: int) ->
 
 
 def compared_part(policy: Any) -> None:
-    take_part(policy)
+    join_push(policy)
     full_state(policy)
 
 
 if __name__ == "__main__":
     Learner.push = compared_push  # type: ignore[method-assign]
-    learner.take_part = compared_part
+    learner.join_push = compared_part
     run(["--config-name", "demo", *sys.argv[1:]])

@@ -15,7 +15,6 @@ pytest.importorskip("reasoning_gym")
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import conf
 from rollout import ConfigError
 from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
@@ -28,10 +27,11 @@ from trainer_hooks import (
 )
 from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.prompts.history import PromptHistory
+from trainer_hooks.train.job import CONFIG_DIRECTORY
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import run_seed
 
-LEAVES = sorted(path.stem for path in Path(conf.__file__).parent.glob("algorithm/*.yaml"))
+LEAVES = sorted(path.stem for path in CONFIG_DIRECTORY.glob("algorithm/*.yaml"))
 SHAPE: dict[str, int] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,

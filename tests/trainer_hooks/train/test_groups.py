@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from rollout.config import KVCacheManagementMode
 from rollout.errors import ConfigError
+from rollout.keyword_hints import field_types
 from tests.processes import run_program
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.train import (
@@ -23,7 +24,6 @@ from trainer_hooks.train import (
     load_dataclass,
     wandb_names,
 )
-from trainer_hooks.train.config_loading import init_field_types
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 
 OPTIONS = sorted(
@@ -36,9 +36,7 @@ def composed(*overrides: str, config_name: str = "demo") -> Any:
         return compose(config_name, overrides=list(overrides))
 
 
-JOB_GROUPS = {
-    name: kind for name, kind in init_field_types(JobSettings).items() if is_dataclass(kind)
-}
+JOB_GROUPS = {name: kind for name, kind in field_types(JobSettings).items() if is_dataclass(kind)}
 ASYNC_GROUPS = {
     "producer": ProducerSettings,
     "weight_sync": WeightSyncSettings,
@@ -134,7 +132,7 @@ def test_an_unknown_key_of_an_asynchronous_group_is_refused(group: str, kind: ty
 
 def test_the_producer_group_holds_parameters_of_the_producer() -> None:
     parameters = set(inspect.signature(AsyncRolloutProducer.__init__).parameters)
-    assert set(init_field_types(ProducerSettings)) <= parameters
+    assert set(field_types(ProducerSettings)) <= parameters
 
 
 @pytest.mark.parametrize(
