@@ -360,7 +360,7 @@ class LLM:
 
         `named_tensors`: a module, its persistent buffers included, a mapping, or (name, tensor)
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
-        or call `trainer_hooks.take_part`. Only the copies keep steps waiting.
+        or call `trainer_hooks.join_push`. Only the copies keep steps waiting.
         """
         report: WeightUpdateReport = self._runtime.order(
             "update_weights", named_tensors, version, in_flight
