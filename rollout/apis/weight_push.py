@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
-from rollout.apis.streaming import Results, weight_update_report
 from rollout.control.reports import WeightUpdateReport
 from rollout.errors import WeightUpdateError
 from rollout.weights.source import WeightsSource
@@ -52,7 +52,7 @@ class WeightPush:
         self,
         named_tensors: NamedTensors,
         check: Callable[[], Awaitable[object]],
-        update: Callable[[WeightsSource], Awaitable[Results]],
+        update: Callable[[WeightsSource], Awaitable[WeightUpdateReport]],
     ) -> WeightUpdateReport:
         """Publish the tensors, `update` the engines from their source, and send them meanwhile.
 
@@ -66,7 +66,7 @@ class WeightPush:
             source = await asyncio.to_thread(transport.publish, named_tensors)
             sending = asyncio.ensure_future(asyncio.to_thread(_send, transport, source))
             try:
-                results = await update(source)
+                report = await update(source)
             except BaseException as error:  # a cancelled update is rolled back, too
                 # Which also ends a send that no engine receives any more.
                 await asyncio.to_thread(transport.roll_back)
@@ -77,7 +77,7 @@ class WeightPush:
             await sending  # engines have all of it
             # In a thread: returning gigabytes to the system would block streams.
             await asyncio.to_thread(self._commit, transport, source)
-            return weight_update_report(results, time.perf_counter() - start)
+            return replace(report, seconds=time.perf_counter() - start)
 
     def _commit(self, transport: WeightTransport, source: WeightsSource) -> None:
         transport.commit()

@@ -14,7 +14,8 @@ from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.net.key_gate import Refusals
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
-from rollout.coordinator.protocol.messages import Connect, Disconnect, Message
+from rollout.coordinator.protocol.messages import Connect, Disconnect
+from rollout.wire import Message
 from tests.coordinator.fake_engine import FakeEngine
 
 ENGINES = [FakeEngine(b"engine%d" % number, bytes([number]) * 16) for number in range(3)]

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import zmq
 
+from rollout.control.commands import Command
 from rollout.coordinator.net.dealer import CONNECTED, REFUSED, DealerSocket, address_of
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
@@ -21,7 +22,6 @@ from rollout.coordinator.protocol.messages import (
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     Commit,
     Connect,
     ConnectAck,
@@ -30,7 +30,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     EngineStatus,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Register,
@@ -39,7 +38,7 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
 )
 from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
-from rollout.wire import DEFAULT_MAX_FRAME_BYTES
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
 _logger = logging.getLogger(__name__)
 

@@ -10,24 +10,17 @@ import msgspec
 from msgspec import Meta
 
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
-from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
-    MESSAGE_TYPES,
-    Ack,
-    Connect,
-    Message,
-    Register,
-)
+from rollout.coordinator.protocol.messages import MESSAGE_TYPES, Ack, Connect, Register
 from rollout.errors import ProtocolError
 from rollout.wire import (
     DEFAULT_MAX_FRAME_BYTES,
     FAULTS,
     MAX_PLAIN_BYTES,
+    Message,
     pack,
 )
 
 _DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
-_WITH_PLAIN_MAP = frozenset({*COMMAND_TYPES.values(), Ack})
 _FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
 
 MAX_BATCH_FRAMES = 256
@@ -87,7 +80,7 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
     decoder = _DECODERS.get(frame[1])
     if decoder is None:
         raise ProtocolError(f"unknown header {frame[1]:#04x}")
-    if len(frame) > MAX_PLAIN_BYTES and decoder.type in _WITH_PLAIN_MAP:
+    if len(frame) > MAX_PLAIN_BYTES and decoder.type is Ack:  # its result is of any type
         raise ProtocolError(
             f"{decoder.type.__name__} of {len(frame)} bytes, at most {MAX_PLAIN_BYTES} are allowed"
         )

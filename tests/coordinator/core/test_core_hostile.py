@@ -9,12 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.coordinator.protocol.codec import encode
-from rollout.coordinator.protocol.messages import (
-    Connect,
-    EngineReply,
-    Message,
-    Register,
-)
+from rollout.coordinator.protocol.messages import Connect, EngineReply, Register
+from rollout.wire import Message
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
