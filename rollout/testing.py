@@ -47,7 +47,8 @@ from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from rollout.text import Prompt, Tokenizer, encode_prompt, tokenizer_of
 from rollout.version_spans import VersionSpans
-from rollout.weights.update import NamedTensors, by_name, next_version
+from rollout.weights.update import NamedTensors, by_name
+from rollout.weights.version import next_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ NAMES = {
     """,
     "rollout.apis": "LLM AsyncLLM ThreadedLLM MegatronLLM MegatronAsyncLLM",
     "trainer_hooks": """
-        InProcessWeightSync SharedMemoryWeightSync generation_phase group_advantages gae_advantages
+        InProcessWeightSync SharedMemoryWeightSync CollectiveWeightSync CheckpointWeightSync
+        generation_phase group_advantages gae_advantages
         policy_loss PolicyLossConfig collate_rollouts RolloutBatch AsyncRolloutProducer
         MetricsLogger
     """,

@@ -76,6 +76,8 @@ from trainer_hooks.prompts.ledger import PromptItem, PromptLedger
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.weight_sync import (
+    CheckpointWeightSync,
+    CollectiveWeightSync,
     InProcessWeightSync,
     SharedMemoryWeightSync,
     WeightSync,
@@ -141,6 +143,8 @@ __all__ = [
     "WeightSync",
     "InProcessWeightSync",
     "SharedMemoryWeightSync",
+    "CollectiveWeightSync",
+    "CheckpointWeightSync",
     "full_tensors",
     "merged_tensors",
     "join_push",

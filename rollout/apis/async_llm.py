@@ -405,6 +405,14 @@ class AsyncLLM(AsyncControlCalls):
         async with self._named_errors():
             return await asyncio.shield(update)
 
+    def use_weight_transport(self, transport: str | WeightTransport) -> None:
+        """Send later updates by another transport than the `weight_transport` of the start.
+
+        docs/weight_transports.md has their names. A WeightTransport belongs to this AsyncLLM from
+        then on, which closes it. Raises ConfigError for an unknown name.
+        """
+        self._push.use(transport)
+
     async def weights_checksum(self) -> str:
         """Return the checksum of the weights that all engines serve, as they have agreed on it."""
         client = await self.start()

@@ -22,6 +22,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.text import Prompt
+from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
 _T = TypeVar("_T")
@@ -171,6 +172,10 @@ class FleetRuntime:
     def weights_checksum(self) -> str:
         """Return the checksum of the weights that all engines serve."""
         return self._run(self._llm.weights_checksum())
+
+    def use_weight_transport(self, transport: str | WeightTransport) -> None:
+        """See AsyncLLM.use_weight_transport."""
+        self._llm.use_weight_transport(transport)
 
     def serve(self, config: ServeConfig) -> tuple[str, int]:
         """Serve over HTTP until `stop_serving`. Returns host and port. See AsyncLLM.serve."""

@@ -44,6 +44,7 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.text import Prompt, Tokenizer, tokenizer_of
+from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
 _LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
@@ -337,9 +338,21 @@ class LLM(ControlCalls):
 
         `named_tensors`: a module, its persistent buffers included, a mapping, or (name, tensor)
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
-        or call `trainer_hooks.take_part`. Only the copies keep steps waiting.
+        or call `trainer_hooks.join_push`. Only the copies keep steps waiting.
         """
         return self._runtime.update_weights(named_tensors, version, in_flight)
+
+    def use_weight_transport(self, transport: str | WeightTransport) -> None:
+        """Send later updates by another transport, with `use_coordinator`. See AsyncLLM.
+
+        Raises ConfigError for an engine in this process, which copies tensors directly.
+        """
+        if isinstance(self._runtime, InProcessRuntime):
+            raise ConfigError(
+                "the engine is in this process and copies weights directly; a weight transport "
+                "needs use_coordinator=True"
+            )
+        self._runtime.use_weight_transport(transport)
 
     @on_all_ranks
     def weights_checksum(self) -> str:

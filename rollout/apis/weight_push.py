@@ -1,4 +1,4 @@
-"""WeightPush: the updates that an AsyncLLM gives to its fleet, one at a time."""
+"""WeightPush: the weight updates of an AsyncLLM, one at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from rollout.control.reports import WeightUpdateReport
 from rollout.errors import WeightUpdateError
@@ -29,11 +30,23 @@ class WeightPush:
         reject_non_finite: bool,
         own_host: Callable[[], str],
     ) -> None:
-        """All of it, and the errors, as for `transport_of`."""
-        self._transport = transport_of(
-            transport, reject_non_finite=reject_non_finite, own_host=own_host
+        """Arguments and errors are those of `transport_of`."""
+        self._transport_of = partial(
+            transport_of, reject_non_finite=reject_non_finite, own_host=own_host
         )
-        self._turn = asyncio.Lock()
+        self._transport = self._transport_of(transport)
+        self._superseded: list[WeightTransport] = []  # engines may still fetch from them
+        self._lock = asyncio.Lock()
+
+    def use(self, transport: str | WeightTransport) -> None:
+        """Send later updates by `transport`, from any thread. Raises ConfigError.
+
+        Committed weights of the transport before stay until other full weights are committed.
+        """
+        following = self._transport_of(transport)
+        if following is not self._transport:
+            self._superseded.append(self._transport)
+            self._transport = following
 
     async def push(
         self,
@@ -41,44 +54,60 @@ class WeightPush:
         check: Callable[[], Awaitable[object]],
         update: Callable[[WeightsSource], Awaitable[WeightUpdateReport]],
     ) -> WeightUpdateReport:
-        """Publish the tensors, have `update` commit them on the engines, send them meanwhile, and
-        keep them for engines that join later. If the update is refused, keep the weights before it.
-        `check` is awaited when earlier updates have ended, and may raise.
+        """Publish the tensors, `update` the engines from their source, and send them meanwhile.
+
+        Then commit: the weights stay, for engines that come later. If the engines refuse, roll
+        back: the weights before stay. `check` is awaited once earlier updates have ended, and may
+        raise.
         """
-        async with self._turn:
+        async with self._lock:
             await check()
-            start = time.perf_counter()
-            source = await asyncio.to_thread(self._transport.publish, named_tensors)
-            sending = asyncio.ensure_future(asyncio.to_thread(self._send, source))
+            start, transport = time.perf_counter(), self._transport
+            source = await asyncio.to_thread(transport.publish, named_tensors)
+            sending = asyncio.ensure_future(asyncio.to_thread(_send, transport, source))
             try:
                 report = await update(source)
-            except BaseException as error:  # a cancelled update is refused, too
-                # The drop ends a send that nobody takes any more.
-                await asyncio.to_thread(self._transport.drop)
+            except BaseException as error:  # a cancelled update is rolled back, too
+                # Which also ends a send that no engine receives any more.
+                await asyncio.to_thread(transport.roll_back)
                 fault = await sending
                 if fault is not None:
                     raise error from fault
                 raise
             await sending  # engines have all of it
-            # In a thread: to return gigabytes to the system would keep streams waiting.
-            await asyncio.to_thread(self._transport.commit)
+            # In a thread: returning gigabytes to the system would block streams.
+            await asyncio.to_thread(self._commit, transport, source)
             return replace(report, seconds=time.perf_counter() - start)
 
-    def _send(self, source: WeightsSource) -> WeightUpdateError | None:
-        """Return the fault of sending. The engines learn of it, too: it is in their votes."""
-        try:
-            self._transport.send(source)
-        except WeightUpdateError as fault:
-            _logger.warning("sending weights failed: %s", fault)
-            return fault
-        return None
+    def _commit(self, transport: WeightTransport, source: WeightsSource) -> None:
+        transport.commit()
+        if source.stands_alone:
+            superseded, self._superseded = self._superseded, []
+            for each in superseded:
+                if each is transport:  # `use` was called during the push
+                    self._superseded.append(each)
+                else:
+                    each.close()
 
     async def close(self) -> None:
-        """Release all weights. An update that is publishing cannot be stopped: it drops its
-        weights itself, and is waited for."""
+        """Release all weights.
+
+        An update that is publishing cannot be stopped: it rolls back by itself. This waits for it.
+        """
         try:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._turn.acquire(), PUBLISH_S)
-                self._turn.release()
+                await asyncio.wait_for(self._lock.acquire(), PUBLISH_S)
+                self._lock.release()
         finally:
-            await asyncio.to_thread(self._transport.close)
+            for transport in (*self._superseded, self._transport):
+                await asyncio.to_thread(transport.close)
+
+
+def _send(transport: WeightTransport, source: WeightsSource) -> WeightUpdateError | None:
+    """Return the fault of sending. The engines report it, too, in their votes."""
+    try:
+        transport.send(source)
+    except WeightUpdateError as fault:
+        _logger.warning("sending weights failed: %s", fault)
+        return fault
+    return None

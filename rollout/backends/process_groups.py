@@ -27,33 +27,29 @@ def group_backends() -> tuple[str, ...]:
     return ("gloo", "nccl") if has_nccl else ("gloo",)
 
 
-def joined_group(
-    backend: str, store: Any, rank: int, world_size: int, timeout: timedelta
+def join_group(
+    backend: str,
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    own_host: str | None = None,
 ) -> tuple[Any, torch.device]:
     """Join a group beside no default group. Returns it and the device of its tensors.
 
-    `store`: the torch store in which the ranks publish their addresses.
+    `store`: the torch store in which the ranks publish their addresses. `own_host`: where other
+    ranks connect to this rank; with None Gloo publishes the address of the machine's host name.
     """
     distributed: Any = dist  # whose type hints lack these classes
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     store = distributed.PrefixStore(f"{device.type}/", store)
-    if backend == "gloo":
-        return distributed.ProcessGroupGloo(store, rank, world_size, timeout), device
-    return _nccl_group(store, rank, world_size, timeout), device
-
-
-def connected_group(
-    backend: str, store: Any, rank: int, world_size: int, timeout: timedelta, own_host: str
-) -> tuple[Any, torch.device]:
-    """Join a group as `joined_group` does. Other ranks connect to this rank at `own_host`.
-
-    By default Gloo publishes the address to which the machine's host name resolves.
-    """
-    distributed: Any = dist
-    device = torch.device("cuda" if backend == "nccl" else "cpu")
     if backend == "nccl":
-        return _nccl_group(store, rank, world_size, timeout), device
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, world_size, options), device
     gloo = distributed.ProcessGroupGloo
+    if own_host is None:
+        return gloo(store, rank, world_size, timeout), device
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=own_host)]
@@ -97,17 +93,10 @@ class RankRendezvous:
             memory_N = open_shared(self.address) if self._shared is None else self._shared.bytes_N
             return SharedCollectives(rank, self._size, memory_N, timeout_s=timeout_s, check=check)
         timeout = timedelta(seconds=min(timeout_s, _A_DAY_S))
-        group, _ = joined_group("nccl", self._store, rank, self._size, timeout)
+        group, _ = join_group("nccl", self._store, rank, self._size, timeout)
         return GroupCollectives(group, timeout_s=timeout.total_seconds())
 
     def close(self) -> None:
         """Close the rendezvous after all ranks have joined."""
         if self._shared is not None:
             self._shared.close()
-
-
-def _nccl_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    distributed: Any = dist
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return distributed.ProcessGroupNCCL(store, rank, world_size, options)

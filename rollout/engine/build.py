@@ -36,7 +36,7 @@ from rollout.tensor_parallel.start import (
 )
 from rollout.text import Tokenizer
 from rollout.weights.served import ServedWeights
-from rollout.weights.update import MAX_VERSION
+from rollout.weights.version import MAX_VERSION
 from rollout.worker.executor import WorkerExecutor
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of
 from rollout.worker.worker import Worker

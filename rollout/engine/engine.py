@@ -47,7 +47,8 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
-from rollout.weights.update import NamedTensors, next_version
+from rollout.weights.update import NamedTensors
+from rollout.weights.version import next_version
 
 logger = logging.getLogger(__name__)
 _CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names

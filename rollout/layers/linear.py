@@ -66,6 +66,7 @@ class Linear(BackendLayer):
         self.weight = tied_weight
         self.bias = empty_parameter(num_rows, dtype=dtype, device=device) if bias else None
         self.handle: Any = None
+        self._slots: dict[str, WeightSlot] = {}  # made once: slots follow their memory
 
     def bind(self, backend: Backend) -> None:
         if self.repacked is not None:
@@ -115,8 +116,10 @@ class Linear(BackendLayer):
         return self.ops.linear_float32(x_TK, self.handle)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """What is kept of each part's weight (and bias) by name: rows of the fused parameter."""
-        slots: dict[str, WeightSlot] = {}
+        """Return a slot for the kept part of each part's weight (and bias), by name."""
+        if self._slots:
+            return self._slots
+        slots = self._slots
         start = 0
         for part, num_rows in self.parts.items():
             end = start + num_rows

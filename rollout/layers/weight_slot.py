@@ -83,23 +83,24 @@ class RowsOwner(Protocol):
 class RowsSlot:
     """The slot of rows [start, end) of an owner's matrix, in whatever form it is now."""
 
-    __slots__ = ("_end", "_owner", "_start")
+    __slots__ = ("_end", "_owner", "_start", "shape")
     cut = None
 
     def __init__(self, owner: RowsOwner, start: int, end: int) -> None:
         self._owner, self._start, self._end = owner, start, end
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._now().shape
+        self.shape = self._now().shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._now().dtype
+        return self._owner.weight.dtype  # also if it is repacked: in its own memory
 
     @property
     def address(self) -> int:
-        return self._now().address
+        if (repacked := self._owner.repacked) is not None:
+            return repacked.address(self._start)
+        weight = self._owner.weight
+        address = weight.data_ptr()
+        return address and address + self._start * weight.stride(0) * weight.itemsize
 
     @property
     def is_repacked(self) -> bool:

@@ -67,6 +67,7 @@ class CausalLM(nn.Module):
         self.fused: FusedDecoder | None = None
         self.is_prepared = False
         self._table: WeightTable | None = None
+        self._linear_layers: dict[str, Linear] | None = None
 
     @classmethod
     def random(
@@ -242,7 +243,10 @@ class CausalLM(nn.Module):
 
     def linear_layers(self) -> dict[str, Linear]:
         """All linear layers by path, the head included, always in the same order."""
-        return {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
+        if self._linear_layers is None:
+            linear = {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
+            self._linear_layers = linear
+        return self._linear_layers
 
     def linear_modules(self) -> set[str]:
         """Names of what is a linear layer in checkpoints: each part of a fused one, and projections

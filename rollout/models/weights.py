@@ -26,7 +26,7 @@ def is_computed(name: str) -> bool:
     return name.endswith(_COMPUTED_SUFFIX)
 
 
-class NamedTensors(Protocol):
+class TensorsByName(Protocol):
     """Tensors by name, which may be read one by one: a dict, or a Checkpoint."""
 
     def keys(self) -> Collection[str]: ...
@@ -36,13 +36,13 @@ class NamedTensors(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTable:
-    """The weights of a model by every name under which they may come.
+    """The weights of a model by every name that a tensor of them may have.
 
-    slots: each weight once, by its name in the family's saved directories; tied weights under each
-    of their names, with equal addresses. aliases: the live module's names where they differ, such
-    as those of stacked experts. buffers: names in either dialect of persistent buffers, which
-    `named_parameters` of a module leaves out. unserved: how names of tensors begin that may come as
-    well and that the model does not use.
+    slots: each weight by its name in the family's saved directories. Tied weights have a slot under
+    each of their names, with equal addresses.
+    aliases: the live module's names where they differ, such as the names of stacked experts.
+    buffers: names, of both kinds, of persistent buffers, which `named_parameters` leaves out.
+    unserved: prefixes of names of tensors that may come and that the model does not use.
     """
 
     slots: Mapping[str, WeightSlot]
@@ -51,36 +51,44 @@ class WeightTable:
     unserved: tuple[str, ...]
 
     def is_passed_over(self, name: str) -> bool:
-        """Whether a tensor of this name is ignored: the model computes it, or does not use it."""
-        return is_computed(name) or name.startswith(self.unserved)
+        """Return whether a tensor of this name is ignored: computed here, or not used."""
+        return name.endswith(_COMPUTED_SUFFIX) or name.startswith(self.unserved)
+
+    def addresses(self) -> dict[str, int]:
+        """Return the address of each weight now. Tied weights have equal ones."""
+        return {name: slot.address for name, slot in self.slots.items()}
 
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of the tensor that may come under each name."""
+        """Return the shape of the tensor that may come under each name."""
         shapes = {name: slot.shape for name, slot in self.slots.items()}
         return shapes | {name: alias.shape for name, alias in self.aliases.items()}
 
     def parts(self, name: str) -> Mapping[str, Index]:
-        """The weights that a tensor of this name holds, and where. Raises KeyError."""
+        """Return the weights that a tensor of this name holds, and where. Raises KeyError."""
         return {name: WHOLE} if name in self.slots else self.aliases[name].parts
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of what the model has under this name. Raises KeyError."""
-        if name in self.slots:
-            return self.slots[name].shape, self.slots[name].dtype
+        """Return shape and dtype of what the model has under this name. Raises KeyError."""
+        if (slot := self.slots.get(name)) is not None:
+            return slot.shape, slot.dtype
         alias = self.aliases[name]
         return alias.shape, self.slots[next(iter(alias.parts))].dtype
 
     def unknown(self, names: Collection[str]) -> list[str]:
-        """Those of `names` that the model lacks."""
+        """Return the names, of `names`, that the model lacks."""
         return sorted(name for name in names if name not in self.slots and name not in self.aliases)
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """What tensors of these names lack of the model: nothing if each weight comes with them.
+        """Return the model's weights that tensors of these names do not hold.
 
-        Weights that lie in one alias and all lack are named by it, if `names` has aliases.
+        If `names` has aliases, weights that are all missing and lie in one alias are named by it.
         """
-        given = {self.slots[part].address for name in names for part in self.parts(name)}
-        missing = [name for name, slot in self.slots.items() if slot.address not in given]
+        addresses = self.addresses()
+        given = {addresses[name] for name in names if name in addresses}
+        for name in names:
+            if name not in addresses:
+                given |= {addresses[part] for part in self.aliases[name].parts}
+        missing = [name for name, address in addresses.items() if address not in given]
         if missing and not self.aliases.keys().isdisjoint(names):
             lacking = set(missing)
             for name, alias in self.aliases.items():
@@ -90,7 +98,7 @@ class WeightTable:
 
 
 @torch.no_grad()
-def copy_weights(table: WeightTable, tensors: NamedTensors, origin: str) -> None:
+def copy_weights(table: WeightTable, tensors: TensorsByName, origin: str) -> None:
     """Fill the slots of `table` from `tensors`, casting floating dtypes.
 
     Weights that are tied, or have two names, may come under either, or equal under both. `origin`

@@ -28,14 +28,19 @@ def open_store(host: str, timeout_s: float, port: int = 0) -> tuple[Any, int]:
     ), port
 
 
-def connect_store(host: str, port: int, timeout_s: float) -> Any:
-    """Return a client of the store at `host` and `port`. Raises RuntimeError if nobody answers."""
+def connect_store(host: str, port: int, timeout_s: float, num_clients: int | None = None) -> Any:
+    """Return a client of the store at `host` and `port`.
+
+    `num_clients`: of a store whose owner waits until so many have connected; None if it does not
+    wait. Raises RuntimeError if the store does not answer.
+    """
     distributed: Any = dist
     return distributed.TCPStore(
         host,
         port,
+        num_clients,
         is_master=False,
-        wait_for_workers=False,
+        wait_for_workers=num_clients is not None,
         timeout=timedelta(seconds=timeout_s),
     )
 

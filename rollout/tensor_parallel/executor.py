@@ -19,7 +19,8 @@ from rollout.telemetry import RankUse
 from rollout.tensor_parallel.follower import Follower, SpmdCall, SpmdFollower, SpmdOutcome, digest
 from rollout.tensor_parallel.update_source import SharedSource, in_shared_memory
 from rollout.weights.staged import StagedWeights
-from rollout.weights.update import NamedTensors, next_version
+from rollout.weights.update import NamedTensors
+from rollout.weights.version import next_version
 from rollout.worker.executor import WorkerExecutor
 from rollout.worker.worker import Worker
 
@@ -142,7 +143,7 @@ class TensorParallelExecutor(WorkerExecutor):
             try:
                 staged = self.worker.stage_weights(tensors, check, source_checksum)
                 shares = self._staging.results(sent)
-                self.weights.accept(staged, [staged.share, *shares], source_checksum)
+                self.weights.verify(staged, [staged.share, *shares], source_checksum)
             except BaseException:
                 # Also cancels the staging of the others: nobody reads the weights after this.
                 self._staging.answers(self._staging.send(Follower.drop_staged, key))
@@ -184,7 +185,7 @@ class TensorParallelExecutor(WorkerExecutor):
             raise
         except BaseException:
             if self.weights.version != before:
-                self.weights.undo(staged)
+                self.weights.roll_back(staged)
             self._together(lambda: None, self._channel.send(Follower.undo_commit, key))
             raise
 

@@ -81,7 +81,7 @@ class Follower(Worker):
     def undo_commit(self, key: int) -> None:
         """Serve the weights from before the commit again, if this rank has committed."""
         if self._staged[key].is_spent:
-            self.weights.undo(self._staged[key])
+            self.weights.roll_back(self._staged[key])
 
     # ---- the loop
 

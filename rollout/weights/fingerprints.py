@@ -1,7 +1,7 @@
-"""What one rank reads of a weight update: its parts of the tensors, and its share of their hashes.
+"""Fingerprints of weights: hashes of their values, and what one rank adds to them.
 
-The fingerprints of a tensor's parts add up to that of the tensor, so each rank of a group hashes
-what it keeps, and the sums are what a process that has the model alone computes.
+The fingerprints of a tensor's parts add up to the tensor's, so each rank of an engine hashes what
+it keeps, and the sums are what a process with the whole model computes.
 """
 
 from __future__ import annotations
@@ -22,46 +22,59 @@ from rollout.layers.weight_slot import WeightSlot, kept_of
 from rollout.models.weights import WeightTable, is_computed
 from rollout.weights.update import (
     Fingerprint,
-    Holder,
-    Piece,
+    Origin,
+    StagingMemory,
     blaming,
     checked_source,
     checksum_of,
-    pieces_of,
+    parts_by_origin,
 )
 
+FingerprintOf = Callable[[Tensor, torch.dtype], Tensor]
 Key = TypeVar("Key")
 _MODULUS = 1 << 64
 
 
+def fingerprint_on(device: torch.device) -> FingerprintOf:
+    """Return `Ops.fingerprint` for tensors of `device`. On the host this may compile it."""
+    return cpu_backend("device").ops.fingerprint if device.type == "cpu" else fingerprint
+
+
+# ---- sums over the ranks of an engine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightShare:
-    """One rank's addends of fingerprints. It may be pickled and sent to another process.
+    """One rank's part of the fingerprints of an update. It can be pickled.
 
-    `pieces`: of the model's weights in their own dtypes. `own`: of the tensors as they came, if
-    their checksum was announced. `adapter`: of an adapter's tensors, each of its own dtype in
-    `adapter_dtypes`.
+    pieces: of the model's weights, in their dtypes, by origin.
+    own: of the tensors as they came, if their checksum was announced.
+    adapter: of an adapter's tensors, each in its own dtype, which `adapter_dtypes` has.
     """
 
-    pieces: Mapping[Piece, Fingerprint]
+    pieces: Mapping[Origin, Fingerprint]
     own: Mapping[str, Fingerprint] = field(default_factory=dict)
-    adapter: Mapping[Piece, Fingerprint] = field(default_factory=dict)
-    adapter_dtypes: Mapping[Piece, torch.dtype] = field(default_factory=dict)
+    adapter: Mapping[Origin, Fingerprint] = field(default_factory=dict)
+    adapter_dtypes: Mapping[Origin, torch.dtype] = field(default_factory=dict)
+
+    def keys(self) -> set[str]:
+        """Return the names of all tensors that it has a part of."""
+        return {str(origin) for origin in (*self.pieces, *self.adapter)} | {*self.own}
 
 
 def sum_of(shares: Sequence[WeightShare]) -> WeightShare:
-    """Return the fingerprints themselves, of the shares of all ranks.
+    """Return the fingerprints of an update, from the shares of all ranks.
 
-    Raises WeightUpdateError for shares of different tensors.
+    Raises WeightUpdateError if the ranks have staged different tensors.
     """
     first, *others = shares
     if not others:
         return first
     for rank, other in enumerate(others, start=1):
-        if odd := _keys(first) ^ _keys(other):
+        if odd := first.keys() ^ other.keys():
             raise WeightUpdateError(
                 f"ranks 0 and {rank} have staged different updates: only one of them has "
-                f"{min(odd)!r}; hand all ranks the same tensors"
+                f"{min(odd)!r}; give all ranks the same tensors"
             )
     return WeightShare(
         pieces=_added([share.pieces for share in shares]),
@@ -71,30 +84,28 @@ def sum_of(shares: Sequence[WeightShare]) -> WeightShare:
     )
 
 
-def _keys(share: WeightShare) -> set[str]:
-    """What tensors it is of."""
-    return {str(piece) for piece in (*share.pieces, *share.adapter)} | {*share.own}
-
-
 def _added(shares: Sequence[Mapping[Key, Fingerprint]]) -> dict[Key, Fingerprint]:
-    return {key: _total([share[key] for share in shares]) for key in shares[0]}
-
-
-def _total(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
-    """Hashes are int64 and overflow, as those of a tensor's elements do."""
-    hashes, counts = zip(*fingerprints, strict=True)
-    return (sum(hashes) + _MODULUS // 2) % _MODULUS - _MODULUS // 2, sum(counts)
+    added: dict[Key, Fingerprint] = {}
+    for key in shares[0]:
+        hashes, counts = zip(*(share[key] for share in shares), strict=True)
+        # Hashes are int64 and overflow, as the sums over a tensor's elements do.
+        total = (sum(hashes) + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+        added[key] = total, sum(counts)
+    return added
 
 
 def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
-    """Return the checksum of the weights that all ranks serve, by their `fingerprint_share`."""
-    return checksum_of({piece.weight: found for piece, found in sum_of(shares).pieces.items()})
+    """Return the checksum of the weights that all ranks serve, from their `fingerprint_share`."""
+    return checksum_of({origin.weight: found for origin, found in sum_of(shares).pieces.items()})
 
 
 def checksums_of_shares(shares: Sequence[WeightShare]) -> dict[str, str]:
     """Return the checksum of each weight's values by the weight's name, 16 hex digits."""
     pieces = sum_of(shares).pieces
-    return {piece.weight: f"{found[0] % _MODULUS:016x}" for piece, found in pieces.items()}
+    return {origin.weight: f"{found[0] % _MODULUS:016x}" for origin, found in pieces.items()}
+
+
+# ---- what one rank hashes
 
 
 class PartHasher:
@@ -104,26 +115,27 @@ class PartHasher:
         self._ops, self._shard = ops, shard
 
     def of_kept(self, slot: WeightSlot, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of the part that `slot` keeps of its weight: (hash, non-finite) as `dtype`, int64 [2]."""
+        """Hash, as `dtype`, the part of its weight that `slot` keeps: (hash, non-finite), int64
+        [2]."""
         if slot.cut is None:
             return self.of_whole(kept, dtype, turn=0)
         total = torch.zeros(2, dtype=torch.int64, device=kept.device)
-        for part, places in slot.cut.counted_parts(kept):
-            total = total + self._ops.fingerprint(part, dtype, places).to(total.device)
+        for part, offsets in slot.cut.counted_parts(kept):
+            total = total + self._ops.fingerprint(part, dtype, offsets).to(total.device)
         return total
 
     def of_whole(self, tensor: Tensor, dtype: torch.dtype, *, turn: int) -> Tensor:
-        """Of a tensor that all ranks have, which is hashed by the rank whose turn it is."""
+        """Hash a tensor that all ranks have, if it is this rank's turn. Returns zeros otherwise."""
         if turn % self._shard.size == self._shard.rank:
             return self._ops.fingerprint(tensor, dtype)
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceParts:
-    """What a rank keeps of each of the model's weights in a source, and its share of hashes."""
+class KeptParts:
+    """What a rank keeps of each of the model's weights in an update, and its share of hashes."""
 
-    pieces: Mapping[Piece, Tensor]
+    tensors: Mapping[Origin, Tensor]
     share: WeightShare
 
 
@@ -132,67 +144,70 @@ def read_source(
     table: WeightTable,
     hasher: PartHasher,
     check: Callable[[], None],
-    holder: Holder,
+    memory: StagingMemory,
     *,
     wants_own: bool,
-) -> SourceParts:
-    """Read the tensors of a full update. `wants_own`: `own` of the share is wanted, too.
+) -> KeptParts:
+    """Check and hash the tensors of a full update. With `wants_own` the share has `own`, too.
 
     `check` is called before each tensor. Raises WeightUpdateError naming the tensor at fault.
     """
-    source = checked_source(given, table, holder)
-    hashes = dict(holder.own_hashes)  # of whole tensors: what is held from here on are parts
-    pieces = kept_pieces(source, table, holder)
-    fingerprints = hashed_pieces(pieces, table, hasher, check)
+    source = checked_source(given, table, memory)
+    own_hashes = dict(memory.own_hashes)  # of whole tensors: `memory` keeps parts from here on
+    tensors = kept_parts(source, table, memory)
+    fingerprints = hashed_parts(tensors, table, hasher, check)
     own: dict[str, Fingerprint] = {}
     if wants_own:
-        as_given = {name: tensor for name, tensor in given.items() if name not in hashes}
-        own = _own_fingerprints(as_given, fingerprints, table, hasher, check) | fetched(hashes)
-    return SourceParts(pieces=pieces, share=WeightShare(pieces=fingerprints, own=own))
+        as_given = {name: tensor for name, tensor in given.items() if name not in own_hashes}
+        own = _own_fingerprints(as_given, fingerprints, table, hasher, check) | fetched(own_hashes)
+    return KeptParts(tensors=tensors, share=WeightShare(pieces=fingerprints, own=own))
 
 
-def kept_pieces(
-    source: Mapping[str, Tensor], table: WeightTable, holder: Holder
-) -> dict[Piece, Tensor]:
-    """Return what this rank keeps of each weight in whole tensors: views, where it is one range of
-    its values; `holder` has the others.
+def kept_parts(
+    source: Mapping[str, Tensor], table: WeightTable, memory: StagingMemory
+) -> dict[Origin, Tensor]:
+    """Return what this rank keeps of each weight in whole tensors.
+
+    Views where it is one range of the weight's values; `memory` has the others.
     """
-    kept: dict[Piece, Tensor] = {}
-    for piece, values in pieces_of(source, table).items():
-        slot = table.slots[piece.weight]
-        kept[piece] = kept_of(slot, values)
+    kept: dict[Origin, Tensor] = {}
+    for origin, values in parts_by_origin(source, table).items():
+        slot = table.slots[origin.weight]
+        kept[origin] = kept_of(slot, values)
         if slot.cut is not None and len(slot.cut.ranges) > 1:
-            kept[piece] = holder.hold(piece.weight, kept[piece], is_new=True)
+            kept[origin] = memory.keep(origin.weight, kept[origin], is_new=True)
     return kept
 
 
-def hashed_pieces(
-    pieces: Mapping[Piece, Tensor],
+def hashed_parts(
+    parts: Mapping[Origin, Tensor],
     table: WeightTable,
     hasher: PartHasher,
     check: Callable[[], None],
-) -> dict[Piece, Fingerprint]:
-    """Return this rank's addend of each piece's fingerprint, in the dtype of the model's weight.
+) -> dict[Origin, Fingerprint]:
+    """Return this rank's part of each weight's fingerprint, in the dtype of the model's weight.
 
     Each is computed on the tensor's device, which need not be the model's.
     """
-    queued: dict[Piece, Tensor] = {}
-    for piece, kept in pieces.items():
-        check()
-        with blaming(f"checking {piece}"):
-            slot = table.slots[piece.weight]
-            queued[piece] = hasher.of_kept(slot, kept, slot.dtype)
+    queued: dict[Origin, Tensor] = {}
+    with blaming() as blame:
+        for origin, kept in parts.items():
+            check()
+            blame.culprit = f"checking {origin}"
+            slot = table.slots[origin.weight]
+            queued[origin] = hasher.of_kept(slot, kept, slot.dtype)
     return fetched(queued)
 
 
 def hashed_wholes(
     tensors: Mapping[str, Tensor], hasher: PartHasher, check: Callable[[], None]
 ) -> dict[str, Fingerprint]:
-    """Return this rank's addend for tensors in their own dtypes, of which it hashes some."""
+    """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes."""
     queued: dict[str, Tensor] = {}
-    for turn, name in enumerate(sorted(tensors)):
-        check()
-        with blaming(f"checking {name!r}"):
+    with blaming() as blame:
+        for turn, name in enumerate(sorted(tensors)):
+            check()
+            blame.culprit = f"checking {name!r}"
             dtype = hashed_dtype(tensors[name].dtype)
             queued[name] = hasher.of_whole(tensors[name], dtype, turn=turn)
     return fetched(queued)
@@ -200,21 +215,21 @@ def hashed_wholes(
 
 def _own_fingerprints(
     source: Mapping[str, Tensor],
-    known: Mapping[Piece, Fingerprint],
+    known: Mapping[Origin, Fingerprint],
     table: WeightTable,
     hasher: PartHasher,
     check: Callable[[], None],
 ) -> dict[str, Fingerprint]:
-    """Return the addends of the tensors as they came, of which `known` has some.
+    """Return this rank's part of the fingerprints of tensors as they came.
 
-    Only those that the model casts, takes apart or does not use are read again.
+    Only tensors that the model casts, takes apart or does not use are hashed again.
     """
     fingerprints: dict[str, Fingerprint] = {}
     unknown: dict[str, Tensor] = {}
     for name, tensor in source.items():
         slot = table.slots.get(name)
         if slot is not None and slot.dtype == hashed_dtype(tensor.dtype):
-            fingerprints[name] = known[Piece(name, name)]
+            fingerprints[name] = known[Origin(name, name)]
         elif not is_computed(name):
             unknown[name] = tensor
     return fingerprints | hashed_wholes(unknown, hasher, check)
@@ -225,17 +240,8 @@ def fetched(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
     by_device: dict[torch.device, dict[Key, Tensor]] = {}
     for key, hashed in queued.items():
         by_device.setdefault(hashed.device, {})[key] = hashed
-    fetched: dict[Key, Fingerprint] = {}
+    found: dict[Key, Fingerprint] = {}
     for device, rows in by_device.items():
         with blaming(f"checking the tensors on {device}"):
-            values = torch.stack([*rows.values()]).cpu().tolist()
-        fetched |= zip(rows, values, strict=True)
-    return fetched
-
-
-FingerprintOf = Callable[[Tensor, torch.dtype], Tensor]
-
-
-def fingerprint_on(device: torch.device) -> FingerprintOf:
-    """`Ops.fingerprint` for tensors of the device. The first call for the host may compile it."""
-    return cpu_backend("device").ops.fingerprint if device.type == "cpu" else fingerprint
+            found |= zip(rows, torch.stack([*rows.values()]).cpu().tolist(), strict=True)
+    return found

@@ -69,13 +69,16 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """What `update_weights` adds to the weights of some linear layers: alpha / rank * (B @ A).
+    """A low-rank change of linear layers, which `update_weights` merges: alpha / rank * (B @ A).
 
-    `tensors`: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
-    "base_model.model." and the adapter's name. With `use_rslora` the scale is alpha / sqrt(rank).
-    `ranks` and `alphas` have those of single layers, by module name, where they differ. `base`: all
-    weights, by name, that the adapter belongs to; None: those that the engine serves, without its
-    last adapter. Raises WeightUpdateError for a rank or an alpha that is no number.
+    tensors: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
+    "base_model.model." and the adapter's name.
+    use_rslora: the scale is alpha / sqrt(rank).
+    ranks, alphas: of single layers, by module name, where they differ from `rank` and `alpha`.
+    base: all weights that the adapter belongs to, by name; None: the weights that the engine
+    serves, without its last adapter.
+
+    Raises WeightUpdateError for a rank or an alpha that is not a number.
     """
 
     tensors: Mapping[str, Tensor]
@@ -103,11 +106,11 @@ class LoraAdapter:
         adapter_name: str | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> LoraAdapter:
-        """Take the live tensors of an adapter of a PEFT model; None means its active one.
+        """Return an adapter of a PEFT model, with live tensors; by default the active adapter.
 
-        They are read when the adapter is pushed, so none may change before that returns. `weights`
-        has them by name where the model's own parameters are parts only. Raises WeightUpdateError
-        naming what B @ A does not express, such as DoRA or trained biases.
+        The tensors are read by the push, and must not change before it returns. `weights`: the
+        tensors by name, where the model's own parameters are sharded. Raises WeightUpdateError
+        naming what B @ A cannot express, such as DoRA or trained biases.
         """
         configs = getattr(model, "peft_config", None)
         if not isinstance(configs, Mapping):
@@ -139,8 +142,10 @@ class LoraAdapter:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> LoraAdapter:
-        """Read what PEFT's `save_pretrained` has written. Raises ModelError for files that are
-        missing or broken, WeightUpdateError naming what B @ A does not express.
+        """Read a directory that PEFT's `save_pretrained` has written.
+
+        Raises ModelError for missing or broken files, and WeightUpdateError naming what B @ A
+        cannot express.
         """
         weights = Path(directory) / WEIGHTS_FILE
         config = read_json(Path(directory) / CONFIG_FILE)
@@ -149,8 +154,8 @@ class LoraAdapter:
     def pairs(self) -> dict[str, LoraPair]:
         """Return A, B and scale of each adapted module by its name.
 
-        Raises WeightUpdateError naming a tensor that is no half of a pair, that lacks its other
-        half, or that does not have the rank.
+        Raises WeightUpdateError naming a tensor that is neither A nor B of a linear layer, whose
+        other half is missing, or that does not have the rank.
         """
         halves: dict[str, dict[str, str]] = {}
         for name in self.tensors:
@@ -214,7 +219,7 @@ def _active_adapter(model: Any, configs: Mapping[str, Any]) -> str:
 
 
 def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoraAdapter:
-    """Raises WeightUpdateError for settings that are more than a low-rank change."""
+    """Return an adapter. Raises WeightUpdateError for settings beyond a low-rank change."""
     kind = config.get("peft_type")
     if getattr(kind, "value", kind) != "LORA":
         raise WeightUpdateError(f"peft_type={kind!r} is not supported, only LORA is: {_REMEDY}")
@@ -242,7 +247,7 @@ def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
 
 
 def _by_module(patterns: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
-    """The first pattern that matches the end of a module's name, from a dot on, counts."""
+    """Return the value of each module: of the first pattern that matches the end of its name."""
     found: dict[str, Any] = {}
     for module in modules:
         for pattern, value in patterns.items():

@@ -19,19 +19,20 @@ from rollout.layers.weight_slot import WeightSlot
 from rollout.models.causal_lm import CausalLM
 from rollout.models.plain_tensors import full_tensor
 from rollout.models.weights import WeightTable
-from rollout.weights.fingerprints import kept_pieces
+from rollout.weights.fingerprints import kept_parts
 from rollout.weights.lora import LoraPair
-from rollout.weights.update import Holder
+from rollout.weights.update import StagingMemory
 
 _SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """What a rank keeps of the weights of a model that an adapter changes; empty without one.
+    """What a rank keeps of the weights that an adapter changes. Empty without an adapter.
 
-    `bases`: what the adapted ones are without it, on the host. `follows_served`: the adapter is on
-    weights that are served; those that lack here stay as they are.
+    tensors: new values by name. bases: adapted weights without the adapter, on the host.
+    follows_served: whether the adapter is merged into the weights that serve. Weights that are not
+    in `tensors` then stay as they are.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -40,14 +41,16 @@ class AdaptedWeights:
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors on the host; gathering is a collective, in the order of names."""
+    """Return whole tensors on the host. Gathering is a collective, in the order of names."""
     whole = {name: full_tensor(tensors[name]) for name in sorted(tensors)}
     return {name: tensor.detach().cpu() for name, tensor in whole.items()}
 
 
 def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
-    """Raise WeightUpdateError naming an adapted module that is no linear layer of `model`, whose
-    weight is also another layer's, or to which A and B do not fit.
+    """Check that an adapter fits `model`.
+
+    Raises WeightUpdateError naming an adapted module that is no linear layer, whose weight is tied,
+    or whose sizes A and B do not have.
     """
     slots, linear = model.weight_slots(), model.linear_modules()
     num_users = Counter(slot.address for slot in slots.values())
@@ -84,12 +87,12 @@ def adapt_served(
     slots: Mapping[str, WeightSlot],
     bases: Mapping[str, Tensor],
     check: Callable[[], None],
-    holder: Holder,
+    memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Put an adapter on the weights that are served, less the adapter that they have now.
+    """Merge an adapter into the weights that serve, without the adapter that they have now.
 
-    `bases` has what the weights under that one were before. `check` may raise between two layers.
-    `holder` has the sums.
+    `bases`: the weights under that adapter. `check` may raise between two layers. The sums are kept
+    in `memory`.
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
@@ -100,7 +103,7 @@ def adapt_served(
         pair = pairs.get(name.removesuffix(".weight"))
         if pair is not None:
             kept[name] = slot.read().to("cpu", copy=True) if base is None else base
-            tensors[name] = holder.hold(
+            tensors[name] = memory.keep(
                 name, merger.merged(kept[name], pair, slot.cut), is_new=True
             )
         elif base is not None:
@@ -113,11 +116,13 @@ def adapt_given(
     table: WeightTable,
     source: Mapping[str, Tensor],
     check: Callable[[], None],
-    holder: Holder,
+    memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Put an adapter on all weights of `source` in the model's dtypes, in which they serve. The
-    sums are with `holder`."""
-    tensors = {piece.weight: kept for piece, kept in kept_pieces(source, table, holder).items()}
+    """Merge an adapter into all weights of `source`, in the model's dtypes.
+
+    The sums are kept in `memory`.
+    """
+    tensors = {each.weight: kept for each, kept in kept_parts(source, table, memory).items()}
     bases: dict[str, Tensor] = {}
     merger = Merger(pairs.values())
     for module, pair in pairs.items():
@@ -125,14 +130,14 @@ def adapt_given(
         name = f"{module}.weight"
         slot = table.slots[name]
         bases[name] = tensors[name].detach().to("cpu", slot.dtype, copy=True)
-        tensors[name] = holder.hold(name, merger.merged(bases[name], pair, slot.cut), is_new=True)
+        tensors[name] = memory.keep(name, merger.merged(bases[name], pair, slot.cut), is_new=True)
     return AdaptedWeights(tensors=tensors, bases=bases)
 
 
 class Merger:
-    """Adds A and B to bases, one layer after the other, in memory of its own.
+    """Merges A and B into bases, one layer after the other, in one buffer.
 
-    Fresh memory for each product would cost a page fault for every 4 KiB, more than the sums.
+    New memory for each product would cost a page fault for every 4 KiB, more than the sums.
     """
 
     def __init__(self, pairs: Iterable[LoraPair]) -> None:
@@ -141,9 +146,9 @@ class Merger:
 
     @torch.no_grad()
     def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
-        """base + (B @ A) * scale in float32, on the host, cast to the dtype of the base.
+        """Return base + (B @ A) * scale, summed in float32 on the host, in the base's dtype.
 
-        [N, K], or what `cut` keeps of it, as `base_NK` is.
+        [N, K], or the part of it that `cut` keeps, like `base_NK`.
         """
         shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
         change_NK = self._scratch[: math.prod(shape)].view(shape)

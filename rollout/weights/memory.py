@@ -1,4 +1,4 @@
-"""WeightMemory: where the parameters of a model lie."""
+"""Memory of weights: the buffer that the serving ones lie in, and host memory for an update's."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from rollout.models.weights import WeightTable
 from rollout.weights.update import HOST_COPIES
 
 _BUFFER = "weights"
+_ALIGNMENT = 64  # bytes, of each tensor's start: a cache line, and what vector loads like
+
+
+# ---- the serving weights
 
 
 class WeightMemory:
@@ -31,11 +35,11 @@ class WeightMemory:
     """
 
     def __init__(self, model: CausalLM, backend: Backend, *, keeps_values: bool) -> None:
-        """Move the parameters there, before anything is packed: with their values, or without."""
+        """Move the parameters there, with or without their values, before any weight is packed."""
         self._model, self._memory = model, backend.memory
         self._arena = backend.create_host_arena()
-        self._places = dict(_layout(model))
-        self.num_bytes = max(end for _, end in self._places.values())
+        self._ranges = dict(_layout(model))
+        self.num_bytes = max(end for _, end in self._ranges.values())
         self.is_resident, self._has_copy = True, False
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         if backend.device.type == "cpu":
@@ -43,8 +47,12 @@ class WeightMemory:
             buffer = self._memory.allocate(_BUFFER, self.num_bytes)
             self._place_parameters(buffer, keeps_values=keeps_values)
             return
-        # A device has no room for the weights twice.
-        values = self._taken_from_parameters(keeps_values=keeps_values)
+        # A device has no room for the weights twice: they wait on the host.
+        values = {}
+        for name, parameter in model.named_parameters():
+            if keeps_values:
+                values[name] = parameter.data.cpu()
+            parameter.data = parameter.data.new_empty(0)
         self._memory.trim()
         self._place_parameters(self._memory.allocate(_BUFFER, self.num_bytes))
         for name, parameter in model.named_parameters():
@@ -53,7 +61,7 @@ class WeightMemory:
 
     @property
     def bytes_N(self) -> Tensor:
-        """The buffer, uint8 [N]: all parameters, while resident. Not to be held: it may move."""
+        """The buffer with all parameters while resident, uint8 [N]. It may move: do not keep it."""
         assert self.is_resident, "the weights' memory is released"
         return self._memory.restore(_BUFFER)
 
@@ -68,15 +76,16 @@ class WeightMemory:
         return self.num_bytes if self._has_copy else 0
 
     def release(self, *, keeps_values: bool) -> int:
-        """Release the memory, after a copy to the host if `keeps_values`. Returns bytes released;
-        a second call does nothing.
+        """Release the memory, after a copy to the host if `keeps_values`.
+
+        Returns the number of bytes released; 0 for a second call.
         """
         if not self.is_resident:
             return 0
         if keeps_values:
             self._arena.reserve(self.num_bytes).copy_(self.bytes_N)
         self.is_resident, self._has_copy = False, keeps_values
-        # Since `__init__` weights may have been repacked, which changes their shapes.
+        # Weights may have been repacked since `__init__`, which changes their shapes.
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
         self._model.release_packed()
         for parameter in self._model.parameters():
@@ -86,7 +95,7 @@ class WeightMemory:
     def restore(self) -> int:
         """Reserve the memory again and copy the values back if they were kept.
 
-        Returns the number of bytes copied; a second call does nothing.
+        Returns the number of bytes copied; 0 for a second call.
         """
         if self.is_resident:
             return 0
@@ -99,26 +108,17 @@ class WeightMemory:
         self.is_resident, self._has_copy = True, False
         return num_copied
 
-    def _taken_from_parameters(self, *, keeps_values: bool) -> dict[str, Tensor]:
-        """Leave the parameters without memory. Returns their values on the host, if wanted."""
-        values = {}
-        for name, parameter in self._model.named_parameters():
-            if keeps_values:
-                values[name] = parameter.data.cpu()
-            parameter.data = parameter.data.new_empty(0)
-        return values
-
     def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
-        """Make each parameter a view of its part of the buffer, one after the other.
+        """Make each parameter a view of its range of the buffer, one after the other.
 
         With `keeps_values` its values move there, and its old memory is free before the next one.
         """
         for name, parameter in self._model.named_parameters():
-            start, end = self._places[name]
-            place = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
+            start, end = self._ranges[name]
+            view = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
             if keeps_values:
-                place.copy_(parameter.data)
-            parameter.data = place
+                view.copy_(parameter.data)
+            parameter.data = view
 
 
 def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -130,88 +130,90 @@ def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
         yield name, (start, end)
 
 
-_ALIGNMENT = 64  # bytes, of each place: a cache line, and what vector loads like
+# ---- an update's values, on the host of a device
 
 
-class HostRoom:
-    """Host memory for one copy of a device's weights, page-locked once and used again.
+class ReusedArena:
+    """Host memory for one copy of a device's weights, page-locked once and reused.
 
-    One user has it at a time. Who comes while it is in use gets memory of its own. Updates may be
-    staged in one thread and committed in another.
+    One user has it at a time. Another one gets memory of its own meanwhile. Updates may be staged
+    in one thread and committed in another.
     """
 
     def __init__(self, create_arena: Callable[[], HostArena]) -> None:
         self._create_arena, self._arena = create_arena, create_arena()
         self._user: Callable[[], object | None] = lambda: None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
-    def taken_by(self, user: object) -> HostArena:
-        """Return the arena, which is the user's as long as it lives or until `give_back`."""
-        with self._turn:
+    def acquire(self, user: object) -> HostArena:
+        """Return an arena, which belongs to `user` until `release(user)` or the end of its life."""
+        with self._lock:
             if self._user() is not None:
                 self._arena = self._create_arena()
             self._user = weakref.ref(user)
             return self._arena
 
-    def give_back(self, user: object) -> None:
-        """Let others have what `user` has, who does not use it any more."""
-        with self._turn:
+    def release(self, user: object) -> None:
+        """Let another user acquire the arena of `user`, which does not use it any more."""
+        with self._lock:
             if self._user() is user:
                 self._user = lambda: None
 
 
-class HostStage:
-    """Implements `Holder`: one arena with a place for each weight of an update, in its own dtype.
+class StagingArena:
+    """Implements `StagingMemory`: one arena, with room for each weight in the model's dtype.
 
-    What it has no place for is held beside it: a weight that came under its other name before, what
-    the model does not use or know. `own_hashes`: of floating tensors that were cast, as they came,
-    if `hash_own` was given.
+    A tensor without room there gets memory of its own: a weight that comes under a second name, and
+    a tensor that the model does not use or know. With `hash_own`, `own_hashes` has the hashes of
+    the floating tensors that were cast, as they came.
     """
 
     def __init__(
         self,
-        room: HostRoom,
+        arenas: ReusedArena,
         table: WeightTable,
         slots: Mapping[str, WeightSlot],
-        piece_bytes: int,
+        chunk_bytes: int,
         hash_own: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`slots`: of the weights that may change. `piece_bytes`: how much is copied at once."""
-        self._room, self._table, self._slots = room, table, slots
-        self._piece_bytes, self._hash_own = piece_bytes, hash_own
+        """`slots`: of the weights that may change. `chunk_bytes`: how much is copied at once."""
+        self._arenas, self._table, self._slots = arenas, table, slots
+        self._chunk_bytes, self._hash_own = chunk_bytes, hash_own
         self._arena: HostArena | None = None
-        self._free_N = torch.empty(0, dtype=torch.uint8)  # of the arena, from its first free byte
-        self._places: dict[str, Tensor] = {}
+        self._free_N = torch.empty(0, dtype=torch.uint8)  # the unused end of the arena
+        self._tensors: dict[str, Tensor] = {}
         self.own_hashes: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def hold(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
-        """See `Holder`. Raises ConfigError if the memory is not to be had."""
-        if is_sharded(tensor) or not self._is_for_model(name, tensor):
-            return HOST_COPIES.hold(name, tensor, is_new=is_new)
+    def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
+        """See `StagingMemory`. Raises ConfigError if the arena cannot be allocated."""
+        if is_sharded(tensor) or not self._may_become_weight(name, tensor):
+            return HOST_COPIES.keep(name, tensor, is_new=is_new)
         dtype = self._table.form(name)[1]
         if self._hash_own is not None and dtype != tensor.dtype:
             self.own_hashes[name] = self._hash_own(tensor, hashed_dtype(tensor.dtype))
-        place = self._place_of(name, tensor.shape, dtype)
-        copy_by_rows(place, tensor.detach(), self._piece_bytes)
-        return place
+        kept = self._tensors.get(name)  # of an earlier tensor of this name
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, dtype):
+            kept = self._tensors[name] = self._allocate(tensor.shape, dtype)
+        copy_by_rows(kept, tensor.detach(), self._chunk_bytes)
+        return kept
 
     def has_any_of(self, values: Mapping[str, Tensor]) -> bool:
-        """Whether it holds one of them."""
+        """Return whether one of these tensors lies in this memory."""
         own = self._own_storages()
         return any(_storage(tensor) in own for tensor in values.values())
 
-    def settled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Hold those that others hold, too, so that all of `values` may be written to."""
+    def writable(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `values`, all of them in this memory, so that they may be overwritten."""
         own = self._own_storages()
         return {
-            name: tensor if _storage(tensor) in own else self.hold(name, tensor)
+            name: tensor if _storage(tensor) in own else self.keep(name, tensor)
             for name, tensor in values.items()
         }
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """See `Holder`."""
+        """See `StagingMemory`."""
         try:
             yield
         except BaseException:
@@ -219,67 +221,58 @@ class HostStage:
             raise
 
     def release(self) -> None:
-        """Let others have the room: what is held here is not used any more."""
-        self._room.give_back(self)
+        """Let another update acquire the arena: nothing here is used any more."""
+        self._arenas.release(self)
 
     def _own_storages(self) -> set[int]:
-        return {_storage(place) for place in self._places.values()}
+        return {_storage(tensor) for tensor in self._tensors.values()}
 
-    def _is_for_model(self, name: str, tensor: Tensor) -> bool:
-        """Whether the model may take its weight from this tensor: any other dtype is refused."""
+    def _may_become_weight(self, name: str, tensor: Tensor) -> bool:
+        """Return whether the model has this weight and takes floating tensors for it.
+
+        Any other dtype is refused later.
+        """
         is_known = name in self._table.slots or name in self._table.aliases
         return is_known and not self._table.is_passed_over(name) and tensor.is_floating_point()
 
-    def _place_of(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A place for what comes under `name`: the one from before, if it came already."""
-        place = self._places.get(name)
-        if place is None or (place.shape, place.dtype) != (shape, dtype):
-            place = self._places[name] = self._new_place(shape, dtype)
-        return place.view(shape)
-
-    def _new_place(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if self._arena is None:
-            self._arena = self._room.taken_by(self)
-            self._free_N = self._arena.reserve(_bytes_of(self._slots))
+            self._arena = self._arenas.acquire(self)
+            # Tied weights come once.
+            sizes = {slot.address: _kept_bytes(slot) for slot in self._slots.values()}
+            self._free_N = self._arena.reserve(sum(map(aligned, sizes.values())))
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._free_N):
             return torch.empty(shape, dtype=dtype)
-        place = self._free_N[:num_bytes]
-        self._free_N = self._free_N[aligned(num_bytes) :]
-        return place.view(dtype).view(shape)
+        bytes_N, self._free_N = self._free_N[:num_bytes], self._free_N[aligned(num_bytes) :]
+        return bytes_N.view(dtype).view(shape)
 
 
 def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
-    """Copy values to where they have the same shape, so many bytes at once.
+    """Copy `source` to `target`, which has its shape, in row ranges of `num_bytes` bytes.
 
-    A cast, or a source without order, makes torch copy to memory of its own before, on either side:
-    of one piece then.
+    For a cast, or a source that is not contiguous, torch allocates a temporary copy of what is
+    copied at once.
     """
     target, source = torch.atleast_1d(target), torch.atleast_1d(source)
     num_rows = rows_within(num_bytes, source)
-    for place, rows in zip(target.split(num_rows), source.split(num_rows), strict=True):
-        place.copy_(rows)
+    for to_rows, from_rows in zip(target.split(num_rows), source.split(num_rows), strict=True):
+        to_rows.copy_(from_rows)
 
 
 def rows_within(num_bytes: int, values: Tensor) -> int:
-    """How many rows of `values` are at most so many bytes; 1 if one row has more."""
+    """Return how many rows of `values` have at most `num_bytes` bytes together; at least 1."""
     return max(1, num_bytes * max(1, len(values)) // max(1, values.numel() * values.itemsize))
 
 
-def _bytes_of(slots: Mapping[str, WeightSlot]) -> int:
-    """Of places for what is kept of all weights, tied ones once."""
-    sizes = {slot.address: _kept_bytes(slot) for slot in slots.values()}
-    return sum(map(aligned, sizes.values()))
+def aligned(num_bytes: int) -> int:
+    """Round `num_bytes` up, so that values of any dtype may follow."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _kept_bytes(slot: WeightSlot) -> int:
     shape = slot.shape if slot.cut is None else slot.cut.kept_shape
     return math.prod(shape) * slot.dtype.itemsize
-
-
-def aligned(num_bytes: int) -> int:
-    """Room for so many bytes, after which values of any dtype may follow."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _storage(tensor: Tensor) -> int:

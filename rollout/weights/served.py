@@ -17,12 +17,12 @@ from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.models.causal_lm import CausalLM
 from rollout.weights.fingerprints import (
+    KeptParts,
     PartHasher,
-    SourceParts,
     WeightShare,
     checksum_of_shares,
     fetched,
-    hashed_pieces,
+    hashed_parts,
     hashed_wholes,
     read_source,
     sum_of,
@@ -35,7 +35,7 @@ from rollout.weights.lora_merge import (
     check_targets,
     gathered,
 )
-from rollout.weights.memory import HostRoom, HostStage, WeightMemory
+from rollout.weights.memory import ReusedArena, StagingArena, WeightMemory
 from rollout.weights.staged import (
     BackupKeeper,
     Exchange,
@@ -48,19 +48,19 @@ from rollout.weights.staged import (
 from rollout.weights.update import (
     HOST_COPIES,
     Fingerprint,
-    Holder,
     NamedTensors,
-    Piece,
+    Origin,
+    StagingMemory,
     blaming,
     by_name,
     check_checksum,
     check_finite,
-    checked_origins,
+    check_values,
     checked_source,
     checksum_of,
-    next_version,
     origins_of,
 )
+from rollout.weights.version import next_version
 
 # Each half takes half a millisecond to or from a host, beside which starting a copy is nothing.
 BUCKET_BYTES = 64 << 20
@@ -69,13 +69,13 @@ BUCKET_BYTES = 64 << 20
 class ServedWeights:
     """The only writer of the model's weights and of their version.
 
-    They lie in a WeightMemory; a weight that one packed product serves alone lies there packed, and
+    They lie in a WeightMemory. A weight that one packed product serves alone lies there packed, and
     in no other form. An update is staged first and then committed in place, so captured graphs stay
     valid. `has_values` is False while the bytes are not those of one set of weights: they were
-    discarded, or an update could not be undone.
+    discarded, or an update could not be rolled back.
 
-    Of ranks that share the model, each stages its parts of the whole update, and hashes them. Rank
-    0 accepts it with the shares of all, which then commit it; those that did undo it if one failed.
+    If several ranks share the model, each stages and hashes its parts of the whole update. Rank 0
+    verifies it with the shares of all ranks. Then all commit, and roll back if one of them failed.
     """
 
     def __init__(
@@ -88,26 +88,26 @@ class ServedWeights:
         fill: Callable[[], None] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Move the parameters of `model` into the backend's memory, before anything is packed.
+        """Move the parameters of `model` into the backend's memory, before any weight is packed.
 
-        `fill` then writes the values of a model that has none yet; with None, its values are moved.
-        `bucket_bytes`: of a device's memory, for an update beside the weights.
+        `fill` then writes the values of a model that has none yet; with None its values are moved.
+        `bucket_bytes`: device memory that an update may take beside the weights.
         """
-        self._model, self._piece_bytes = model, bucket_bytes // 2
+        self._model, self._chunk_bytes = model, bucket_bytes // 2
         self._hasher = PartHasher(backend.ops, model.spec.shard)
         self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
         is_host = backend.device.type == "cpu"
-        self._room = None if is_host else HostRoom(backend.create_host_arena)
-        self._backups = BackupKeeper(model, self._memory, self._room)
-        # Of the write that serves, which may not be the latest one: an undo goes back.
+        self._arenas = None if is_host else ReusedArena(backend.create_host_arena)
+        self._backups = BackupKeeper(model, self._memory, self._arenas)
+        # The write that serves, which may not be the latest one after a rollback.
         self._num_writes = self._latest_write = 0
-        self._bases: Mapping[str, Tensor] = {}  # of the weights that an adapter has changed
+        self._bases: Mapping[str, Tensor] = {}  # weights without the adapter that serves, by name
         self.version, self.has_values = version, True
-        self.is_finite = True  # as far as it is known: an update's weights are looked at
+        self.is_finite = True  # not known of the first weights: only an update's are looked at
         if fill is not None:
             fill()
-        trim_heap()  # what drawing or moving the values has freed
+        trim_heap()  # return memory freed by loading
 
     # ---- what may be done now
 
@@ -126,21 +126,25 @@ class ServedWeights:
                 "commit a full update first"
             )
 
-    def checksum(self) -> str:
-        """Return a hash of names and bits of all weights, which is equal on every device.
-
-        Raises EngineStateError while the weights are not there.
-        """
-        return checksum_of_shares([self.fingerprint_share()])
+    # ---- checksums
 
     @property
     def names(self) -> list[str]:
         """The Hugging Face names of all weights, sorted."""
         return sorted(self._model.weight_slots())
 
+    def checksum(self) -> str:
+        """Return a hash of names and bits of all weights, which is equal on every device.
+
+        Raises EngineStateError while the memory is released or the values are missing.
+        """
+        return checksum_of_shares([self.fingerprint_share()])
+
     def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
-        """Return what `checksum_of_shares` needs of this rank, or of these weights alone. Raises as
-        `checksum` does."""
+        """Return this rank's part of the fingerprints of all weights, or of `names`.
+
+        `checksum_of_shares` adds the parts of all ranks. Raises as `checksum` does.
+        """
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
         wanted = self._model.weight_slots() if names is None else names
@@ -148,27 +152,29 @@ class ServedWeights:
 
     def _hashed_served(
         self, names: Iterable[str], check: Callable[[], None] = lambda: None
-    ) -> dict[Piece, Fingerprint]:
-        """Return this rank's addend of the fingerprint of each of these weights that serve now.
+    ) -> dict[Origin, Fingerprint]:
+        """Return this rank's part of the fingerprints of weights that serve now.
 
         One weight at a time: what a slot reads may be a copy.
         """
-        queued: dict[Piece, Tensor] = {}
+        queued: dict[Origin, Tensor] = {}
         for name in names:
             check()
             slot = self._model.weight_slots()[name]
-            queued[Piece(name, name)] = self._hasher.of_kept(slot, slot.read(), slot.dtype)
+            queued[Origin(name, name)] = self._hasher.of_kept(slot, slot.read(), slot.dtype)
         return fetched(queued)
 
     def data_ptrs(self) -> dict[str, int]:
         """Return the address of each weight by its Hugging Face name."""
-        return {name: slot.address for name, slot in self._model.weight_slots().items()}
+        return self._model.weight_table().addresses()
 
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`. Raises WeightUpdateError unless it is above the
-        current one, EngineStateError while the values are missing.
+        """Serve the same weights as `version`.
+
+        Raises WeightUpdateError unless it is above the current one, and EngineStateError while the
+        values are missing.
         """
         self.require_values("set the generation epoch")
         self.version = next_version(self.version, version)
@@ -180,52 +186,52 @@ class ServedWeights:
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
     ) -> StagedWeights:
-        """Check names, shapes, dtypes and values, pack, and back up what is not to be exchanged;
-        the model is not changed.
+        """Check names, shapes, dtypes and values of an update, and pack it. The model stays as is.
 
-        A rank of a group takes its parts, and leaves the checks of values to `accept`. The host
-        waits for each device once. Sharded tensors are gathered, in the order of their names, which
-        is a collective of all ranks that hold a part. `check` is called before each tensor, and may
-        raise to end staging. `source_checksum` is what `checksum_of` must give for the tensors as
-        they arrive; "" skips that check. Raises WeightUpdateError naming the tensor at fault and
-        what was expected of it, EngineStateError while the memory is released, and for an adapter
-        without a base while the values are missing.
+        A weight that cannot be exchanged at the commit is backed up. A rank of several stages its
+        parts, and leaves checks of values to `verify`. The host waits for each device once. Sharded
+        tensors are gathered in the order of their names, which is a collective of all ranks that
+        have a part. `check` is called before each tensor, and may raise to end staging.
+        `source_checksum`: what `checksum_of` gives for the tensors as they arrive; "" skips that
+        check. Raises WeightUpdateError naming the tensor at fault and what was expected of it, and
+        EngineStateError while the memory is released, and for an adapter without a base while the
+        values are missing.
         """
         self.require_resident("stage an update")
         start, num_writes = time.perf_counter(), self._num_writes
-        holder = self._holder(named_tensors, hashes_own=bool(source_checksum))
-        with holder.released_on_error():
-            source, adapted = self._read(
-                named_tensors, check, holder, wants_own=bool(source_checksum)
+        memory = self._staging_memory(named_tensors, hashes_own=bool(source_checksum))
+        with memory.released_on_error():
+            kept, adapted = self._read(
+                named_tensors, check, memory, wants_own=bool(source_checksum)
             )
-            slots = self._model.weight_slots()
-            origins = origins_of(slots, source.share.pieces)
-            is_alone = self._model.spec.shard.size == 1
+            origins = origins_of(self._model.weight_table(), kept.share.pieces)
             checksum, is_finite = "", True
-            if is_alone:
-                checksum, is_finite = self._accepted([source.share], source_checksum)
-            # Those that lack here are served already.
-            given = {p: source.pieces[p] for p in origins.values() if p in source.pieces}
-            chosen = {piece.weight: values for piece, values in given.items()}
-            by_address = {slots[n].address: given[p] for n, p in origins.items() if p in given}
+            if self._model.spec.shard.size == 1:
+                checksum, is_finite = self._verified(kept.share, origins, source_checksum)
+            # Weights that an adapter leaves alone have an origin, but no new values.
+            values = {
+                origin.weight: kept.tensors[origin]
+                for origin in origins.values()
+                if origin in kept.tensors
+            }
+            slots = self._model.weight_slots()
             return StagedWeights(
-                packed=self._pack(by_address, check),
-                replacement=self._replacement(chosen, holder),
+                packed=self._pack(origins, values, check),
+                replacement=self._replacement(values, memory),
                 num_writes=num_writes,
-                num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in chosen.items()),
+                num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in values.items()),
                 bases=adapted.bases,
                 follows_served=adapted.follows_served,
-                share=source.share,
+                share=kept.share,
                 checksum=checksum,
                 is_finite=is_finite,
                 started_at=start,
                 seconds=time.perf_counter() - start,
             )
 
-    def _holder(self, named_tensors: NamedTensors, *, hashes_own: bool) -> Holder:
-        """What holds the values of an update that do not last: for a device, in the room that its
-        weights have on the host."""
-        if self._room is None:
+    def _staging_memory(self, named_tensors: NamedTensors, *, hashes_own: bool) -> StagingMemory:
+        """Return the memory for tensors that do not last: for a device's weights, an arena."""
+        if self._arenas is None:
             return HOST_COPIES
         table = self._model.weight_table()
         slots = table.slots
@@ -233,41 +239,44 @@ class ServedWeights:
             adapted = {f"{module}.weight" for module in named_tensors.pairs()} | self._bases.keys()
             slots = {name: slot for name, slot in slots.items() if name in adapted}
         hash_own = partial(self._hasher.of_whole, turn=0) if hashes_own else None
-        return HostStage(self._room, table, slots, self._piece_bytes, hash_own)
+        return StagingArena(self._arenas, table, slots, self._chunk_bytes, hash_own)
 
-    def _replacement(self, chosen: Mapping[str, Tensor], holder: Holder) -> Replacement:
-        """What is to replace the weights that are not repacked, by their new values."""
+    def _replacement(self, values: Mapping[str, Tensor], memory: StagingMemory) -> Replacement:
+        """Return what replaces, by their new values, the weights that are not repacked."""
         slots = self._model.weight_slots()
-        tensors = {name: values for name, values in chosen.items() if not slots[name].is_repacked}
-        if isinstance(holder, HostStage):
-            if holder.has_any_of(tensors):
+        tensors = {name: tensor for name, tensor in values.items() if not slots[name].is_repacked}
+        if isinstance(memory, StagingArena):
+            if memory.has_any_of(tensors):
                 device = next(self._model.parameters()).device
-                return Exchange(slots, holder, holder.settled(tensors), self._piece_bytes, device)
-            holder.release()
-        # What serves now, which an update that was committed meanwhile may have brought.
-        return Overwriting(slots, tensors, self._backups, self._num_writes, self._piece_bytes)
+                writable = memory.writable(tensors)
+                return Exchange(slots, memory, writable, self._chunk_bytes, device)
+            memory.release()
+        # Another update may have been committed since staging began: back up what serves now.
+        return Overwriting(slots, tensors, self._backups, self._num_writes, self._chunk_bytes)
 
-    def accept(
+    def verify(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
     ) -> None:
-        """Check the values of an update that all ranks have staged, by the shares of all in order.
+        """Check the values of an update that all ranks have staged, by their shares, in rank order.
 
-        `source_checksum` is that of `stage`. Raises WeightUpdateError as `stage` does where a
-        process has the model alone, which has no use for this.
+        `source_checksum`: as for `stage`. Raises WeightUpdateError as `stage` does in a process
+        with the whole model, which need not call this.
         """
-        staged.checksum, staged.is_finite = self._accepted(shares, source_checksum)
-
-    def _accepted(self, shares: Sequence[WeightShare], source_checksum: str) -> tuple[str, bool]:
-        """Return the checksum of all weights, and whether all are finite, once the sums of `shares`
-        have passed all checks."""
         total = sum_of(shares)
+        origins = origins_of(self._model.weight_table(), total.pieces)
+        staged.checksum, staged.is_finite = self._verified(total, origins, source_checksum)
+
+    def _verified(
+        self, total: WeightShare, origins: Mapping[str, Origin], source_checksum: str
+    ) -> tuple[str, bool]:
+        """Check the fingerprints of an update. Returns the checksum of all weights, and whether all
+        are finite."""
         if source_checksum:
             check_checksum(total.own, source_checksum)
         if self._reject_non_finite:
             check_finite(total.adapter, total.adapter_dtypes)
-        origins = checked_origins(
-            self._model.weight_slots(), total.pieces, reject_non_finite=self._reject_non_finite
-        )
+        table = self._model.weight_table()
+        check_values(table, total.pieces, origins, reject_non_finite=self._reject_non_finite)
         served = {name: total.pieces[origin] for name, origin in origins.items()}
         return checksum_of(served), not any(num_bad for _, num_bad in served.values())
 
@@ -275,10 +284,9 @@ class ServedWeights:
     def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
-        Returns the number of bytes written. If anything is raised, weights and version are those
-        from before: the commit takes an exchange back, or restores the backup made while staging,
-        or one made now if another update was written since. Raises WeightUpdateError,
-        EngineStateError while the memory is released.
+        Returns the number of bytes written. After an error weights and version are what they were:
+        the commit is rolled back, from a new backup if another update was written since staging.
+        Raises WeightUpdateError, and EngineStateError while the memory is released.
         """
         self.require_resident("commit an update")
         new_version = next_version(self.version, version)
@@ -286,52 +294,50 @@ class ServedWeights:
             raise WeightUpdateError(
                 "these staged weights were committed before; stage the update again"
             )
-        before, had_values = self.version, self.has_values
         if staged.follows_served:
             self.require_values("commit an adapter")
             if staged.num_writes != self._num_writes:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
-        staged.replacement.prepare(self._num_writes)
-        packed = PackedCopies(self._model, staged.packed)
+        staged.replacement.reserve(self._num_writes)
+        staged.replaced = replaced = Replaced(
+            num_writes=self._latest_write + 1,
+            num_writes_before=self._num_writes,
+            packed=PackedCopies(self._model, staged.packed),
+            version=self.version,
+            had_values=self.has_values,
+            was_finite=self.is_finite,
+            bases=self._bases,
+        )
         try:
             staged.is_spent = True
-            self.has_values = False  # stays so if the restore fails, too
+            self.has_values = False  # stays so if the rollback fails, too
             staged.replacement.replace()
             with blaming("taking the packed copies"):
                 self._model.refresh(staged.packed)
-            staged.replaced = Replaced(
-                num_writes=self._latest_write + 1,
-                num_writes_before=self._num_writes,
-                packed=packed,
-                version=before,
-                had_values=had_values,
-                was_finite=self.is_finite,
-                bases=self._bases,
-            )
             self.version, self.has_values, self._bases = new_version, True, staged.bases
             self.is_finite = staged.is_finite
-            self._num_writes = self._latest_write = self._latest_write + 1
+            self._num_writes = self._latest_write = replaced.num_writes
         except BaseException:
-            staged.replacement.restore()
-            packed.restore()
-            self.version, self.has_values = before, had_values
-            staged.is_spent = False
+            self._restore(staged, replaced)
             raise
         return staged.num_bytes
 
     @torch.no_grad()
-    def undo(self, staged: StagedWeights) -> None:
-        """Take back `commit(staged)`, since which no other update was written: another rank failed.
+    def roll_back(self, staged: StagedWeights) -> None:
+        """Roll back `commit(staged)`, since which no other update was written: another rank failed.
 
-        It can be committed again.
+        The update can be committed again.
         """
         replaced = staged.replaced
-        assert replaced is not None, "undo of an update that was not committed"
+        assert replaced is not None, "rollback of an update that was not committed"
         assert self._num_writes == replaced.num_writes, "another update was written since"
-        self.has_values = False  # stays so if the restore fails
-        staged.replacement.restore()
+        self.has_values = False  # stays so if the rollback fails
+        self._restore(staged, replaced)
+
+    def _restore(self, staged: StagedWeights, replaced: Replaced) -> None:
+        staged.replacement.roll_back()
         replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
         self.is_finite, self._bases = replaced.was_finite, replaced.bases
@@ -342,21 +348,26 @@ class ServedWeights:
         self,
         named_tensors: NamedTensors,
         check: Callable[[], None],
-        holder: Holder,
+        memory: StagingMemory,
         *,
         wants_own: bool,
-    ) -> tuple[SourceParts, AdaptedWeights]:
-        """Return what this rank keeps of a source, and what an adapter makes of it."""
+    ) -> tuple[KeptParts, AdaptedWeights]:
+        """Return what this rank keeps of an update, and what an adapter makes of it."""
         if isinstance(named_tensors, LoraAdapter):
-            return self._adapted(named_tensors, check, holder, wants_own=wants_own)
-        given, table = by_name(named_tensors, holder), self._model.weight_table()
-        source = read_source(given, table, self._hasher, check, holder, wants_own=wants_own)
-        return source, AdaptedWeights()
+            return self._adapted(named_tensors, check, memory, wants_own=wants_own)
+        given, table = by_name(named_tensors, memory), self._model.weight_table()
+        kept = read_source(given, table, self._hasher, check, memory, wants_own=wants_own)
+        return kept, AdaptedWeights()
 
     def _adapted(
-        self, adapter: LoraAdapter, check: Callable[[], None], holder: Holder, *, wants_own: bool
-    ) -> tuple[SourceParts, AdaptedWeights]:
-        """Return what this rank keeps of all weights under `adapter`, and which they are."""
+        self,
+        adapter: LoraAdapter,
+        check: Callable[[], None],
+        memory: StagingMemory,
+        *,
+        wants_own: bool,
+    ) -> tuple[KeptParts, AdaptedWeights]:
+        """Return what this rank keeps of all weights under `adapter`, and what it was merged to."""
         table = self._model.weight_table()
         check_targets(adapter.pairs(), self._model)
         with blaming("gathering the adapter"):
@@ -364,39 +375,48 @@ class ServedWeights:
         of_adapter = hashed_wholes(adapter.tensors, self._hasher, check)
         if adapter.base is None:
             self.require_values("stage an adapter")
-            adapted = adapt_served(adapter.pairs(), table.slots, self._bases, check, holder)
+            adapted = adapt_served(adapter.pairs(), table.slots, self._bases, check, memory)
         else:
-            base = checked_source(adapter.base, table, holder)
-            adapted = adapt_given(adapter.pairs(), table, base, check, holder)
-        pieces = {Piece(name, name): kept for name, kept in adapted.tensors.items()}
+            base = checked_source(adapter.base, table, memory)
+            adapted = adapt_given(adapter.pairs(), table, base, check, memory)
+        tensors = {Origin(name, name): kept for name, kept in adapted.tensors.items()}
         unchanged = table.slots.keys() - adapted.tensors.keys() if adapted.follows_served else set()
         share = WeightShare(
-            pieces=hashed_pieces(pieces, table, self._hasher, check)
+            pieces=hashed_parts(tensors, table, self._hasher, check)
             | self._hashed_served(sorted(unchanged), check),
             own=of_adapter if wants_own else {},
-            adapter={Piece(name, name): found for name, found in of_adapter.items()},
+            adapter={Origin(name, name): found for name, found in of_adapter.items()},
             adapter_dtypes={
-                Piece(name, name): hashed_dtype(tensor.dtype)
+                Origin(name, name): hashed_dtype(tensor.dtype)
                 for name, tensor in adapter.tensors.items()
             },
         )
-        return SourceParts(pieces=pieces, share=share), adapted
+        return KeptParts(tensors=tensors, share=share), adapted
 
-    def _pack(self, by_address: Mapping[int, Tensor], check: Callable[[], None]) -> list[Any]:
-        """Return what each linear layer packs of its new weights, while the old ones serve.
-
-        `by_address` has the tensor for each address of a weight slot that changes.
-        """
+    def _pack(
+        self,
+        origins: Mapping[str, Origin],
+        values: Mapping[str, Tensor],
+        check: Callable[[], None],
+    ) -> list[Any]:
+        """Return what each linear layer packs of its new weights, while the old ones serve."""
+        addresses = self._model.weight_table().addresses()
+        new = {
+            addresses[name]: values[origin.weight]
+            for name, origin in origins.items()
+            if origin.weight in values
+        }
         packed = []
-        for path, layer in self._model.linear_layers().items():
-            check()
-            with blaming(f"packing {path!r}"):
-                slots = [layer.weight_slots()[f"{part}.weight"] for part in layer.parts]
-                changed = [by_address.get(slot.address) for slot in slots]
-                parts = [
-                    slot.read() if values is None else values
-                    for slot, values in zip(slots, changed, strict=True)
-                ]
+        with blaming() as blame:
+            for path, layer in self._model.linear_layers().items():
+                check()
+                blame.culprit = f"packing {path!r}"
+                slots = layer.weight_slots()
+                parts = []
+                for part in layer.parts:
+                    slot = slots[f"{part}.weight"]
+                    changed = new.get(slot.address)
+                    parts.append(slot.read() if changed is None else changed)
                 packed.append(layer.stage(parts))
         return packed
 
@@ -404,12 +424,12 @@ class ServedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory of all parameters, whether it is released or not."""
+        """Size of the memory of all parameters, released or not."""
         return self._memory.num_bytes
 
     @property
     def is_resident(self) -> bool:
-        """Whether the memory is there and not released."""
+        """Whether the memory is not released."""
         return self._memory.is_resident
 
     @property
@@ -424,7 +444,7 @@ class ServedWeights:
 
     @property
     def num_base_bytes(self) -> int:
-        """Bytes, on the host, of what the adapted weights are without their adapter."""
+        """Bytes, on the host, of adapted weights without their adapter."""
         return sum(base.nbytes for base in self._bases.values())
 
     def release(self, *, discard: bool) -> int:

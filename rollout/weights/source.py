@@ -15,7 +15,7 @@ MAX_TENSORS = 2**18
 
 
 class TensorEntry(WireData, frozen=True, kw_only=True):
-    """Where one tensor is in its source: `num_bytes` from `offset`, row-major."""
+    """Where one tensor lies in its source: `num_bytes` from `offset`, row-major."""
 
     dtype: Name
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
@@ -24,7 +24,7 @@ class TensorEntry(WireData, frozen=True, kw_only=True):
 
 
 class LoraTerms(WireData, frozen=True, kw_only=True):
-    """What the tensors of a source mean if they are A and B of an adapter: see LoraAdapter."""
+    """Settings of the adapter whose A and B a source's tensors are: see LoraAdapter."""
 
     rank: Count
     alpha: Alpha
@@ -34,15 +34,17 @@ class LoraTerms(WireData, frozen=True, kw_only=True):
 
 
 class WeightsSource(WireData, frozen=True, kw_only=True):
-    """Where weights can be fetched; they never travel over these sockets.
+    """Where weights can be fetched. The weights themselves do not travel over these sockets.
 
-    kind: how they are fetched. address: from where. manifest: where each tensor is; empty for kinds
-    that say so elsewhere. checksum: of all tensors, as `engine.weights_checksum()` reports it once
-    they are served. tensors_checksum: of the tensors in the source, before any cast, "" where that
-    comes with them. lora: None if the tensors are all weights. is_kept: whether they can be fetched
-    after the push. num_members: how many engines take part in the push, as the coordinator says in
-    a Prepare. builds_on: None if these are tensors; else they are a link in a chain of deltas, and
-    this is the checksum of what it builds on, "" for the first link.
+    kind: how they are fetched. address: from where.
+    manifest: where each tensor is; empty for kinds whose fetch finds that out.
+    checksum: of all tensors, as `engine.weights_checksum()` reports it once they are served.
+    tensors_checksum: of the tensors in the source, before any cast; "" where it comes with them.
+    lora: settings of the adapter whose A and B the tensors are; None for weights.
+    is_kept: whether they can be fetched after the push.
+    num_members: how many engines take part in the push, as the coordinator says when they stage.
+    builds_on: None for tensors. For a link in a chain of deltas, the checksum of the tensors that
+    it changes, "" for the first link.
     """
 
     kind: Name
@@ -54,3 +56,8 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     is_kept: bool = True
     num_members: Count = 0
     builds_on: Name | None = None
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether an engine needs no earlier source: this is neither an adapter nor a change."""
+        return self.lora is None and not self.builds_on

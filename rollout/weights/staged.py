@@ -1,4 +1,4 @@
-"""How the values of an update take the place of those that serve, and how they go back."""
+"""StagedWeights: a verified update before its commit, and how a commit is done and rolled back."""
 
 from __future__ import annotations
 
@@ -13,37 +13,101 @@ from torch import Tensor
 from rollout.layers.weight_slot import WeightSlot
 from rollout.models.causal_lm import CausalLM
 from rollout.weights.fingerprints import WeightShare
-from rollout.weights.memory import HostRoom, HostStage, WeightMemory, aligned, rows_within
+from rollout.weights.memory import ReusedArena, StagingArena, WeightMemory, aligned, rows_within
 from rollout.weights.update import blaming
 
 
 class Replacement(Protocol):
-    """Replaces the values of weights, and can go back, whatever part of them it had replaced.
+    """Replaces the values of weights, and rolls back, however many of them it has replaced.
 
     Called without gradients.
     """
 
-    def prepare(self, num_writes: int) -> None:
-        """Have what going back takes. `num_writes`: of the weights that serve now."""
+    def reserve(self, num_writes: int) -> None:
+        """Allocate all that `roll_back` needs, for the weights that serve after `num_writes`."""
         ...
 
     def replace(self) -> None:
         """Put the new values in place."""
         ...
 
-    def restore(self) -> None:
+    def roll_back(self) -> None:
         """Put the values back that served before. `replace` may be called again then."""
         ...
 
 
-# ---- from memory of others, with a backup
+@dataclass(slots=True, kw_only=True)
+class StagedWeights:
+    """A verified update, which can be committed once. Only ServedWeights changes it.
+
+    `replacement`: the new values of weights that the backend has not packed in its own memory.
+    `packed`: what the backend packed of the new values, for each linear layer.
+    `num_writes`: how many updates had been written when this one was staged.
+    `num_bytes`: size of the weights that change: all of them, except under an adapter.
+    `bases`: adapted weights without their adapter, by name.
+    `follows_served`: whether it is an adapter on the weights that served then.
+    `share`: this rank's part of the fingerprints.
+    `checksum`, `is_finite`: of all weights; "" until `verify` has the shares of all ranks.
+    `is_spent`: whether it was committed, and not rolled back.
+    `replaced`: what the commit has replaced.
+    `elsewhere`: owner of what the other ranks have staged, which they drop with this object.
+    `started_at`: when staging began, by time.perf_counter; `seconds`: how long it took.
+    """
+
+    replacement: Replacement
+    packed: Sequence[Any]
+    num_writes: int
+    num_bytes: int
+    bases: Mapping[str, Tensor]
+    follows_served: bool
+    share: WeightShare
+    is_spent: bool = False
+    replaced: Replaced | None = None
+    elsewhere: Any = None
+    checksum: str
+    is_finite: bool
+    started_at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """What served before a commit, which was write number `num_writes`."""
+
+    num_writes: int
+    num_writes_before: int
+    packed: PackedCopies
+    version: int
+    had_values: bool
+    was_finite: bool
+    bases: Mapping[str, Tensor]
+
+
+class PackedCopies:
+    """The packed copies of the linear layers that serve now, and those that replace them.
+
+    A weight that is packed in its own memory leaves its old values in the copy staged for it.
+    """
+
+    def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:
+        self._layers = list(model.linear_layers().values())
+        self._served = [layer.packed for layer in self._layers]
+        self._staged = staged
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Serve them again. Call it once all weights that are not packed have their old values."""
+        for layer, packed, staged in zip(self._layers, self._served, self._staged, strict=True):
+            layer.restore(packed, staged)
+
+
+# ---- replacement by copies, with a backup
 
 
 class WeightBackup:
-    """A copy of the weights that serve now, beside them, for a host.
+    """A copy, beside them, of the weights that a host serves now.
 
-    It copies only what no packed copy holds: less than all weights where the backend packs them. A
-    weight that is packed in its own memory leaves its old values in what was staged for it.
+    It has only what no packed copy has, so less than all weights where the backend packs them.
     """
 
     @torch.no_grad()
@@ -66,13 +130,13 @@ class WeightBackup:
 
 
 class HostBackup:
-    """A copy, on the host, of the weights that a device serves now: of the one buffer that they lie
-    in, and of the persistent buffers, which are small."""
+    """A copy, on the host, of the weights that a device serves now: of the buffer with all
+    parameters, and of the persistent buffers, which are small."""
 
     @torch.no_grad()
-    def __init__(self, model: CausalLM, memory: WeightMemory, room: HostRoom) -> None:
-        """Raises ConfigError if the memory is not to be had."""
-        self._memory, self._arena = memory, room.taken_by(self)
+    def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena) -> None:
+        """Raises ConfigError if the memory cannot be allocated."""
+        self._memory, self._arena = memory, arenas.acquire(self)
         self._bytes_N = self._arena.reserve(memory.num_bytes).copy_(memory.bytes_N)
         self._buffers = [
             (buffer, buffer.detach().to("cpu", copy=True))
@@ -87,30 +151,31 @@ class HostBackup:
 
 
 class BackupKeeper:
-    """Makes the backups of one model's weights: on the host, where a device has the weights.
+    """Makes the backups of one model's weights.
 
-    Those of the same weights are one there, for a host has room for one more copy, not for several.
+    Updates of a device's weights share the backup of the weights that serve: a host has memory for
+    one more copy, not for several.
     """
 
-    def __init__(self, model: CausalLM, memory: WeightMemory, room: HostRoom | None) -> None:
-        """`room` None: the host has the weights."""
-        self._model, self._memory, self._room = model, memory, room
+    def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena | None) -> None:
+        """`arenas`: host memory for a device's weights; None if the host serves."""
+        self._model, self._memory, self._arenas = model, memory, arenas
         self._num_writes = 0
         self._latest: Callable[[], HostBackup | None] = lambda: None
 
     def backup(self, num_writes: int) -> WeightBackup | HostBackup:
-        """Return a backup of the weights that serve now, after so many writes."""
-        if self._room is None:
+        """Return a backup of the weights that serve now, after `num_writes` writes."""
+        if self._arenas is None:
             return WeightBackup(self._model)
         latest = self._latest()
         if latest is None or self._num_writes != num_writes:
-            latest = HostBackup(self._model, self._memory, self._room)
+            latest = HostBackup(self._model, self._memory, self._arenas)
             self._latest, self._num_writes = weakref.ref(latest), num_writes
         return latest
 
 
 class Overwriting:
-    """Implements `Replacement`: copies tensors in place, and goes back to a backup."""
+    """Implements `Replacement`: copies tensors in place, and rolls back from a backup."""
 
     def __init__(
         self,
@@ -118,202 +183,140 @@ class Overwriting:
         tensors: Mapping[str, Tensor],
         backups: BackupKeeper,
         num_writes: int,
-        piece_bytes: int,
+        chunk_bytes: int,
     ) -> None:
-        """Backs up the weights that serve after so many writes, outside of the stall. On a device,
-        a cast takes memory of its own: of at most `piece_bytes`, or one row."""
-        self._slots, self._tensors, self._piece_bytes = slots, tensors, piece_bytes
+        """Back up the weights that serve after `num_writes` writes, before the stall of the commit.
+
+        `chunk_bytes`: size of the temporary memory, or one row, in which a device casts.
+        """
+        self._slots, self._tensors, self._chunk_bytes = slots, tensors, chunk_bytes
         self._backups = backups
         self._num_writes: int | None = None
         self._backup: WeightBackup | HostBackup | None = None
-        self.prepare(num_writes)
+        self.reserve(num_writes)
 
-    def prepare(self, num_writes: int) -> None:
+    def reserve(self, num_writes: int) -> None:
         if self._num_writes != num_writes:
-            self._num_writes = self._backup = None  # before there is another one
+            self._num_writes = self._backup = None  # its memory is free for the next one
             with blaming("backing up the weights"):
                 self._backup = self._backups.backup(num_writes)
             self._num_writes = num_writes
 
     def replace(self) -> None:
-        for name, tensor in self._tensors.items():
-            with blaming(f"copying {name!r}"):
-                for piece in _pieces(name, self._slots[name], tensor, self._piece_bytes):
-                    piece.slot.write(piece.rows, piece.first_row)
+        with blaming() as blame:
+            for name, tensor in self._tensors.items():
+                blame.culprit = f"copying {name!r}"
+                for rows in _row_ranges(name, self._slots[name], tensor, self._chunk_bytes):
+                    rows.slot.write(rows.values, rows.first_row)
 
-    def restore(self) -> None:
-        assert self._backup is not None, "no prepare before the commit"
+    def roll_back(self) -> None:
+        assert self._backup is not None, "no reserve before the commit"
         self._backup.restore()
 
 
-# ---- from memory of the update's own, by exchange
+# ---- replacement by exchange, without a backup
 
 
-class _Piece(NamedTuple):
+class _RowRange(NamedTuple):
     """Rows of new values, and where they belong in a weight."""
 
     name: str
     slot: WeightSlot
-    rows: Tensor
+    values: Tensor
     first_row: int
 
 
-def _pieces(name: str, slot: WeightSlot, values: Tensor, num_bytes: int) -> Iterator[_Piece]:
-    """All rows of `values`, so many bytes at once, or one row."""
+def _row_ranges(name: str, slot: WeightSlot, values: Tensor, num_bytes: int) -> Iterator[_RowRange]:
+    """Yield all rows of `values` in ranges of at most `num_bytes` bytes, or of one row."""
     num_rows = rows_within(num_bytes, values)
     if num_rows >= len(values):
-        yield _Piece(name, slot, values, 0)
+        yield _RowRange(name, slot, values, 0)
         return
     for index, rows in enumerate(values.split(num_rows)):
-        yield _Piece(name, slot, rows, index * num_rows)
+        yield _RowRange(name, slot, rows, index * num_rows)
 
 
 class Exchange:
-    """Implements `Replacement`: values on the host and those of the device change places.
+    """Implements `Replacement`: the update's values on the host and the device's change places.
 
-    So what was staged becomes the backup, and no second copy is needed. It goes piece by piece
-    through a bucket of the device, of which one half has the new rows and one the old ones until
-    both are in place. So whatever fails, and wherever it is interrupted, nothing is lost, and the
-    pieces that were exchanged can be exchanged again.
+    So the staged update becomes the backup, and no second copy is needed. Row ranges go through a
+    bucket on the device, whose halves have the new and the old rows until both are in place. So an
+    error or an interrupt anywhere loses nothing, and exchanged ranges can be exchanged again.
     """
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
-        stage: HostStage,
+        arena: StagingArena,
         values: Mapping[str, Tensor],
-        piece_bytes: int,
+        chunk_bytes: int,
         device: torch.device,
     ) -> None:
-        """`values`: of weights by name, in their dtypes; they belong to the exchange, and lie in
-        `stage`. Of the bucket, which is on `device`, half has so many bytes, or one row.
+        """`values`: of weights by name, in the weights' dtypes. They lie in `arena`, and belong to
+        the exchange. `chunk_bytes`: size of half of the bucket on `device`, or one row.
         """
         assert all(values[name].dtype == slots[name].dtype for name in values), "a lossy exchange"
         self._device = device
-        self._stage = stage  # else another update would be given its room
-        self._pieces = [
-            piece
-            for name, rows in values.items()
-            for piece in _pieces(name, slots[name], rows, piece_bytes)
-            if piece.rows.numel()
+        self._arena = arena  # else another update would acquire its memory
+        self._ranges = [
+            rows
+            for name, given in values.items()
+            for rows in _row_ranges(name, slots[name], given, chunk_bytes)
+            if rows.values.numel()
         ]
-        self._half_bytes = aligned(max((piece.rows.nbytes for piece in self._pieces), default=0))
+        largest = max((rows.values.nbytes for rows in self._ranges), default=0)
+        self._half_bytes = aligned(largest)
         self._bucket_HN: Tensor | None = None
         self._num_done = 0
-        # The piece that is half exchanged, of which the bucket has all, and how many were before.
-        self._open: tuple[_Piece, int] | None = None
+        # The range in flight (the bucket has its old and new rows), and the number done before it.
+        self._open: tuple[_RowRange, int] | None = None
 
-    def prepare(self, num_writes: int) -> None:
-        """Have the bucket, which stays until the update goes: going back needs it again."""
+    def reserve(self, num_writes: int) -> None:
+        """Allocate the bucket, which stays as long as the update: a rollback needs it again."""
         if self._bucket_HN is None:
-            with blaming("having the bucket of an update"):
+            with blaming("allocating the bucket of an update"):
                 shape = (2, self._half_bytes)
                 self._bucket_HN = torch.empty(shape, dtype=torch.uint8, device=self._device)
 
     def replace(self) -> None:
-        for piece in self._pieces[self._num_done :]:
-            with blaming(f"copying {piece.name!r}"):
-                self._exchange(piece, self._num_done + 1)
+        with blaming() as blame:
+            for rows in self._ranges[self._num_done :]:
+                blame.culprit = f"copying {rows.name!r}"
+                self._exchange(rows, self._num_done + 1)
         self._wait()
 
-    def restore(self) -> None:
+    def roll_back(self) -> None:
         if self._open is not None:
-            piece, self._num_done = self._open
-            self._take_back(piece)
+            rows, self._num_done = self._open
+            new, old = self._halves(rows)
+            rows.slot.write(old, rows.first_row)
+            rows.values.copy_(new, non_blocking=True)
             self._open = None
-        for piece in reversed(self._pieces[: self._num_done]):
-            self._exchange(piece, self._num_done - 1)
+        for rows in reversed(self._ranges[: self._num_done]):
+            self._exchange(rows, self._num_done - 1)
         self._wait()
 
-    def _exchange(self, piece: _Piece, num_done: int) -> None:
-        """Exchange one piece; `num_done` are then."""
-        new, old = self._halves(piece)
-        new.copy_(piece.rows, non_blocking=True)
-        piece.slot.read_into(old, piece.first_row)
-        self._open = piece, self._num_done
-        piece.slot.write(new, piece.first_row)
-        piece.rows.copy_(old, non_blocking=True)
+    def _exchange(self, rows: _RowRange, num_done: int) -> None:
+        """Exchange one range, after which `num_done` ranges have the new values."""
+        new, old = self._halves(rows)
+        new.copy_(rows.values, non_blocking=True)
+        rows.slot.read_into(old, rows.first_row)
+        self._open = rows, self._num_done
+        rows.slot.write(new, rows.first_row)
+        rows.values.copy_(old, non_blocking=True)
         self._num_done = num_done
         self._open = None
 
-    def _take_back(self, piece: _Piece) -> None:
-        new, old = self._halves(piece)
-        piece.slot.write(old, piece.first_row)
-        piece.rows.copy_(new, non_blocking=True)
-
-    def _halves(self, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """The bucket as room for the new rows and for the old ones."""
-        assert self._bucket_HN is not None, "no prepare before the exchange"
-        rows = piece.rows
+    def _halves(self, rows: _RowRange) -> tuple[Tensor, Tensor]:
+        """Return the parts of the bucket for the new rows and for the old ones."""
+        assert self._bucket_HN is not None, "no reserve before the exchange"
+        values = rows.values
         new, old = (
-            half[: rows.nbytes].view(rows.dtype).view(rows.shape) for half in self._bucket_HN
+            half[: values.nbytes].view(values.dtype).view(values.shape) for half in self._bucket_HN
         )
         return new, old
 
     def _wait(self) -> None:
-        """Return when the device has copied: the host's memory may go then."""
+        """Wait until the device has copied: the host's memory may be released then."""
         assert self._bucket_HN is not None
         self._bucket_HN[:, :1].cpu()
-
-
-class PackedCopies:
-    """The packed copies of the linear layers' weights that serve now, and what is to replace them.
-
-    A weight that is packed in its own memory leaves its old values in what was staged for it.
-    """
-
-    def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:
-        self._layers = list(model.linear_layers().values())
-        self._served = [layer.packed for layer in self._layers]
-        self._staged = staged
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Serve them again, once all weights that are not packed have their old values."""
-        for layer, packed, staged in zip(self._layers, self._served, self._staged, strict=True):
-            layer.restore(packed, staged)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replaced:
-    """What served before a commit, the `num_writes`-th, and after the `num_writes_before`-th."""
-
-    num_writes: int
-    num_writes_before: int
-    packed: PackedCopies
-    version: int
-    had_values: bool
-    was_finite: bool
-    bases: Mapping[str, Tensor]
-
-
-@dataclass(slots=True, kw_only=True)
-class StagedWeights:
-    """A verified update, which can be committed once. Only ServedWeights changes it.
-
-    `replacement` puts the weights in place that have no packed form of their own; the others are
-    there as `packed`, what the backend packed for each linear layer. It was staged after
-    `num_writes` writes. `num_bytes` is the size of the weights that change: all, but
-    under an adapter. `bases` has what adapted weights are without it. `follows_served`: it is an
-    adapter on the weights that were served. `started_at` is when staging began, on the clock of
-    time.perf_counter; `seconds` is how long it took. `share`: this rank's of its fingerprints;
-    `checksum` is "" until it is accepted with those of all ranks, as is `is_finite`: whether no
-    weight has NaN or infinity. `is_spent`: a commit has begun
-    and was not undone. `replaced`: what the commit has replaced. `elsewhere`: what the other
-    ranks have staged, which ends with this.
-    """
-
-    replacement: Replacement
-    packed: Sequence[Any]
-    num_writes: int
-    num_bytes: int
-    bases: Mapping[str, Tensor]
-    follows_served: bool
-    share: WeightShare
-    is_spent: bool = False
-    replaced: Replaced | None = None
-    elsewhere: Any = None
-    checksum: str
-    is_finite: bool
-    started_at: float
-    seconds: float

@@ -1,4 +1,4 @@
-"""WeightStream: the weights of a trainer as they come, one whole tensor after the other."""
+"""WeightStream: a trainer's weights, one whole tensor after the other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _logger = logging.getLogger(__name__)
 class WeightStream(Iterator[tuple[str, Tensor]]):
     """An iterator of (Hugging Face name, whole plain tensor), which is read once.
 
-    A tensor is valid until the next one is asked for: what gathers them may free it then, or use
-    its memory again. With `lasts` all stay valid. They may require gradients. Where the tensors are
-    gathered from several ranks, each step is a collective of all of them. A reader that gives up
-    calls `drain`, so that the other ranks do not wait for it.
+    A tensor is valid until the next one is read: its memory may be freed or reused then. With
+    `lasts` all stay valid. They may require gradients. Where tensors are gathered from several
+    ranks, each step is a collective of all ranks. A reader that stops early calls `drain`, so that
+    the other ranks are not blocked.
     """
 
     def __init__(self, pairs: Iterator[tuple[str, Tensor]], *, lasts: bool) -> None:
@@ -27,12 +27,12 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         return next(self._pairs)
 
     def drain(self) -> None:
-        """Read what is left, and use none of it. Reading may fail, too: that is logged.
+        """Read the rest and drop it. An error of reading is logged.
 
-        Does nothing after the end, and after an error of reading, which has ended the stream.
+        No-op at the end of the stream, and after an error of reading, which ends it.
         """
         try:
             for _ in self._pairs:
                 pass
-        except Exception as error:  # the reader's own error is the one that its caller learns
+        except Exception as error:  # the reader raises its own error
             _logger.warning("the rest of a trainer's weights could not be gathered: %s", error)

@@ -1,18 +1,18 @@
-"""What a weight update is, and the stateless checks that its tensors must pass."""
+"""A weight update: the tensors that a trainer gives, and the checks that they must pass."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rollout.errors import WeightUpdateError
-from rollout.layers.weight_slot import WeightSlot, part_of
+from rollout.layers.weight_slot import part_of
 from rollout.models.plain_tensors import (
     GatherBuffer,
     full_tensor,
@@ -24,14 +24,14 @@ from rollout.models.weights import WeightTable
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.stream import WeightStream
 
-MAX_VERSION = 2**31 - 1
 # A module gives its parameters and persistent buffers. An adapter changes some weights only.
 NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
 Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
-class Piece(NamedTuple):
-    """One of the model's weights in a source: the whole tensor of its name, or a part of one."""
+class Origin(NamedTuple):
+    """Where the values of the model's weight `weight` come from: the update's tensor `tensor`, or
+    a part of it."""
 
     weight: str
     tensor: str
@@ -41,56 +41,64 @@ class Piece(NamedTuple):
         return f"{self.tensor!r}{part}"
 
 
-def next_version(current: int, version: int | None) -> int:
-    """Return the version that an update gets: `version`, or current + 1 if that is None.
+class blaming:
+    """A context manager that turns any failure inside into a WeightUpdateError naming `culprit`.
 
-    Raises WeightUpdateError unless it is above the current one.
+    A loop sets `culprit` anew for each tensor, which costs less than a context for each.
     """
-    if version is None:
-        version = current + 1
-    if isinstance(version, bool) or not isinstance(version, int) or version > MAX_VERSION:
-        raise WeightUpdateError(
-            f"version={version!r} must be an integer of at most {MAX_VERSION}, for tensors of "
-            "versions are int32; count updates rather than time"
-        )
-    if version <= current:
-        raise WeightUpdateError(
-            f"version={version} must be above the serving version {current}: a number never names "
-            "two different weights"
-        )
-    return version
+
+    __slots__ = ("culprit",)
+
+    def __init__(self, culprit: str = "") -> None:
+        self.culprit = culprit
+
+    def __enter__(self) -> blaming:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, WeightUpdateError):
+            reason = f"{type(error).__name__}: {error}"
+            raise WeightUpdateError(
+                f"{self.culprit} failed with {reason}; the serving weights are kept"
+            ) from error
 
 
-# ---- the tensors of a source
+# ---- memory for tensors that do not last
 
 
-class Holder(Protocol):
-    """Has memory for the values of an update that no place of their own keeps until its commit.
+class StagingMemory(Protocol):
+    """Memory of the host for tensors of an update that do not last until its commit.
 
-    `own_hashes`: of tensors that it has cast, as they came.
+    `own_hashes`: hashes of tensors before `keep` cast them, by name.
     """
 
     @property
     def own_hashes(self) -> Mapping[str, Tensor]: ...
 
-    def hold(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
-        """Return the values of a tensor that came as `name`, or belong to the weight of this name,
-        in memory of the host that lasts; perhaps in the model's dtype already. `is_new`: nobody
-        else has the tensor.
+    def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
+        """Return the values of a tensor in memory that lasts, perhaps in the model's dtype already.
+
+        `name`: of the tensor, or of the weight that it becomes. `is_new`: nothing else refers to
+        the tensor, so it need not be copied.
         """
         ...
 
     def released_on_error(self) -> AbstractContextManager[None]:
-        """Let others have the memory if anything is raised inside: the error may live on."""
+        """Release the memory if anything is raised inside: the error may outlive the update."""
         ...
 
 
 class HostCopies:
-    """Implements `Holder` with memory of its own for each tensor, in the dtype that it has."""
+    """Implements `StagingMemory`: each tensor has memory of its own, and keeps its dtype."""
 
     own_hashes: Mapping[str, Tensor] = MappingProxyType({})
 
-    def hold(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
+    def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
         return (tensor if is_new else lasting(tensor)).cpu()
 
     def released_on_error(self) -> AbstractContextManager[None]:
@@ -98,19 +106,30 @@ class HostCopies:
 
 
 HOST_COPIES = HostCopies()
+
+
+def lasting(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor of an iterator, which may use its memory again for the next one.
+
+    A parameter lasts by itself. A tensor that cannot be read is returned as it is.
+    """
+    return tensor if _lasts(tensor) else tensor.detach().clone()
+
+
+def _lasts(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or refusal(tensor) is not None
+
+
+# ---- the tensors of an update
+
 _REMEDY = "pass the module, module.named_parameters() or a mapping of names to tensors"
 
 
-def _require_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise WeightUpdateError(f"the name {name!r:.200} of a weight must be a string; {_REMEDY}")
+def by_name(named_tensors: NamedTensors, memory: StagingMemory = HOST_COPIES) -> dict[str, Tensor]:
+    """Return the tensors of an update by name, unchanged.
 
-
-def by_name(named_tensors: NamedTensors, holder: Holder = HOST_COPIES) -> dict[str, Tensor]:
-    """Return the tensors of a source by name, unchanged.
-
-    What an iterator yields is given to `holder`, unless it is a parameter, which lasts. Raises
-    WeightUpdateError where reading the source fails, or if a name comes twice.
+    Tensors of an iterator are kept in `memory`, unless they are parameters, which last. Raises
+    WeightUpdateError if reading them fails, or if a name comes twice.
     """
     if isinstance(named_tensors, nn.Module):
         return named_weights(named_tensors)
@@ -124,22 +143,23 @@ def by_name(named_tensors: NamedTensors, holder: Holder = HOST_COPIES) -> dict[s
         raise WeightUpdateError(f"named_tensors is a {type(named_tensors).__name__}; {_REMEDY}")
     is_read_once = isinstance(named_tensors, Iterator)
     copies = is_read_once and not (isinstance(named_tensors, WeightStream) and named_tensors.lasts)
-    source: dict[str, Tensor] = {}
-    for name, tensor in _BlamedPairs(named_tensors):
-        with blaming(f"copying {name!r}"):
-            held = holder.hold(name, tensor) if copies and not _lasts(tensor) else tensor
-        if source.setdefault(name, held) is not held:
-            raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
-    return source
+    tensors: dict[str, Tensor] = {}
+    with blaming() as blame:
+        for name, tensor in _Pairs(named_tensors):
+            blame.culprit = f"copying {name!r}"
+            kept = memory.keep(name, tensor) if copies and not _lasts(tensor) else tensor
+            if tensors.setdefault(name, kept) is not kept:
+                raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
+    return tensors
 
 
 def streamed(named_tensors: NamedTensors) -> WeightStream:
-    """Return the tensors of a source as a stream, in an order that all ranks of a trainer share.
+    """Return the tensors of an update as a stream, in an order that all ranks of a trainer share.
 
-    A module, a mapping, an adapter or a list comes in the order of names, and sharded tensors are
-    gathered when their turn comes; an iterator comes in its own order, and is not read ahead. A
-    stream is returned as it is. Reading it raises WeightUpdateError naming a tensor that cannot be
-    read, or whose name comes twice.
+    A module, a mapping, an adapter or a list comes in the order of names, and each sharded tensor
+    is gathered when the reader asks for it. An iterator comes in its own order, and is not read
+    ahead. A stream is returned as it is. Reading raises WeightUpdateError naming a tensor that
+    cannot be read, or whose name comes twice.
     """
     if isinstance(named_tensors, WeightStream):
         return named_tensors
@@ -147,65 +167,64 @@ def streamed(named_tensors: NamedTensors) -> WeightStream:
         return WeightStream(_whole_in_turn(named_tensors), lasts=False)
     tensors = by_name(named_tensors)
     is_gathered = any(map(is_sharded, tensors.values()))
-    return WeightStream(_whole_by_name(tensors), lasts=not is_gathered)
+    return WeightStream(_whole_by_name(tensors, is_gathered), lasts=not is_gathered)
 
 
 def _whole_in_turn(pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     names: set[str] = set()
-    gathered = GatherBuffer()
+    buffer = GatherBuffer()
 
     def whole(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, tensor = pair
         if name in names:
             raise WeightUpdateError(f"{name!r} comes twice in the update; send it once")
         names.add(name)
-        return name, _whole(name, tensor, gathered)
+        _require_readable(name, tensor)
+        with blaming(f"gathering {name!r}"):
+            return name, buffer.whole(tensor)
 
-    return map(whole, _BlamedPairs(pairs))  # a loop would hold a tensor while the next is gathered
+    return map(whole, _Pairs(pairs))  # a loop would refer to a tensor while the next is gathered
 
 
-def _whole_by_name(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items():  # before the first one is gathered
-        if reason := refusal(tensor):
-            raise WeightUpdateError(f"{name!r} {reason}")
-    gathered = GatherBuffer()
+def _whole_by_name(
+    tensors: Mapping[str, Tensor], is_gathered: bool
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():  # before the first collective
+        _require_readable(name, tensor)
+    buffer = GatherBuffer()
     for name in sorted(tensors):
-        yield name, _whole(name, tensors[name], gathered)
+        with blaming(f"gathering {name!r}"):
+            whole = buffer.whole(tensors[name]) if is_gathered else full_tensor(tensors[name])
+        yield name, whole
 
 
-def _whole(name: str, tensor: Tensor, gathered: GatherBuffer) -> Tensor:
+def _require_readable(name: str, tensor: Tensor) -> None:
     if reason := refusal(tensor):
         raise WeightUpdateError(f"{name!r} {reason}")
-    with blaming(f"gathering {name!r}"):
-        return gathered.whole(tensor)
 
 
-def lasting(tensor: Tensor) -> Tensor:
-    """Return a copy of what a stream yields, which may use its memory again for the next one.
-
-    A parameter lasts by itself, and what cannot be read is returned as it is.
-    """
-    return tensor if _lasts(tensor) else tensor.detach().clone()
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise WeightUpdateError(f"the name {name!r:.200} of a weight must be a string; {_REMEDY}")
 
 
-def _lasts(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or refusal(tensor) is not None
+class _Pairs(Iterator[tuple[str, Tensor]]):
+    """The checked pairs of an iterable. Refers to none of them after it has returned it.
 
-
-class _BlamedPairs(Iterator[tuple[str, Tensor]]):
-    """The pairs of a source, none of which it holds.
-
-    Where reading fails, it raises WeightUpdateError naming the last one before.
+    Raises WeightUpdateError if reading fails, which names the pair before.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         self._pairs, self._last = iter(pairs), "no tensor at all"
 
     def __next__(self) -> tuple[str, Tensor]:
-        with blaming(f"the source, after {self._last},"):
-            pair = next(self._pairs, None)
-        if pair is None:
-            raise StopIteration
+        try:
+            pair = next(self._pairs)
+        except (StopIteration, WeightUpdateError):
+            raise
+        except Exception as error:
+            with blaming(f"the source, after {self._last},"):
+                raise error
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise WeightUpdateError(
                 f"named_tensors yields a {type(pair).__name__}, not (name, tensor); {_REMEDY}"
@@ -215,37 +234,39 @@ class _BlamedPairs(Iterator[tuple[str, Tensor]]):
         return pair
 
 
-def checked_source(
-    named_tensors: NamedTensors, table: WeightTable, holder: Holder
-) -> dict[str, Tensor]:
-    """Return the whole tensors of a source whose names, shapes and dtypes fit the model's `table`.
+# ---- checks of names, shapes and dtypes
 
-    Sharded tensors are gathered in the order of their names, a collective of all ranks that hold a
-    part, and given to `holder`. What the model computes itself, or does not use, is left out.
-    Raises WeightUpdateError naming the tensor.
+
+def checked_source(
+    named_tensors: NamedTensors, table: WeightTable, memory: StagingMemory
+) -> dict[str, Tensor]:
+    """Return the whole tensors of an update whose names, shapes and dtypes fit the model's `table`.
+
+    Sharded tensors are gathered in the order of their names, which is a collective of all ranks
+    that have a part, and kept in `memory`. Tensors that the model computes itself, or does not use,
+    are left out. Raises WeightUpdateError naming the tensor.
     """
-    given = by_name(named_tensors, holder)
+    given = by_name(named_tensors, memory)
     source = {name: tensor for name, tensor in given.items() if not table.is_passed_over(name)}
     _check_names(source, table)
-    for name, tensor in source.items():
-        with blaming(f"checking {name!r}"):
+    with blaming() as blame:
+        for name, tensor in source.items():
+            blame.culprit = f"checking {name!r}"
             _check_form(name, tensor, table)
-    full: dict[str, Tensor] = {}
-    for name in sorted(source):
-        with blaming(f"gathering {name!r}"):
-            full[name] = _whole_and_held(name, source[name], holder)
-    return {name: full[name] for name in source}
+        whole: dict[str, Tensor] = {}
+        for name in sorted(source):
+            blame.culprit = f"gathering {name!r}"
+            tensor = source[name]
+            whole[name] = full_tensor(tensor)
+            if whole[name] is not tensor and (is_sharded(tensor) or tensor.is_neg()):
+                whole[name] = memory.keep(name, whole[name], is_new=True)
+    return {name: whole[name] for name in source}
 
 
-def _whole_and_held(name: str, tensor: Tensor, holder: Holder) -> Tensor:
-    whole, is_new = full_tensor(tensor), is_sharded(tensor) or tensor.is_neg()
-    return holder.hold(name, whole, is_new=True) if is_new else whole
-
-
-def pieces_of(source: Mapping[str, Tensor], table: WeightTable) -> dict[Piece, Tensor]:
-    """Return the values of each of the model's weights in the tensors of a source: views."""
+def parts_by_origin(source: Mapping[str, Tensor], table: WeightTable) -> dict[Origin, Tensor]:
+    """Return the values of each of the model's weights in the tensors of an update, as views."""
     return {
-        Piece(weight, name): part_of(tensor, index)
+        Origin(weight, name): part_of(tensor, index)
         for name, tensor in source.items()
         for weight, index in table.parts(name).items()
     }
@@ -274,8 +295,7 @@ def _check_names(source: Mapping[str, Tensor], table: WeightTable) -> None:
 
 def _check_form(name: str, tensor: Tensor, table: WeightTable) -> None:
     """Refuse a tensor that cannot become the model's, whatever its own values are."""
-    if reason := refusal(tensor):
-        raise WeightUpdateError(f"{name!r} {reason}")
+    _require_readable(name, tensor)
     shape, dtype = table.form(name)
     if tensor.shape != shape:
         raise WeightUpdateError(
@@ -288,68 +308,59 @@ def _check_form(name: str, tensor: Tensor, table: WeightTable) -> None:
         )
 
 
-@contextmanager
-def blaming(culprit: str) -> Iterator[None]:
-    """Turn any failure inside into a WeightUpdateError that names `culprit`."""
-    try:
-        yield
-    except WeightUpdateError:
-        raise
-    except Exception as error:
-        raise WeightUpdateError(
-            f"{culprit} failed with {type(error).__name__}: {error}; the serving weights are kept"
-        ) from error
+def _listing(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-# ---- their values, by fingerprint
+# ---- checks of values, by fingerprint
 
 
 def check_finite(
-    fingerprints: Mapping[Piece, Fingerprint], dtypes: Mapping[Piece, torch.dtype]
+    fingerprints: Mapping[Origin, Fingerprint], dtypes: Mapping[Origin, torch.dtype]
 ) -> None:
-    """Raise WeightUpdateError naming a piece that holds NaN or infinity in its dtype."""
-    for piece, (_, num_bad) in fingerprints.items():
+    """Raise WeightUpdateError naming a tensor that has NaN or infinity in its dtype."""
+    for origin, (_, num_bad) in fingerprints.items():
         if num_bad:
             raise WeightUpdateError(
-                f"{piece} holds NaN or infinity (as {dtypes[piece]}); the serving weights are "
+                f"{origin} holds NaN or infinity (as {dtypes[origin]}); the serving weights are "
                 "kept. reject_non_finite_weights=False would let it pass"
             )
 
 
-def origins_of(slots: Mapping[str, WeightSlot], pieces: Iterable[Piece]) -> dict[str, Piece]:
-    """Return, for each of the model's weights, the piece of the source that becomes it: the first.
+def origins_of(table: WeightTable, origins: Iterable[Origin]) -> dict[str, Origin]:
+    """Return the origin of each of the model's weights: the first in `origins` that has its values.
 
-    Tied weights have the same one.
+    Tied weights have the same origin.
     """
-    chosen: dict[int, Piece] = {}
-    for piece in pieces:
-        chosen.setdefault(slots[piece.weight].address, piece)
-    return {name: chosen[slot.address] for name, slot in slots.items()}
+    addresses = table.addresses()
+    chosen: dict[int, Origin] = {}
+    for origin in origins:
+        chosen.setdefault(addresses[origin.weight], origin)
+    return {name: chosen[address] for name, address in addresses.items()}
 
 
-def checked_origins(
-    slots: Mapping[str, WeightSlot],
-    fingerprints: Mapping[Piece, Fingerprint],
+def check_values(
+    table: WeightTable,
+    fingerprints: Mapping[Origin, Fingerprint],
+    origins: Mapping[str, Origin],
     *,
     reject_non_finite: bool,
-) -> dict[str, Piece]:
-    """Return the `origins_of` pieces with these fingerprints, in the dtypes of the model.
+) -> None:
+    """Check the values of a full update, which have these fingerprints in the model's dtypes.
 
-    Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for pieces of the same
-    or tied weights that differ.
+    Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for a weight, or tied
+    weights, of which `fingerprints` has different values. `origins`: see `origins_of`.
     """
-    if reject_non_finite:
-        check_finite(fingerprints, {piece: slots[piece.weight].dtype for piece in fingerprints})
-    origins = origins_of(slots, fingerprints)
-    for piece, fingerprint in fingerprints.items():
-        first = origins[piece.weight]
+    if reject_non_finite and any(num_bad for _, num_bad in fingerprints.values()):
+        check_finite(fingerprints, {each: table.slots[each.weight].dtype for each in fingerprints})
+    for origin, fingerprint in fingerprints.items():
+        first = origins[origin.weight]
         if fingerprint != fingerprints[first]:
-            same = "the same weight" if first.weight == piece.weight else "tied in this model"
+            same = "the same weight" if first.weight == origin.weight else "tied in this model"
             raise WeightUpdateError(
-                f"{piece} and {first} are {same}, but the update gives them "
+                f"{origin} and {first} are {same}, but the update gives them "
                 "different values; send one of them, or equal ones"
             )
-    return origins
 
 
 def check_checksum(fingerprints: Mapping[str, Fingerprint], announced: str) -> None:
@@ -368,7 +379,3 @@ def checksum_of(fingerprints: Mapping[str, Fingerprint]) -> str:
     for name in sorted(fingerprints):
         digest.update(f"{name}\0{fingerprints[name][0]}\n".encode())
     return digest.hexdigest()
-
-
-def _listing(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

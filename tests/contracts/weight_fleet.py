@@ -82,7 +82,7 @@ class WeightFleet:
             ended, _ = wait(staging, return_when=FIRST_EXCEPTION)
             faults = [fault for future in ended if (fault := future.exception())]
             if faults:
-                self.transport.drop()
+                self.transport.roll_back()
             sending.exception()
         for fault in faults:
             assert isinstance(fault, WeightUpdateError), fault

@@ -171,7 +171,7 @@ def test_a_stream_is_served_and_taken_back_on_a_device(device: str) -> None:
     assert engine.weights_checksum() == before
     engine.commit_weights(staged, in_flight=True)
     assert engine.weights_checksum() == staged.checksum != before
-    engine.executor.weights.undo(staged)
+    engine.executor.weights.roll_back(staged)
     assert engine.weights_checksum() == before
     engine.commit_weights(staged, in_flight=True)
     drain(engine)

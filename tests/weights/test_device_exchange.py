@@ -128,7 +128,7 @@ def test_an_exchange_serves_what_a_host_would_and_leaves_what_served(case: str, 
         device.commit(staged)
         assert_same(bytes_of(device), expected)
         for rank, part in zip(device.ranks, staged, strict=True):
-            rank.undo(part)
+            rank.roll_back(part)
         assert_same(bytes_of(device), before)
     device.commit(staged)
     assert device.checksum() == host.checksum()
@@ -220,8 +220,8 @@ def test_what_is_exchanged_is_taken_back_wherever_both_ways_are_cut_off(cut_off:
         before = [slot.read().clone() for slot in slots], [rows.clone() for rows in values]
         if not is_cut_off(cut_off(number), exchange.replace):
             break
-        is_cut_off(cut_off(number), exchange.restore)
-        exchange.restore()
+        is_cut_off(cut_off(number), exchange.roll_back)
+        exchange.roll_back()
         for served, staged in (before, before[::-1]):
             assert_same([slot.read() for slot in slots], served)
             assert_same(values, staged)
@@ -238,7 +238,7 @@ def test_weights_of_several_dtypes_and_odd_sizes_share_a_bucket() -> None:
     expected = [rows.clone() for rows in values.values()]
     in_use: Any = None
     exchange = Exchange(slots, in_use, values, 6, torch.device("cpu"))
-    exchange.prepare(0)
+    exchange.reserve(0)
     exchange.replace()
     assert_same([slot.read() for slot in slots.values()], expected)
 
@@ -253,7 +253,7 @@ def small_exchange() -> tuple[Exchange, list[WeightSlot], list[Tensor]]:
     values = {name: torch.randn(slot.shape) for name, slot in slots.items()}
     in_use: Any = None
     exchange = Exchange(slots, in_use, values, 16, torch.device("cpu"))
-    exchange.prepare(0)
+    exchange.reserve(0)
     return exchange, [*slots.values()], [*values.values()]
 
 
@@ -295,7 +295,7 @@ def test_a_commit_that_is_cut_off_anywhere_has_changed_no_byte(
         assert (served.version, served.has_values) == (0, True)
         served.commit(staged, None)
     assert_same(bytes_of(group), expected_bytes(case, kind))
-    served.undo(staged)
+    served.roll_back(staged)
     assert_same(bytes_of(group), before)
     served.commit(staged, 7)
     assert_same(bytes_of(group), expected_bytes(case, kind))
@@ -315,7 +315,7 @@ def test_updates_that_were_staged_together_are_committed_in_any_order(kind: str)
     with failing_at_copy(50), pytest.raises(WeightUpdateError, match="made up"):
         served.commit(second, None)
     assert_same(bytes_of(group), expected_bytes(case, kind))
-    served.undo(first)
+    served.roll_back(first)
     assert_same(bytes_of(group), between)
     served.commit(second, None)
     assert_same(bytes_of(group), expected_bytes(case, "stream"))
@@ -330,7 +330,7 @@ def test_the_weights_memory_may_go_and_come_back_between_stage_and_commit(discar
     served.restore()
     served.commit(staged, None)
     assert_same(bytes_of(group), expected_bytes("qwen3", "stream"))
-    served.undo(staged)
+    served.roll_back(staged)
     assert served.has_values is not discard
     if not discard:
         assert_same(bytes_of(group), before)
@@ -351,7 +351,7 @@ def test_a_stream_that_fails_leaves_its_memory_to_the_next_one() -> None:
     assert len(arenas) == num_arenas
     other = served.stage(reused(weights))
     assert len(arenas) == num_arenas + 1, "the first update has the weights from before"
-    served.undo(staged)
+    served.roll_back(staged)
     served.commit(other, None)
 
 
@@ -409,9 +409,9 @@ def test_a_backup_that_cannot_be_made_is_made_at_the_next_commit() -> None:
         with pytest.raises(WeightUpdateError, match="made up"):
             served.commit(second, None)
     assert_same(bytes_of(group), after_first)
-    served.undo(first)
+    served.roll_back(first)
     served.commit(second, None)
-    served.undo(second)
+    served.roll_back(second)
     assert_same(bytes_of(group), before)
 
 
@@ -427,9 +427,9 @@ def test_a_backup_is_of_what_serves_when_it_is_made(is_device: bool) -> None:
             served.commit(other[0], None)
 
     staged = served.stage(weights_of("qwen3", 3), commit_the_other)
-    served.undo(other[0])
+    served.roll_back(other[0])
     served.commit(staged, None)
-    served.undo(staged)
+    served.roll_back(staged)
     assert_same(bytes_of(group), before)
 
 
@@ -487,7 +487,7 @@ def test_an_adapter_leaves_what_it_is_put_on_for_the_next_one() -> None:
         adapter = random_adapter(weights, chosen, seed=seed)
         before = bytes_of(group)
         served.commit(staged := served.stage(adapter), None)
-        served.undo(staged)
+        served.roll_back(staged)
         assert_same(bytes_of(group), before)
         served.commit(staged, None)
         host.update(adapter)

@@ -26,7 +26,7 @@ from rollout.models.checkpoints.loading import open_model
 from rollout.models.spec import ModelSpec
 from rollout.models.weights import copy_weights
 from rollout.weights.lora_merge import Merger
-from rollout.weights.memory import HostRoom, WeightMemory
+from rollout.weights.memory import ReusedArena, WeightMemory
 from rollout.weights.served import ServedWeights
 from rollout.weights.staged import BackupKeeper, HostBackup
 from tests.device_bytes import DeviceBytes
@@ -130,7 +130,7 @@ def test_a_backup_of_an_8b_model_takes_nothing_of_the_device(
     memory = WeightMemory(model, meta_backend(), keeps_values=False)
     with monkeypatch.context() as patch, DeviceBytes() as device:
         patch.setattr(Tensor, "copy_", lambda target, _source: target)
-        HostBackup(model, memory, HostRoom(CountingArena))
+        HostBackup(model, memory, ReusedArena(CountingArena))
     assert device.peak == 0
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert num_bytes <= CountingArena.most < 1.001 * num_bytes
@@ -238,7 +238,7 @@ def test_an_update_of_an_8b_model_takes_a_bucket_of_the_device_and_one_copy_on_t
     with DeviceBytes("meta") as device, DeviceBytes("cpu") as host:
         staged = served.stage(source)
         served.commit(staged, None)
-        served.undo(staged)
+        served.roll_back(staged)
         served.commit(staged, None)
     in_arenas = sum(arena.num_bytes for arena in arenas)
     changed = 2 * _LAYERS * _LAYER if kind == "adapter" else served.num_bytes
@@ -305,7 +305,7 @@ def test_a_failed_commit_goes_back_to_the_backup_on_the_host(
     assert (served.checksum(), served.version) == (before, 0)
     served.commit(staged, None)
     assert served.checksum() == served_checksum(new) != before
-    served.undo(staged)
+    served.roll_back(staged)
     assert (served.checksum(), served.version) == (before, 0)
 
 
@@ -327,7 +327,7 @@ def test_updates_staged_together_share_a_backup_and_later_ones_its_memory() -> N
         return arenas[-1]
 
     memory = WeightMemory(model, cpu_backend("device"), keeps_values=True)
-    keeper = BackupKeeper(model, memory, HostRoom(create_arena))
+    keeper = BackupKeeper(model, memory, ReusedArena(create_arena))
     first = keeper.backup(0)
     assert keeper.backup(0) is first
     later = keeper.backup(1)

@@ -69,7 +69,7 @@ class Group:
         if len(staged) > 1:
             assert staged[0].checksum == "", "not before all ranks' shares are there"
             shares = [sent(part.share) for part in staged]
-            self.ranks[0].accept(staged[0], shares, source_checksum)
+            self.ranks[0].verify(staged[0], shares, source_checksum)
         return staged
 
     def commit(self, staged: Sequence[StagedWeights], version: int | None = None) -> int:
@@ -209,7 +209,7 @@ def test_ranks_that_were_handed_different_tensors_are_told_so() -> None:
         rank.stage(given) for rank, given in zip(group.ranks, (tensors, other), strict=True)
     )
     with pytest.raises(WeightUpdateError, match=r"ranks 0 and 1 .*only one of them has .*lm_head"):
-        group.ranks[0].accept(first, [first.share, second.share])
+        group.ranks[0].verify(first, [first.share, second.share])
 
 
 def test_the_order_of_an_update_may_differ_from_rank_to_rank() -> None:
@@ -220,7 +220,7 @@ def test_the_order_of_an_update_may_differ_from_rank_to_rank() -> None:
         rank.stage(given, source_checksum="announced")
         for rank, given in zip(group.ranks, (tensors, backwards), strict=True)
     ]
-    group.ranks[0].accept(staged[0], [part.share for part in staged], own_checksum(tensors))
+    group.ranks[0].verify(staged[0], [part.share for part in staged], own_checksum(tensors))
 
 
 def test_tied_weights_that_differ_on_the_last_rank_are_refused() -> None:
@@ -240,7 +240,7 @@ def test_a_rank_that_committed_goes_back_when_another_failed() -> None:
     group.commit(staged, version=7)
     after = group.checksum()
     for rank, part in zip(group.ranks, staged, strict=True):
-        rank.undo(part)
+        rank.roll_back(part)
     assert group.checksum() == before
     assert {rank.version for rank in group.ranks} == {0}
     group.commit(staged, version=8)
@@ -254,7 +254,7 @@ def test_what_was_staged_on_weights_that_were_taken_back_is_staged_again() -> No
     served.commit(taken_back, None)
     adapter = random_adapter(named_weights(tiny_model("qwen3", seed=2)))
     staged = served.stage(adapter)
-    served.undo(taken_back)
+    served.roll_back(taken_back)
     served.commit(kept, None)
     with pytest.raises(WeightUpdateError, match="other weights were committed"):
         served.commit(staged, None)
@@ -275,7 +275,7 @@ def test_parts_that_are_packed_in_place_are_updated_and_taken_back(
     group.commit(staged)
     assert group.checksum() == group_of(second, 1).checksum()
     for rank, part in zip(group.ranks, staged, strict=True):
-        rank.undo(part)
+        rank.roll_back(part)
     assert group.checksum() == before
 
 

@@ -21,7 +21,7 @@ from rollout import (
 )
 from rollout.backends.cpu.linear_ops import CpuOps
 from rollout.weights.staged import WeightBackup
-from rollout.weights.update import MAX_VERSION
+from rollout.weights.version import MAX_VERSION
 from tests.tiny_models import (
     IS_LONG,
     Finished,

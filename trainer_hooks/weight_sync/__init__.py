@@ -2,6 +2,8 @@
 
 from trainer_hooks.weight_sync.sources import full_tensors, join_push, merged_tensors, weights_of
 from trainer_hooks.weight_sync.weight_sync import (
+    CheckpointWeightSync,
+    CollectiveWeightSync,
     InProcessWeightSync,
     NamedParameters,
     SharedMemoryWeightSync,
@@ -10,6 +12,8 @@ from trainer_hooks.weight_sync.weight_sync import (
 )
 
 __all__ = [
+    "CheckpointWeightSync",
+    "CollectiveWeightSync",
     "InProcessWeightSync",
     "NamedParameters",
     "SharedMemoryWeightSync",

@@ -13,12 +13,12 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 
 def has_units(module: nn.Module) -> bool:
-    """Whether a part of `module` is wrapped by FullyShardedDataParallel."""
+    """Return whether a part of `module` is wrapped by FullyShardedDataParallel."""
     return any(map(_is_unit, module.modules()))
 
 
 def unit_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters and persistent buffers under their plain names, in the order of the units.
+    """Yield whole parameters and persistent buffers under their plain names, unit by unit.
 
     A unit is whole in memory while its tensors are read: gathering it is a collective of its ranks.
     """
@@ -32,7 +32,7 @@ def unit_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Those of the module and its parts, but of no unit in it; tied ones once."""
+    """Yield tensors of `module` that belong to no FSDP unit inside it; tied tensors once."""
     if _is_unit(module):
         return
     found: set[int] = set()
@@ -45,7 +45,7 @@ def _tensors_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """`tensor`, or on the host a copy: memory seen by NumPy cannot be freed, as FSDP1 does."""
+    """Return `tensor`, or on the host a copy: FSDP1 frees it, which fails if NumPy sees it."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 

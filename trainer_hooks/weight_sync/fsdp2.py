@@ -1,7 +1,7 @@
-"""A policy of transformers under FSDP2, and its checkpoints, which are those of a whole policy.
+"""A transformers policy under FSDP2, and its checkpoints, which have whole tensors.
 
-Every rank holds a part of each parameter, of its gradient and of its optimizer state. A checkpoint
-has them whole, so it can be loaded by any number of ranks, or by one process without FSDP2.
+Every rank has a part of each parameter, of its gradient and of its optimizer state. A checkpoint
+has them whole, so any number of ranks can load it, and one process without FSDP2, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainer_hooks.weight_sync import full_tensors, join_push
 
 
 def shard(policy: nn.Module) -> None:
-    """Divide `policy` among all ranks, layer by layer, as its `_no_split_modules` names them.
+    """Shard `policy` in place among all ranks, layer by layer, as its `_no_split_modules` says.
 
-    In place, and a collective: all ranks hold the same whole policy before.
+    A collective. Each rank must have the same whole policy before.
     """
     mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     layers = set(getattr(policy, "_no_split_modules", None) or ())
@@ -35,9 +35,9 @@ def shard(policy: nn.Module) -> None:
 
 
 def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
-    """What `save_checkpoint` takes of a policy: itself, or what is gathered of a sharded one.
+    """Return what `save_checkpoint` saves: the policy, or the gathered tensors of a sharded one.
 
-    A collective then. `is_kept`: by this rank, which writes the checkpoint.
+    A collective for a sharded policy. `is_kept`: whether this rank writes the checkpoint.
     """
     if not any(map(is_sharded, policy.parameters())):
         saves: SavesPretrained = policy
@@ -60,24 +60,24 @@ class _Gathered:
 
 
 class WholeOptimizer:
-    """The state of an optimizer as `save_checkpoint` and `load_checkpoint` take it: of whole
-    parameters, whether ranks hold parts of them or not."""
+    """An optimizer whose state `save_checkpoint` and `load_checkpoint` see as a whole, whether
+    ranks have parts of it or not."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     @property
     def kind(self) -> str:
-        """What checkpoints call it: the optimizer's own name, as where no rank holds parts."""
+        """Name in checkpoints: the optimizer's class, sharded or not."""
         return type(self._optimizer).__name__
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer."""
+        """The optimizer's parameter groups."""
         return self._optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Gathered: a collective. Each rank gets all of it."""
+        """Gather the state on each rank. A collective."""
         state = self._optimizer.state_dict()
         whole = {
             index: {name: _whole(value) for name, value in own.items()}
@@ -86,8 +86,10 @@ class WholeOptimizer:
         return {**state, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a `state_dict` that all ranks have read. A collective. Raises ValueError if
-        it is one of other parameters."""
+        """Continue from a `state_dict` that all ranks have read. A collective.
+
+        Raises ValueError if it belongs to other parameters.
+        """
         parameters = [p for group in self.param_groups for p in group["params"]]
         parts = {
             index: {name: _part(value, parameters[index]) for name, value in whole.items()}
@@ -102,7 +104,7 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    """This rank's part of a state that has the parameter's shape. A count of steps has none."""
+    """Return this rank's part of a state with the parameter's shape; a step count as it is."""
     is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
     if not isinstance(parameter, DTensor) or not is_whole:
         return value

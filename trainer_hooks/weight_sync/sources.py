@@ -1,8 +1,8 @@
 """One stream over the weights of any trainer: (Hugging Face name, whole tensor), one at a time.
 
-Ranks of a trainer that hold parts of the weights read the stream together: each tensor is gathered
-by a collective of all of them, in the same order. What is gathered above the model is one tensor;
-with FSDP1, which gathers by unit, one of its units.
+Ranks of a trainer that have parts of the weights read the stream together: each tensor is gathered
+by a collective of all of them, in the same order. A rank needs memory for one whole tensor beside
+the model; with FSDP1, which gathers by unit, for one unit.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _PEFT_LAYER = ".base_layer."
 
 
 def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Each weight of `source` under its Hugging Face name, as a whole plain tensor.
+    """Yield each weight of `source` under its Hugging Face name, as a whole plain tensor.
 
     `source`: a module, plain or wrapped by DDP, FSDP2, FSDP1, DeepSpeed (ZeRO-3 as well) or
     torch.compile, with its persistent buffers, tied weights once; a mapping; any iterator of names
     and tensors, such as the export of a Megatron bridge; or an adapter (see `weights_of`).
 
-    Where ranks hold parts, reading is a collective: all of them read to the end, and their sources
-    are of one kind. A rank without an engine takes part in the push of another by
-    `join_push(policy)`. What is gathered is a copy of its own here, which a push does without.
-    Raises WeightUpdateError naming what cannot be read.
+    Where ranks have parts, reading is a collective: all ranks read to the end, from sources of one
+    kind. A rank without an engine calls `join_push(policy)` while another one pushes. Gathered
+    tensors are copies here; a push does without these. Raises WeightUpdateError naming a tensor
+    that cannot be read.
     """
     return map(_kept_pair, streamed(weights_of(source)))
 
 
 def join_push(source: NamedTensors) -> None:
-    """Gather with the rank that pushes `source`, which is of the same kind there, and keep nothing.
+    """Gather together with the rank that pushes a source of the same kind, and keep nothing.
 
-    Raises WeightUpdateError naming what cannot be read.
+    Raises WeightUpdateError naming a tensor that cannot be read.
     """
     deque(streamed(weights_of(source)), maxlen=0)
 
@@ -53,11 +53,11 @@ def join_push(source: NamedTensors) -> None:
 def merged_tensors(
     model: nn.Module, adapter_name: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a PEFT model with its adapter merged: base + scale * (B @ A), cast once.
+    """Yield all weights of a PEFT model with its adapter merged: base + scale * (B @ A), cast once.
 
-    The sum is float32. None means the active adapter. The model is not changed. For engines that do
-    not serve its base, where the adapter alone is not enough. The terms of `full_tensors` hold.
-    Raises WeightUpdateError naming what B @ A does not express.
+    The sum is float32. `adapter_name` None means the active adapter. The model is not changed. For
+    engines that do not serve the model's base, where the adapter alone is not enough. Collectives
+    are as for `full_tensors`. Raises WeightUpdateError naming what B @ A cannot express.
     """
     adapter = _gathered_adapter(model, adapter_name)
     pairs = replace(adapter, tensors=gathered(adapter.tensors)).pairs()
@@ -74,10 +74,10 @@ def merged_tensors(
 
 
 def weights_of(source: NamedTensors) -> NamedTensors:
-    """What a push of `source` hands to an LLM, detached, under plain names.
+    """Return what a push of `source` gives to an LLM: detached tensors under plain names.
 
-    Tensors that this process has whole come live. Those that ranks hold parts of come as a
-    WeightStream, and so do those of an iterator. A PEFT model gives its active adapter, gathered.
+    Tensors that this process has whole come live. Sharded tensors, and tensors of an iterator, come
+    as a WeightStream. A PEFT model gives its active adapter, gathered.
     """
     if isinstance(source, nn.Module):
         if _peft_model(source) is not None:
@@ -98,7 +98,7 @@ def weights_of(source: NamedTensors) -> NamedTensors:
 def _weights_in(
     module: nn.Module, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> NamedTensors:
-    """Those weights of a module whose names are wanted: live, or as a stream that gathers them."""
+    """Return the module's weights of wanted names: live, or as a stream that gathers them."""
     if has_units(module):
         pairs = ((name, tensor) for name, tensor in unit_tensors(module) if is_wanted(name))
         return streamed(pairs)
@@ -116,7 +116,7 @@ def _live_or_gathered(weights: Iterable[tuple[str, Any]]) -> NamedTensors:
 
 
 def _detached_pair(pair: tuple[str, Any]) -> tuple[str, Any]:
-    """Leaves what is no tensor to be refused, by name, where tensors are read."""
+    """Detach a tensor. Any other value stays, and is refused by name where tensors are read."""
     name, tensor = pair
     return name, tensor.detach() if isinstance(tensor, Tensor) else tensor
 
@@ -126,7 +126,7 @@ def _kept_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter:
-    """The adapter of a PEFT model, wrapped or not: live where this process has it whole."""
+    """Return the adapter of a PEFT model, wrapped or not: live where this process has it whole."""
     parts = _weights_in(model, lambda name: _LORA in name)
     lasting = by_name(parts)
     peft_model = _peft_model(model)
@@ -134,5 +134,5 @@ def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter
 
 
 def _peft_model(module: nn.Module) -> nn.Module | None:
-    """`module`, or the model that it wraps, if that has adapters of PEFT."""
+    """Return `module`, or the model that it wraps, if that has PEFT adapters."""
     return next((part for part in module.modules() if getattr(part, "peft_config", None)), None)

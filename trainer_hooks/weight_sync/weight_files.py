@@ -14,15 +14,15 @@ from rollout.errors import WeightUpdateError
 from rollout.models.checkpoints.writer import CheckpointWriter
 from rollout.models.plain_tensors import full_tensor, refusal
 
-STABLE_FILE = "STABLE"  # written last: whoever watches the directory may read it from now on
+STABLE_FILE = "STABLE"  # written last: a program that watches the directory may read it now
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightFiles:
-    """Writes tensors as they come, to files of `max_file_bytes` at most, or of one larger tensor.
+    """Writes tensors as they come, to files of at most `max_file_bytes`, or of one larger tensor.
 
-    A context manager: at its end it writes the index of the files, and last the file STABLE. All
-    of it raises WeightUpdateError, for tensors that cannot be read and files that cannot be
+    A context manager: at its end it writes the index of the files, and last the file STABLE. Every
+    method raises WeightUpdateError for tensors that cannot be read and files that cannot be
     written.
     """
 
@@ -35,7 +35,7 @@ class WeightFiles:
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor; a sharded one is gathered, which is a collective."""
+        """Write a tensor. A sharded one is gathered, which is a collective."""
         if reason := refusal(tensor):
             raise WeightUpdateError(f"{name!r} {reason}")
         if name in self._names:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from rollout.control.reports import WeightUpdateReport
@@ -18,7 +19,7 @@ NamedParameters = NamedTensors
 
 
 class UpdatesWeights(Protocol):
-    """The one verb of LLM that weights travel through; an asynchronous LLM returns an awaitable."""
+    """The method of an LLM that a push calls. An asynchronous LLM returns an awaitable."""
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -33,20 +34,19 @@ class WeightSync:
         sync = WeightSync(llm)
         sync.push(policy)  # await sync.apush(policy) for AsyncLLM and ThreadedLLM
 
-    An engine in this process copies the trainer's live tensors in place. For engine processes
-    (AsyncLLM, LLM(use_coordinator=True)) they are copied once into shared memory, from where all
-    engines take them; the last committed copy stays, for an engine that comes late.
-    `in_flight`: commit between two steps while requests run; otherwise the engines are paused or
-    suspended.
+    An engine in this process copies the trainer's live tensors in place. Engine processes (of
+    AsyncLLM or LLM(use_coordinator=True)) get them by the LLM's `weight_transport`, which is shared
+    memory by default; subclasses choose another one. `in_flight`: commit between two steps while
+    requests run. Otherwise the engines must be paused or suspended.
     """
 
-    # Before each further attempt of a push that lost an engine. A link that fails may take all
-    # engines, which dial again for 30 s.
+    # Before each further attempt of a push that failed with an engine. A network failure may take
+    # all engines, which connect again for 30 s.
     retry_pauses_s: ClassVar[Sequence[float]] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
     def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
         self._llm = llm
-        self._how = {"in_flight": True} if in_flight else {}
+        self._options = {"in_flight": True} if in_flight else {}
 
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
@@ -55,23 +55,22 @@ class WeightSync:
 
         `named_parameters`: what `full_tensors` reads: a module (a transformers model, say), wrapped
         or not, whose persistent buffers are part of the update; its `named_parameters()`; a mapping
-        of names to tensors; any iterator of both. Of a PEFT model it is the active adapter, which
-        the engines put on their own base: a LoraAdapter is taken, too. Tensors are read only, and
-        not kept. Where ranks hold parts (FSDP, ZeRO-3), they are gathered one after the other, so
+        of names to tensors; an iterator of pairs. A PEFT model gives its active adapter, which the
+        engines merge into their own base; so does a LoraAdapter. Tensors are only read, and not
+        kept. Where ranks have parts (FSDP, ZeRO-3), the parts are gathered one after the other, so
         all ranks push at the same time; a rank without an engine calls `join_push`.
+
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one; the other ranks are
-        not kept waiting then. An update that failed because an engine was lost is tried again with
-        the engines that are there then, after `retry_pauses_s`, unless it can be read only once.
+        misshapen or not finite, or if `version` is not above the current one. The other ranks are
+        not blocked then. An update that failed because an engine disconnected is tried again with
+        the remaining engines, after `retry_pauses_s`, unless its tensors can be read only once.
         Raises ConfigError for an asynchronous LLM, before anything is sent.
         """
         tensors = weights_of(named_parameters)
-        how: dict[str, Any] = {"version": version, **self._how}
         pauses = iter(self.retry_pauses_s)
         while True:
             try:
-                report: WeightUpdateReport = self._updated(tensors, how)
-                return report
+                return self._updated(tensors, version)
             except WeightUpdateError as error:
                 _drain(tensors)
                 time.sleep(_pause_s(error, tensors, pauses))
@@ -79,10 +78,11 @@ class WeightSync:
                 _drain(tensors)
                 raise
 
-    def _updated(self, tensors: NamedTensors, how: Mapping[str, Any]) -> Any:
-        report = self._llm.update_weights(tensors, **how)
+    def _updated(self, tensors: NamedTensors, version: int | None) -> WeightUpdateReport:
+        report = self._llm.update_weights(tensors, version=version, **self._options)
         if not inspect.isawaitable(report):
-            return report
+            done: WeightUpdateReport = report
+            return done
         if inspect.iscoroutine(report):
             report.close()  # avoids the warning for a coroutine that was never awaited
         raise ConfigError(
@@ -92,41 +92,89 @@ class WeightSync:
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """As `push`, for a coroutine; a synchronous LLM holds the event loop while it copies."""
+        """Push from a coroutine. See `push`. A synchronous LLM blocks the event loop meanwhile."""
         tensors = await asyncio.to_thread(weights_of, named_parameters)
-        how: dict[str, Any] = {"version": version, **self._how}
         pauses = iter(self.retry_pauses_s)
         while True:
             try:
-                updated = self._llm.update_weights(tensors, **how)
-                report: WeightUpdateReport = await _result(updated)
+                updated = self._llm.update_weights(tensors, version=version, **self._options)
+                report: WeightUpdateReport = (
+                    await updated if inspect.isawaitable(updated) else updated
+                )
                 return report
             except WeightUpdateError as error:
                 await asyncio.to_thread(_drain, tensors)
                 await asyncio.sleep(_pause_s(error, tensors, pauses))
-            except Exception:  # not if this is cancelled: the update goes on, and reads them itself
+            except Exception:  # not a cancellation: the update goes on, and reads the tensors
                 await asyncio.to_thread(_drain, tensors)
                 raise
 
 
-# The names by which WeightSync is known for each kind of LLM.
-InProcessWeightSync = WeightSync
-SharedMemoryWeightSync = WeightSync
+InProcessWeightSync = WeightSync  # its name for an engine in this process
 
 
-async def _result(report: Any) -> Any:
-    return await report if inspect.isawaitable(report) else report
+class _TransportWeightSync(WeightSync):
+    """Pushes by one transport to engine processes, whatever their LLM was started with."""
+
+    def __init__(self, llm: UpdatesWeights, transport: str, in_flight: bool) -> None:
+        """Raises ConfigError if the engine is in this process."""
+        super().__init__(llm, in_flight)
+        use_transport = getattr(llm, "use_weight_transport", None)
+        if use_transport is None:
+            raise ConfigError(
+                f"{type(self).__name__} pushes to engines in other processes, which "
+                f"{type(llm).__name__} does not have: use InProcessWeightSync, or AsyncLLM or "
+                "LLM(use_coordinator=True)"
+            )
+        use_transport(transport)
+
+
+class SharedMemoryWeightSync(_TransportWeightSync):
+    """Pushes weights through shared memory to engine processes of this machine.
+
+    The tensors are copied once, and all engines read that copy. The last committed copy stays for
+    an engine that comes late.
+    """
+
+    def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
+        """Raises ConfigError if the engine is in this process."""
+        super().__init__(llm, "shared", in_flight)
+
+
+class CollectiveWeightSync(_TransportWeightSync):
+    """Pushes weights by broadcasts to engines on any host, in a group of torch.distributed.
+
+    `host`: an address of this machine that the engines reach; None: the one they know the
+    coordinator by. Nothing is kept: an engine that comes late waits for the next push. The network
+    must be closed to others.
+    """
+
+    def __init__(
+        self, llm: UpdatesWeights, in_flight: bool = False, *, host: str | None = None
+    ) -> None:
+        """Raises ConfigError if the engine is in this process, or nothing can listen at `host`."""
+        super().__init__(llm, "collective" if host is None else f"collective:{host}", in_flight)
+
+
+class CheckpointWeightSync(_TransportWeightSync):
+    """Pushes weights as checkpoints in `directory`, which the engines see under the same path.
+
+    The last committed checkpoint stays for an engine that comes late, until the LLM ends.
+    """
+
+    def __init__(self, llm: UpdatesWeights, directory: str | Path, in_flight: bool = False) -> None:
+        """Raises ConfigError if the engine is in this process, or `directory` cannot be created."""
+        super().__init__(llm, f"directory:{directory}", in_flight)
 
 
 def _drain(tensors: NamedTensors) -> None:
-    """Let the other ranks of a trainer gather to the end what is not read here any more."""
+    """Read the rest of a stream, which the trainer's other ranks gather together with this one."""
     if isinstance(tensors, WeightStream):
         tensors.drain()
 
 
 def _pause_s(error: WeightUpdateError, tensors: NamedTensors, pauses: Iterator[float]) -> float:
-    """How long to wait for the next attempt. Raises the error unless this process alone can make
-    one."""
+    """Return the pause before the next attempt. Raises the error if another attempt cannot help."""
     pause_s = next(pauses, None)
     if not error.is_transient or pause_s is None:
         raise error

@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter of ZeRO-3, which is empty between two passes."""
+    """Return whether `tensor` is a ZeRO-3 parameter, which is empty between two passes."""
     return hasattr(tensor, "ds_id")
 
 
 def gathered_partitions(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors in the order of names; DeepSpeed frees each one when the next is asked for.
+    """Yield whole tensors in the order of names. DeepSpeed frees each one before the next.
 
     Gathering is a collective of all ranks. Tensors that are not partitioned come as they are.
     """

@@ -19,8 +19,6 @@ from rollout.control.state import EngineState, StateMachine
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.weights.source import WeightsSource
 
-_MAX_VERSION = 2**31 - 1
-
 
 class CoordinatorState(Enum):
     """The state of the fleet. It changes once all engines have confirmed. STOPPING is final."""
@@ -118,16 +116,6 @@ class Fleet:
             why = "engines may hold different memory, resume all"
             self.machine.require(to=f"resume only={message.only!r}", why=why)
         self.machine.require_legal(message.transition)
-
-    def require_next_version(self, version: object, error_type: type[Exception]) -> int:
-        """Return `version`; raise `error_type` unless it is an integer above the current one."""
-        current = self.weights_version
-        if type(version) is not int or not current < version <= _MAX_VERSION:
-            raise error_type(
-                f"version={version!r} must be an integer above the current version {current}; the "
-                "serving weights are kept"
-            )
-        return version
 
     def change_state(self, command: Command[Any]) -> None:
         """Take the state after a command that every engine has done.

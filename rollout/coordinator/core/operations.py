@@ -33,6 +33,7 @@ from rollout.coordinator.protocol.messages import (
     WireError,
 )
 from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
+from rollout.weights.version import next_version
 from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ class EpochChange(Operation):
         version = self.fleet.weights_version + 1
         if isinstance(self.message, SetGenerationEpoch):
             version = self.message.version
-        self._version = self.fleet.require_next_version(version, InvalidRequestError)
+        self._version = next_version(self.fleet.weights_version, version, InvalidRequestError)
         own = SetGenerationEpoch(
             command_id=self.command_id,
             deadline_s=self.deadline_at - now,
@@ -264,7 +265,7 @@ class WeightCommit(Operation):
         version = self.message.version
         if version is None:
             version = self.fleet.weights_version + 1
-        self._version = self.fleet.require_next_version(version, WeightUpdateError)
+        self._version = next_version(self.fleet.weights_version, version, WeightUpdateError)
         engines = self.registry.members_of(self.message.source)
         self.registry.dispatcher.await_push(False, now)  # it is here
         prepare = Prepare(

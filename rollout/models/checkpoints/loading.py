@@ -19,7 +19,7 @@ from rollout.models.checkpoints.reader import Checkpoint, read_config, write_dir
 from rollout.models.plain_tensors import is_sharded, named_weights
 from rollout.models.quantization import quant_method_of
 from rollout.models.spec import ModelSpec, parse_dtype, union_of_ids
-from rollout.models.weights import NamedTensors, copy_weights
+from rollout.models.weights import TensorsByName, copy_weights
 
 Fill: TypeAlias = Callable[[], None]
 
@@ -83,7 +83,7 @@ def spec_of(
     return _contents_of(source, dtype)[0]
 
 
-def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, TensorsByName, str]:
     """Return the spec, all weights, and how errors call the source."""
     if isinstance(source, str | Path):
         return _of_directory(Path(source), dtype)
@@ -120,7 +120,9 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
     write_directory(Path(path), model.spec.to_hf_config(), weights)
 
 
-def _of_directory(directory: Path, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+def _of_directory(
+    directory: Path, dtype: torch.dtype | str
+) -> tuple[ModelSpec, TensorsByName, str]:
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory; models are not downloaded here")
     config = read_config(directory)
@@ -145,7 +147,7 @@ def _is_as_wanted(
     return has_dtype and device == weight.device and shard == model.spec.shard
 
 
-def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, NamedTensors, str]:
+def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, TensorsByName, str]:
     weights = dict(sorted(named_weights(model).items()))
     config = dict(model.config.to_dict())
     first_dtype = next((parameter.dtype for parameter in model.parameters()), None)

@@ -1,4 +1,4 @@
-"""CheckpointWriter: tensors as they come into safetensors files, and an index of the files."""
+"""Safetensors files: written as tensors come, with an index; read as views; reused in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollout.parallel.mapped_file import (
     unlock,
 )
 
-# Of a file: its tensors are known last, but stand first, at a multiple of what vectors need.
+# The header is written last, but stands first; tensors begin at a multiple of 8 bytes.
 _HEADER_BYTES = (1 << 16) - 8
 _EMPTY_HEADER_BYTES = 64
 _MAX_FILE_BYTES = 4 << 30
@@ -43,26 +43,26 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 
 class CheckpointFile(Protocol):
-    """A file that is being written, and holds nothing yet."""
+    """A new file that is being written."""
 
     @property
     def name(self) -> str: ...
 
     def write_at(self, start: int, bytes_N: memoryview) -> None:
-        """Raises OSError."""
+        """Write bytes from byte `start` on. Raises OSError."""
         ...
 
     def room(self, start: int, num_bytes: int) -> Tensor:
-        """Memory to write these bytes to, uint8 [num_bytes]. Raises OSError."""
+        """Return memory for these bytes of the file, uint8 [num_bytes]. Raises OSError."""
         ...
 
     def end(self, num_bytes: int) -> None:
-        """It has this size, and nothing more is written. Raises OSError."""
+        """End writing: the file has this size. Raises OSError."""
         ...
 
 
 class PlainFile:
-    """A CheckpointFile of any file system, without `room`."""
+    """A CheckpointFile on any file system. It has no `room`."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -81,10 +81,10 @@ class PlainFile:
 
 
 class CheckpointWriter:
-    """Writes safetensors files as tensors come, so that none has to be held. A context manager.
+    """Writes safetensors files as tensors come, one in memory at a time. A context manager.
 
-    In each file the header has a fixed size and is written last. A new file begins where the header
-    is full, and where the next tensor would not lie at a multiple of its item's size.
+    In each file the header has a fixed size and is written last. A new file begins when the header
+    is full, and when the next tensor would not lie at a multiple of its item's size.
     """
 
     def __init__(
@@ -108,25 +108,27 @@ class CheckpointWriter:
         self._end_file(is_whole=exception[0] is None)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor of the host. Raises OSError, and WeightUpdateError for a dtype
-        that safetensors lacks.
+        """Append a contiguous tensor of the host.
+
+        Raises OSError, and WeightUpdateError for a dtype that safetensors lacks.
         """
         file, start = self._begin(name, values)
         bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
         file.write_at(start, memoryview(bytes_N))
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Memory to which a tensor like `values` is to be written, of its shape and dtype. Raises
-        as `write` does.
+        """Append a tensor, and return the memory that its values must be written to.
+
+        The memory has the shape and dtype of `values`. Raises as `write` does.
         """
         file, start = self._begin(name, values)
         return file.room(start, values.nbytes).view(values.dtype).view(values.shape)
 
     def _begin(self, name: str, values: Tensor) -> tuple[CheckpointFile, int]:
-        """The file of the next tensor, and where in it that begins."""
+        """Return the file of the next tensor, and where the tensor begins in it."""
         dtype = DTYPES.get(values.dtype)
         if dtype is None:
-            raise WeightUpdateError(f"{name!r} is {values.dtype}, which no safetensors file holds")
+            raise WeightUpdateError(f"{name!r} is {values.dtype}, which safetensors files lack")
         entry_bytes = len(json.dumps(name)) + 24 * values.dim() + 128
         file = self._file_for(values, entry_bytes)
         start, end = self._num_bytes, self._num_bytes + values.nbytes
@@ -140,7 +142,7 @@ class CheckpointWriter:
         return file, 8 + _HEADER_BYTES + start
 
     def write_index(self, metadata: Mapping[str, str]) -> None:
-        """Make the checkpoint valid, at once as a whole. Raises OSError."""
+        """Write the index, atomically, which makes the checkpoint valid. Raises OSError."""
         index = {
             "metadata": {"total_size": self._total_bytes, **metadata},
             "weight_map": self._file_names,
@@ -182,8 +184,8 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _CAPACITY = 1 << 36  # bytes of a file, of which only those that are used take memory
 
 
-class SpareFile:
-    """A CheckpointFile of a file system in memory, which stays mapped and can be written again."""
+class ReusableFile:
+    """A CheckpointFile in a file system in memory, which stays mapped and can be written again."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -201,14 +203,14 @@ class SpareFile:
         return self.path.name
 
     def reopened(self, path: Path) -> bool:
-        """Whether nobody reads it; then it lies at `path`, is locked, and is to be written."""
+        """Move the file to `path` and lock it for writing. Returns False if it has a reader."""
         if not lock_for_writing(self._descriptor):
             return False
         self.move_to(path)
         return True
 
     def move_to(self, path: Path) -> None:
-        """Raises OSError."""
+        """Rename the file. Raises OSError."""
         os.rename(self.path, path)
         self.path = path
 
@@ -224,16 +226,16 @@ class SpareFile:
         unlock(self._descriptor)
 
     def close(self) -> None:
-        """Remove it; its readers keep its bytes."""
+        """Remove the file. Its readers keep the bytes."""
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file: views of it, which is not written while one lives, if the
-    file system knows locks.
+    """Return the tensors of a safetensors file, as views of it.
 
-    Raises ModelError naming the file.
+    Where the file system has locks, the file is not overwritten while a view lives. Raises
+    ModelError naming the file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -243,7 +245,7 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
             os.close(descriptor)
             raise
         except OSError:
-            pass  # a file system of other hosts, where no file is written again
+            pass  # a file system of other hosts, where no file is overwritten
         bytes_N = map_for_reading(descriptor, os.fstat(descriptor).st_size)
         num_header_bytes = int.from_bytes(_bytes_of(bytes_N[:8]), "little")
         data_N = bytes_N[8 + num_header_bytes :]

@@ -1,8 +1,8 @@
 """python -m rollout.serve.control.receiver: a rank in a trainer's group, as a child process.
 
-Gloo ends the whole process when a message is longer than the tensor it is received in, as that of a
-trainer that announces other shapes than it sends. It also has no way to end a call that waits. A
-child can be killed, and takes nothing with it.
+Gloo ends the whole process when a message is longer than the tensor that receives it, which happens
+if a trainer announces other shapes than it sends. It also has no way to end a call that waits. A
+child process can be killed without harm to the server.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.backends.process_groups import joined_group
+from rollout.backends.process_groups import join_group
 from rollout.child_process import run_child
 from rollout.errors import WeightUpdateError, encode_error
+from rollout.parallel.stores import connect_store
 
 
 def receive_broadcasts(
@@ -37,16 +38,16 @@ def receive_broadcasts(
 ) -> None:
     """Join the group, then serve the parent until it closes the pipe.
 
-    A request is a file, the sizes in bytes of the broadcasts to write to it one after the other (no
-    file: they are dropped), and a time limit in seconds. The answer is None, or an error, after
-    which this process ends.
+    Each message is a file, the sizes in bytes of the broadcasts that it gets one after the other
+    (no file: they are dropped), and a time limit in seconds. The answer is None, or the error that
+    ends this process.
     """
-    distributed: Any = dist  # whose type hints lack these classes
-    timeout = timedelta(seconds=timeout_s)
-    store = distributed.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    distributed: Any = dist  # whose type hints lack this class
+    store = connect_store(host, port, timeout_s, num_clients=world_size)
     # Where torch and SGLang's init_custom_process_group keep the addresses of this group's ranks.
-    places = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
-    group, device = joined_group(backend, places, rank, world_size, timeout)
+    own_store = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
+    timeout = timedelta(seconds=timeout_s)
+    group, device = join_group(backend, own_store, rank, world_size, timeout)
     pipe.send(None)
     with suppress(EOFError):
         while True:

@@ -1,8 +1,8 @@
-"""WeightTransport: what every kind of transport does on the trainer's side.
+"""WeightTransport: the trainer's side of a push, and what transports share that keep weights.
 
-The way of a push: `publish` reads the tensors and says where engines find them; the engines are
-ordered to take them, and `send` runs beside that order, for kinds whose tensors travel only then;
-all engines stage them and vote; at last `commit`, or `drop` if any of them refused.
+A push: `publish` reads the tensors and says where engines find them. The engines are told to stage
+them, and `send` runs meanwhile, for transports whose tensors travel only then. All engines stage
+and vote. Then `commit`, or `roll_back` if one of them refused.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from rollout.weights.update import NamedTensors
 
 
 class WeightTransport(Protocol):
-    """Owns what engines fetch from: the weights that are committed, and those of a running push.
+    """Owns what engines fetch from: the committed weights, and the weights of a running push.
 
-    One push at a time. `publish` and `send` block for as long as the tensors take, so threads call
-    them; `drop` may be called while `send` runs, and ends it.
+    One push at a time. `publish` and `send` block until the tensors are read, so threads call them.
+    `roll_back` may be called while `send` runs, and ends it.
     """
 
     @property
     def kind(self) -> str:
-        """The kind of its sources, by which engines choose how to fetch."""
+        """The `kind` of its sources, which tells engines how to fetch."""
         ...
 
     @property
@@ -32,29 +32,32 @@ class WeightTransport(Protocol):
         ...
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Take the tensors of a push; `send`, then `commit` or `drop` it next. Of an adapter only A
-        and B travel: each engine merges them.
+        """Begin a push: the next calls are `send`, then `commit` or `roll_back`.
 
-        The tensors are read once, by `publish` or by `send`, and must not change until the push has
-        ended. Raises WeightUpdateError naming the tensor that cannot be read, or that holds NaN or
-        infinity where that is refused, and if there is no room; the committed weights stay.
+        The tensors are read once, by `publish` or `send`, and must not change until the push has
+        ended. Of an adapter only A and B travel: each engine merges them. Raises WeightUpdateError
+        naming a tensor that cannot be read, or that has NaN or infinity where that is refused, and
+        if there is no room. The committed weights stay.
         """
         ...
 
     def send(self, source: WeightsSource) -> None:
-        """Bring the published tensors to the engines that are ordered to take them. Does nothing
-        where they fetch by themselves. Raises WeightUpdateError, also when `drop` ends it.
+        """Send the published tensors to the engines that were told to stage them.
+
+        No-op where engines fetch by themselves. Raises WeightUpdateError, also if `roll_back` ends
+        it.
         """
         ...
 
     def commit(self) -> None:
-        """The published weights are served: keep what engines that come later need, and release
-        the weights before. Does nothing if nothing is published.
+        """Keep the published weights for engines that come later, and release the earlier ones.
+
+        No-op if nothing is published.
         """
         ...
 
-    def drop(self) -> None:
-        """The published weights were refused: release them. Does nothing if nothing is."""
+    def roll_back(self) -> None:
+        """Release the published weights, which were refused. No-op if nothing is published."""
         ...
 
     def close(self) -> None:
@@ -63,7 +66,7 @@ class WeightTransport(Protocol):
 
 
 class Published(Protocol):
-    """Weights where engines can fetch them."""
+    """Weights that engines can fetch."""
 
     @property
     def source(self) -> WeightsSource: ...
@@ -73,10 +76,11 @@ P = TypeVar("P", bound=Published)
 
 
 class KeptTransport(Generic[P]):
-    """A WeightTransport but for `kind` and `publish`, which ends with `_begin`.
+    """A WeightTransport, except `kind` and `publish`, of weights that engines fetch by themselves.
 
-    It holds the last committed weights, and those of a running push. What adapters and deltas build
-    on stays below them, for engines that come late, until other weights are committed whole.
+    It keeps the last committed weights, and the weights of a running push. The weights that an
+    adapter or a delta builds on are kept, too, until other weights are committed that build on
+    nothing: engines that come late need them.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
@@ -92,21 +96,21 @@ class KeptTransport(Generic[P]):
         return None if self._committed is None else self._committed.source
 
     def _begin(self, published: P) -> WeightsSource:
-        """These are the weights of the running push, and the only ones. Returns their source."""
+        """Keep the weights of a new push, which must be the only one. Returns their source."""
         assert self._pending is None
         self._pending = published
         return published.source
 
     def send(self, source: WeightsSource) -> None:
-        """Do nothing: engines fetch by themselves."""
+        """No-op: engines fetch by themselves."""
 
     def commit(self) -> None:
-        """Keep the weights of the running push, and release the earlier ones."""
+        """Keep the weights of the running push, and release what they do not build on."""
         if self._pending is None:
             return
         before, self._committed, self._pending = self._committed, self._pending, None
         source = self._committed.source
-        if source.lora is None and not source.builds_on:
+        if source.stands_alone:
             self._release_below()
             self._release_if_any(before)
         elif before is not None and before.source.lora is None:
@@ -114,14 +118,14 @@ class KeptTransport(Generic[P]):
         else:
             self._release_if_any(before)
 
-    def drop(self) -> None:
+    def roll_back(self) -> None:
         """Release the weights of the running push."""
         pending, self._pending = self._pending, None
         self._release_if_any(pending)
 
     def close(self) -> None:
         """Release all weights. A second call does nothing."""
-        self.drop()
+        self.roll_back()
         committed, self._committed = self._committed, None
         self._release_if_any(committed)
         self._release_below()

@@ -1,7 +1,7 @@
-"""CollectiveTransport: broadcasts from the trainer to the engines, in a group of their own.
+"""Collective pushes: the trainer sends to all engines at once, in a group of their own.
 
-A bucket of bytes travels at a time, through one buffer that stays. Nothing is kept: an engine that
-comes after a push gets no work until the next one, in which it takes part.
+One bucket of bytes travels at a time, through one buffer that stays. Nothing is kept: an engine
+that comes after a push gets no work until the next one, in which it takes part.
 """
 
 from __future__ import annotations
@@ -36,31 +36,38 @@ from rollout.weights.update import NamedTensors
 
 BUCKET_BYTES = 64 << 20
 STALL_S = 20.0
+_CONNECT_S = 20.0
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Push:
-    """number: of the transport's pushes, from 1. num_announced: buckets that were. is_dropped:
-    nobody takes it any more."""
+    """A push of the sender.
+
+    number: of the transport's pushes, from 1. num_announced: buckets announced so far.
+    is_rolled_back: whether the engines have given it up.
+    """
 
     number: int
     id: str
     named_tensors: NamedTensors
     source: WeightsSource
     num_announced: int = 0
-    is_dropped: bool = False
+    is_rolled_back: bool = False
 
 
-class _DroppedError(WeightUpdateError):
-    """The push was dropped while it was sent."""
+class _RolledBackError(WeightUpdateError):
+    """The push was rolled back while it was sent."""
+
+
+# ---- the trainer's side
 
 
 class CollectiveTransport:
     """A WeightTransport: `send` forms the group and broadcasts the tensors as it reads them.
 
-    Groups of torch.distributed know no passwords: whoever reaches `host` can read the weights, so
-    the network must be closed to others.
+    Groups of torch.distributed have no passwords: a program that reaches `host` can read the
+    weights, so the network must be closed to others.
     """
 
     kind = "collective"
@@ -77,7 +84,7 @@ class CollectiveTransport:
         """host: an address of this machine that the engines reach. backend: gloo or nccl.
         stall_timeout_s: how long one bucket may take; a member that is slower ends the push.
 
-        Raises ConfigError if nothing can listen there.
+        Raises ConfigError if nothing can listen at `host`.
         """
         if bucket_bytes < 8 or bucket_bytes % 8:
             raise ConfigError(f"bucket_bytes={bucket_bytes} must be a multiple of 8, above 0")
@@ -90,21 +97,22 @@ class CollectiveTransport:
             raise ConfigError(f"no engine can reach weights at {host!r}: {error}") from error
         put(self._store, OVER, 0)
         self._num_pushes = 0
-        self._turn = threading.Lock()  # held while a push is sent
+        self._sending = threading.Lock()  # held while a push is sent
         self._path: BucketPath | None = None
         self._group = ""  # its name
-        self._engines: tuple[str, ...] = ()  # of ranks 1, 2, ... of the group
+        self._engines: tuple[str, ...] = ()  # ids of ranks 1, 2, ... of the group
         self._push: _Push | None = None
-        self._old: _Push | None = None  # whose keys are still in the store
+        self._old: _Push | None = None  # the push whose keys are still in the store
         self.committed: WeightsSource | None = None
 
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
     ) -> WeightsSource:
-        """Say where the engines meet; `send` reads the tensors. See WeightTransport. `builds_on`:
-        as in a WeightsSource, for a DeltaTransport.
+        """Return where the engines join the push; `send` reads the tensors. See WeightTransport.
+
+        `builds_on`: as in a WeightsSource, for a DeltaTransport.
         """
-        self.drop()
+        self.roll_back()
         self._num_pushes += 1
         push_id = f"{self._num_pushes}-{uuid.uuid4().hex}"
         source = WeightsSource(
@@ -120,55 +128,55 @@ class CollectiveTransport:
         return source
 
     def send(self, source: WeightsSource) -> None:
-        """Form the group with the engines that come, and broadcast. Raises WeightUpdateError naming
-        the tensor that could not be read, or if an engine is lost or takes too long.
+        """Form the group with the engines that arrive, and send the tensors.
+
+        Raises WeightUpdateError naming the tensor that could not be read, or if an engine
+        disconnects or takes too long.
         """
         push = self._push
         assert push is not None, "it was published"
         assert push.source is source, "and nothing after it"
-        with self._turn:
+        with self._sending:
             self._forget(self._old)
             self._old = push
             try:
                 self._form_group(push)
                 end = self._send_buckets(push)
-            except _DroppedError as error:
+            except _RolledBackError as error:
                 end = PushEnd(push.num_announced, "", str(error))
-            except WeightUpdateError as error:
-                self._end(push, PushEnd(push.num_announced, "", str(error)))
-                raise
             except BaseException as error:
-                fault = f"{type(error).__name__}: {error}"
+                is_ours = isinstance(error, WeightUpdateError)
+                fault = str(error) if is_ours else f"{type(error).__name__}: {error}"
                 self._end(push, PushEnd(push.num_announced, "", fault))
                 raise
             self._end(push, end)
 
     def commit(self) -> None:
-        """The engines have the weights, and nothing is kept here."""
+        """Note that the engines serve the weights. Nothing is kept here."""
         if self._push is not None:
             self.committed, self._push = self._push.source, None
 
-    def drop(self) -> None:
-        """End the push: `send` returns when the bucket on its way has come, or has failed."""
+    def roll_back(self) -> None:
+        """End the push: `send` returns when the bucket in flight has come, or has failed."""
         push, self._push = self._push, None
         if push is not None:
-            push.is_dropped = True
+            push.is_rolled_back = True
 
     def close(self) -> None:
         """Leave the group. A second call does nothing."""
-        self.drop()
-        with self._turn:
+        self.roll_back()
+        with self._sending:
             self._leave()
             self._store = self.committed = None
 
-    # ---- one push, in the thread of `send`
+    # One push, in the thread of `send`.
 
     def _check(self, push: _Push) -> None:
-        if push.is_dropped or self._store is None:
-            raise _DroppedError("the push was rolled back")
+        if push.is_rolled_back or self._store is None:
+            raise _RolledBackError("the push was rolled back")
 
     def _form_group(self, push: _Push) -> None:
-        """Wait for the engines, and make their group unless they have it from the push before."""
+        """Wait for the engines. Form their group unless they have it from the push before."""
         store, key = self._store, push.id
         try:
             count = int(wait_for(store, f"{key}/members", lambda: self._check(push)))
@@ -183,15 +191,15 @@ class CollectiveTransport:
             )
             if self._path is None or not is_same:
                 self._leave()
-                self._meet(push, uuid.uuid4().hex, engines)
+                self._join(push, uuid.uuid4().hex, engines)
             else:
                 put(store, f"{key}/plan", self._plan(self._group, engines, self._path.address))
         except (RuntimeError, OSError, MemoryError, msgspec.MsgspecError) as error:
             self._leave()
             raise WeightUpdateError(f"no group with the engines came about: {error}") from error
 
-    def _meet(self, push: _Push, name: str, engines: tuple[str, ...]) -> None:
-        """Make the group of that name."""
+    def _join(self, push: _Push, name: str, engines: tuple[str, ...]) -> None:
+        """Publish the plan of a new group, and join it."""
         store, key, size = self._store, f"{push.id}/plan", len(engines)
         if self._backend in SHARED_PLACES:
             self._path = SharedBucket(store, self._backend, self._bucket_bytes, size)
@@ -234,7 +242,7 @@ class CollectiveTransport:
         return writer.end()
 
     def _end(self, push: _Push, end: PushEnd) -> None:
-        """Tell the engines, wherever they wait."""
+        """Send the end of the push to the engines, wherever they wait."""
         store: Any = self._store
         if store is None:
             return
@@ -243,11 +251,13 @@ class CollectiveTransport:
                 put(store, f"{push.id}/plan", GroupPlan("", (), "", 0, fault=end.fault))
             put(store, f"{push.id}/{push.num_announced}", end)
         except RuntimeError as error:
-            _logger.warning("the engines cannot be told of the end of a push: %s", error)
+            _logger.warning("the end of a push cannot be sent to the engines: %s", error)
 
     def _forget(self, push: _Push | None) -> None:
-        """Remove what an earlier push has left in the store. An engine that has been out of reach
-        may still wait there for its end."""
+        """Remove the keys of an earlier push from the store.
+
+        An engine that was disconnected may still wait for the end of that push: it reads OVER.
+        """
         if push is None:
             return
         put(self._store, OVER, push.number)
@@ -259,35 +269,66 @@ class CollectiveTransport:
             self._store.delete_key(f"{push.id}/{number}/taken")
 
 
-_CONNECT_S = 20.0
+class CudaIpcTransport(CollectiveTransport):
+    """A CollectiveTransport without broadcasts: engines of this machine read the trainer's GPU.
+
+    Members map the sender's one bucket through CUDA IPC and copy from it. The sender fills it again
+    when all have done so. With `place` "host" the bucket is in shared host memory, for engines on
+    a CPU.
+    """
+
+    kind = "cuda_ipc"
+
+    def __init__(
+        self,
+        *,
+        place: str = DEVICE,
+        bucket_bytes: int = BUCKET_BYTES,
+        stall_timeout_s: float = STALL_S,
+        reject_non_finite: bool = True,
+    ) -> None:
+        """stall_timeout_s: how long the engines may take to read one bucket.
+
+        Raises ConfigError for an unknown place.
+        """
+        require_place(place)
+        super().__init__(
+            backend=place,
+            bucket_bytes=bucket_bytes,
+            stall_timeout_s=stall_timeout_s,
+            reject_non_finite=reject_non_finite,
+        )
+
+
+# ---- an engine's side
 
 
 class CollectiveReceiver:
-    """Takes part in pushes, one at a time; its group and its buffer stay from one to the next."""
+    """Takes part in pushes, one at a time. Its group and its buffer stay from one to the next."""
 
     def __init__(self, connect_timeout_s: float = _CONNECT_S) -> None:
         """connect_timeout_s: how long the sender may take to answer."""
         self._connect_s = connect_timeout_s
         self._id = uuid.uuid4().hex
-        self._turn = threading.Lock()
+        self._receiving = threading.Lock()
         self._store: Any = None
-        self._place = ("", 0)  # of the store
+        self._store_address = ("", 0)  # host and port
         self._path: BucketPath | None = None
         self._group = ""  # its name
 
     def fetch(self, source: WeightsSource) -> dict[str, Tensor]:
-        """The tensors of a push that is being sent, in memory of their own.
+        """Return the tensors of a push that is being sent, in memory of their own.
 
-        Raises WeightUpdateError if it does not come whole: the reason of the sender, or what has
-        happened to it; and if the push is over already.
+        Raises WeightUpdateError with the sender's reason, or with what happened to the sender, if
+        the push does not come whole, and if it is over already.
         """
         if not source.num_members:
             raise WeightUpdateError(
                 "weights that were broadcast are not kept; the next push brings them to this engine"
             )
-        with self._turn:
+        with self._receiving:
             try:
-                return self._take_part(source)
+                return self._receive(source)
             except (RuntimeError, OSError, ValueError, msgspec.MsgspecError) as error:
                 self._store = self._path = None
                 self._group = ""
@@ -296,12 +337,12 @@ class CollectiveReceiver:
                     "the trainer alive?"
                 ) from error
 
-    def _take_part(self, source: WeightsSource) -> dict[str, Tensor]:
-        place, _, push_id = source.address.partition(" ")
-        host, _, port = place.rpartition(":")
-        if self._store is None or self._place != (host, int(port)):
+    def _receive(self, source: WeightsSource) -> dict[str, Tensor]:
+        where, _, push_id = source.address.partition(" ")
+        host, _, port = where.rpartition(":")
+        if self._store is None or self._store_address != (host, int(port)):
             self._store = connect_store(host, int(port), self._connect_s)
-            self._place, self._path, self._group = (host, int(port)), None, ""
+            self._store_address, self._path, self._group = (host, int(port)), None, ""
         store = self._store
         slot = store.add(f"{push_id}/joined", 1) - 1
         put(store, f"{push_id}/member/{slot}", Arrival(self._id, self._group))
@@ -324,8 +365,11 @@ class CollectiveReceiver:
             number += 1
 
     def _wait_for(self, push_id: str, key: str) -> bytes:
-        """What the sender puts there. It ends every push, and its own end closes the store; but
-        this engine may have been out of reach until the push was over, and forgotten."""
+        """Return the value of the push's key.
+
+        The sender ends every push there, and its own end closes the store. But this engine may have
+        been disconnected until the push was over, and its keys were removed.
+        """
         store, number = self._store, int(push_id.partition("-")[0])
 
         def check() -> None:
@@ -335,7 +379,7 @@ class CollectiveReceiver:
         return wait_for(store, f"{push_id}/{key}", check)
 
     def _joined(self, plan: GroupPlan) -> BucketPath:
-        """This engine's end of the path to the group of a push."""
+        """Return this engine's end of the path in the group of a push, which it joins if needed."""
         if self._path is not None and self._group == plan.group:
             return self._path
         self._path, self._group = None, ""
@@ -347,37 +391,7 @@ class CollectiveReceiver:
             self._path = SharedBucket.opened(store, backend, plan.address, bucket_bytes)
         else:
             rank, size = 1 + plan.engines.index(self._id), 1 + len(plan.engines)
-            own_host = host_towards(tcp_address(*self._place))
+            own_host = host_towards(tcp_address(*self._store_address))
             self._path = Broadcasts(store, plan.group, backend, rank, size, own_host)
         self._group = plan.group
         return self._path
-
-
-class CudaIpcTransport(CollectiveTransport):
-    """A WeightTransport as a CollectiveTransport is, without broadcasts: members map the sender's
-    one bucket through CUDA IPC and copy from it; the sender fills it again when all have done so.
-
-    `place` "host" has the bucket in shared host memory, for engines on a CPU.
-    """
-
-    kind = "cuda_ipc"
-
-    def __init__(
-        self,
-        *,
-        place: str = DEVICE,
-        bucket_bytes: int = BUCKET_BYTES,
-        stall_timeout_s: float = STALL_S,
-        reject_non_finite: bool = True,
-    ) -> None:
-        """stall_timeout_s: how long the engines may take to read one bucket.
-
-        Raises ConfigError if there is no such place.
-        """
-        require_place(place)
-        super().__init__(
-            backend=place,
-            bucket_bytes=bucket_bytes,
-            stall_timeout_s=stall_timeout_s,
-            reject_non_finite=reject_non_finite,
-        )

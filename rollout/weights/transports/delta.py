@@ -1,9 +1,8 @@
 """DeltaTransport: pushes of only what has changed since the push before.
 
-It encodes a push as a link of a chain, and hands that to a transport that carries it: the first
-link has all tensors, each later one the elements whose bits differ from those of the link before. A
-description goes last, as one more tensor, with the checksums of what a link builds on and of what
-it makes.
+A push becomes a link of a chain, which another transport carries. The first link has all tensors,
+each later one the elements whose bits have changed since the link before. A description comes last,
+as one more tensor, with the checksums of the tensors before and after the link.
 """
 
 from __future__ import annotations
@@ -34,8 +33,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class LinkDescription(msgspec.Struct, frozen=True):
-    """What a link builds on ("" for nothing), the checksum of the tensors after it, and the names
-    that are there no longer. parent: address and checksum of the link before, where links are kept.
+    """What a link does.
+
+    builds_on: checksum of the tensors that it changes, "" for the first link. result: checksum of
+    the tensors after it. removed: names of tensors that are gone. parent: address and checksum of
+    the link before, where links are kept.
     """
 
     builds_on: str
@@ -46,7 +48,7 @@ class LinkDescription(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Link:
-    """The push that runs. result: its checksum, once it was read."""
+    """A running push. result: checksum of the tensors after it, "" until they are read."""
 
     builds_on: str
     result: str = ""
@@ -55,9 +57,9 @@ class _Link:
 class DeltaTransport:
     """A WeightTransport over another one, which carries the links.
 
-    The trainer's process holds one copy of the weights on the host, to compare with, and so does
-    each engine, to build on. Of the weights of a chain engines that come late need all links: a
-    directory keeps them until the next whole push; over a collective they wait for that.
+    The trainer's process has one copy of the weights on the host, to compare with, and so has each
+    engine, to apply links to. An engine that comes late needs all links of a chain: a directory
+    keeps them until the next whole push; over a collective the engine waits for that push.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class DeltaTransport:
         whole_every: int = WHOLE_EVERY,
         reject_non_finite: bool = True,
     ) -> None:
-        """whole_every: how many pushes a chain has; the one after a refused push is whole, too.
+        """whole_every: length of a chain. The push after a refused one is whole, too.
 
         Raises ConfigError if it is below 1.
         """
@@ -78,13 +80,13 @@ class DeltaTransport:
         self._copy: dict[str, Tensor] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
         self._link: _Link | None = None
-        self._checksum = ""  # of the copy, "" while that is not what the engines serve
+        self._checksum = ""  # of the copy; "" while the engines serve other weights
         self._num_links = 0
-        self._source: WeightsSource | None = None  # of the last link that was committed
+        self._source: WeightsSource | None = None  # of the last committed link
 
     @property
     def kind(self) -> str:
-        """That of the carrier, whose sources say beside it that they are links."""
+        """The carrier's kind. `builds_on` of its sources says that they are links."""
         return self._carrier.kind
 
     @property
@@ -93,10 +95,11 @@ class DeltaTransport:
         return self._carrier.committed
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Compare the tensors with those of the push before, and hand on what differs; of an
-        adapter, all. See WeightTransport.
+        """Publish the elements that changed since the push before; of an adapter, all tensors.
+
+        See WeightTransport.
         """
-        self.drop()
+        self.roll_back()
         if isinstance(named_tensors, LoraAdapter):
             return self._carrier.publish(named_tensors)
         is_whole = self._num_links % self._whole_every == 0
@@ -106,33 +109,33 @@ class DeltaTransport:
         return self._carrier.publish(self._encoded(named_tensors, link), builds_on=link.builds_on)
 
     def send(self, source: WeightsSource) -> None:
-        """As the carrier does."""
+        """Send the link. See WeightTransport."""
         self._carrier.send(source)
 
     def commit(self) -> None:
-        """The engines serve the link, and the next one builds on it."""
+        """Note that the engines serve the link: the next one builds on it."""
         self._carrier.commit()
         if self._link is not None:
             self._checksum, self._source = self._link.result, self._carrier.committed
             self._num_links += 1
             self._link = None
 
-    def drop(self) -> None:
-        """Engines may have the link or not: the next one is whole."""
+    def roll_back(self) -> None:
+        """Make the next push whole: an engine may have applied the link or not."""
         if self._link is not None:
             self._link, self._checksum, self._num_links = None, "", 0
-        self._carrier.drop()
+        self._carrier.roll_back()
 
     def close(self) -> None:
         """Release all weights. A second call does nothing."""
-        self.drop()
+        self.roll_back()
         self._carrier.close()
         self._copy = {}
 
     # ---- one push, as the carrier reads it
 
     def _encoded(self, named_tensors: NamedTensors, link: _Link) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that travel. Reads one tensor of the source at a time."""
+        """Yield the tensors of a link. Reads one tensor of the source at a time."""
         stream = streamed(named_tensors)
         names: set[str] = set()
         try:
@@ -161,7 +164,7 @@ class DeltaTransport:
         yield DESCRIPTION, torch.frombuffer(encoded, dtype=torch.uint8)
 
     def _difference(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what makes the copy equal to `values`, and make it so."""
+        """Yield what makes the copy equal to `values`, and update the copy."""
         copy = self._copy.get(name)
         if copy is None or (copy.dtype, copy.shape) != (values.dtype, values.shape):
             self._copy[name] = values.clone()
@@ -184,16 +187,16 @@ class DeltaTransport:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The items of a contiguous tensor as integers, [N]: a NaN equals itself then."""
+    """Return the items of a contiguous tensor as integers, [N]: a NaN equals itself then."""
     return values.reshape(-1).view(_BITS[values.itemsize])
 
 
 def apply_link(
     tensors: dict[str, Tensor], link: dict[str, Tensor], description: LinkDescription
 ) -> set[str]:
-    """Change `tensors` as a link says, which is emptied. Returns the names that have changed.
+    """Apply a link to `tensors`, and empty the link. Returns the names of the changed tensors.
 
-    Raises IndexError, KeyError and RuntimeError for a link that does not fit them.
+    Raises IndexError, KeyError and RuntimeError for a link that does not fit the tensors.
     """
     changed = set()
     for name in description.removed:
@@ -212,7 +215,7 @@ def apply_link(
 
 
 def description_of(link: dict[str, Tensor]) -> LinkDescription:
-    """Take the description out of a link. Raises KeyError and msgspec.MsgspecError."""
+    """Remove the description from a link and return it. Raises KeyError, msgspec.MsgspecError."""
     encoded: Any = link.pop(DESCRIPTION).numpy()
     return msgspec.json.decode(encoded.tobytes(), type=LinkDescription)
 
@@ -222,8 +225,10 @@ _ReceivedLink = tuple[LinkDescription, dict[str, Tensor]]
 
 
 class WeightMirror:
-    """Builds each link on the one before; where it lacks that, on all links since the last whole
-    one, if they are kept.
+    """An engine's copy of the tensors of a chain.
+
+    Applies each link to the copy. If it missed some, it first fetches and applies them, back to the
+    last whole push, provided the transport kept them.
     """
 
     def __init__(self, fetch: Callable[[WeightsSource], dict[str, Tensor]]) -> None:
@@ -231,14 +236,14 @@ class WeightMirror:
         self._fetch = fetch
         self._tensors: dict[str, Tensor] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
-        self._checksum = ""  # of the tensors, "" while they are those of no link
+        self._checksum = ""  # of the tensors; "" while a link is half applied
 
     @torch.no_grad()
     def fetch(self, source: WeightsSource) -> Mapping[str, Tensor]:
-        """The tensors after the link at `source`. They change with the next call.
+        """Return the tensors after the link at `source`. They change with the next call.
 
-        Raises WeightUpdateError if the link cannot be fetched, does not fit, or does not make what
-        it says.
+        Raises WeightUpdateError if the link cannot be fetched, does not fit the copy, or does not
+        give the tensors that it announces.
         """
         for description, link in reversed(self._missing_links(source)):
             self._checksum = ""
@@ -255,7 +260,7 @@ class WeightMirror:
         return dict(self._tensors)
 
     def _missing_links(self, source: WeightsSource) -> list[_ReceivedLink]:
-        """The links from that of `source` back to the first that can be built on what is here."""
+        """Return the link at `source` and those before it, back to one that fits the copy."""
         links: list[_ReceivedLink] = []
         while len(links) < _MAX_LINKS:
             link = self._fetch(source)

@@ -1,14 +1,14 @@
-"""DirectoryTransport: pushes as checkpoints in a directory that engines of other hosts see, too.
+"""DirectoryTransport: pushes as checkpoints in a directory, which other hosts may see, too.
 
     root/push-<number>-<random>/model-00001.safetensors ...
     root/push-<number>-<random>/model.safetensors.index.json     written last
 
-The index makes a push valid: while it is missing, nobody reads the directory. The last committed
-push stays, for engines that come late.
+The index makes a push valid: engines do not read a directory without it. The last committed push
+stays, for engines that come late.
 
-In a file system in memory, whose readers are all of this host, files that are released are kept for
-the push after the next: new memory costs more than the copy. Each reader holds a lock on them for
-as long as it has a view of a tensor.
+In a file system in memory, whose readers are all on this host, released files are reused by the
+push after the next: new memory costs more than the copy. Each reader holds a lock on them for as
+long as it has a view of a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, ModelError, WeightUpdateError
 from rollout.models.checkpoints.reader import INDEX_FILE, read_json
-from rollout.models.checkpoints.writer import CheckpointWriter, SpareFile, map_tensors
+from rollout.models.checkpoints.writer import CheckpointWriter, ReusableFile, map_tensors
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.base import KeptTransport
 from rollout.weights.transports.reading import TensorReader, terms_of
@@ -35,29 +35,29 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """files: those that can be written again."""
+    """files: reusable files of the push."""
 
     directory: Path
     source: WeightsSource
-    files: tuple[SpareFile, ...]
+    files: tuple[ReusableFile, ...]
 
 
 class DirectoryTransport(KeptTransport[_Push]):
     """A WeightTransport: `publish` writes a checkpoint, which engines map.
 
-    Engines see the directory under the same path: a shared file system, or a local one with the
-    engines of one host. Whoever can write there decides what engines serve.
+    Engines see the directory under the same path: on a shared file system, or on a local one if all
+    are on this host. A program that can write there decides what engines serve.
     """
 
     kind = "directory"
 
     def __init__(self, root: str | Path, *, reject_non_finite: bool = True) -> None:
-        """`root`: made if it is missing. Raises ConfigError if that fails."""
+        """`root` is created if it is missing. Raises ConfigError if that fails."""
         self._root = Path(root).absolute()
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         super().__init__(self._keep_spare)
         self._num_pushes = 0
-        self._spare: list[SpareFile] = []
+        self._spare: list[ReusableFile] = []
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -67,16 +67,16 @@ class DirectoryTransport(KeptTransport[_Push]):
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
     ) -> WeightsSource:
-        """Write tensors, on whatever device, to a new directory. See WeightTransport. `builds_on`:
-        as in a WeightsSource, for a DeltaTransport.
+        """Write tensors, on whatever device, to a new directory. See WeightTransport.
 
-        Raises WeightUpdateError also if they cannot be written.
+        `builds_on`: as in a WeightsSource, for a DeltaTransport. Raises WeightUpdateError also if
+        the tensors cannot be written.
         """
-        self.drop()
+        self.roll_back()
         lora = terms_of(named_tensors)
         self._num_pushes += 1
         directory = self._root / f"push-{self._num_pushes:06d}-{uuid.uuid4().hex[:8]}"
-        files: list[SpareFile] = []
+        files: list[ReusableFile] = []
         try:
             directory.mkdir()
             checksum = self._write(named_tensors, directory, files)
@@ -106,15 +106,17 @@ class DirectoryTransport(KeptTransport[_Push]):
         super().close()
         self._close_spare()
 
-    def _write(self, named_tensors: NamedTensors, directory: Path, files: list[SpareFile]) -> str:
-        """Write a checkpoint. `files` gets those that can be written again. Returns the checksum.
+    def _write(
+        self, named_tensors: NamedTensors, directory: Path, files: list[ReusableFile]
+    ) -> str:
+        """Write a checkpoint and return its checksum. Reusable files are appended to `files`.
 
-        Readers on other hosts see whole files, since they are closed; nobody needs them on the
-        disk, since they are of no use once this process has ended.
+        Files are closed, so that readers on other hosts see all of them. They are not flushed to
+        the disk: they are of no use once this process has ended.
         """
         if self._is_in_memory:
 
-            def opened(path: Path) -> SpareFile:
+            def opened(path: Path) -> ReusableFile:
                 files.append(self._file_at(path))
                 return files[-1]
 
@@ -126,18 +128,19 @@ class DirectoryTransport(KeptTransport[_Push]):
         writer.write_index({"tensors_checksum": checksum})
         return checksum
 
-    def _file_at(self, path: Path) -> SpareFile:
-        """A spare one that nobody reads any more, else a new one; either is locked."""
+    def _file_at(self, path: Path) -> ReusableFile:
+        """Return a locked file for `path`: a spare one without readers if there is one, else a new
+        one."""
         for index, file in enumerate(self._spare):
             if file.reopened(path):
                 return self._spare.pop(index)
-        return SpareFile(path)
+        return ReusableFile(path)
 
     def _keep_spare(self, push: _Push) -> None:
-        """Nobody who comes now reads the push; its files are kept in place of those before."""
+        """Remove a released push, and keep its reusable files as the spare ones."""
         if push.files:
             self._close_spare()
-            # Whoever is about to read looks again for the index once all files are locked.
+            # A reader looks for the index again once it has locked all files.
             (push.directory / INDEX_FILE).unlink(missing_ok=True)
             for number, file in enumerate(push.files):
                 file.move_to(self._root / f".spare-{os.getpid()}-{uuid.uuid4().hex[:8]}-{number}")
@@ -150,9 +153,9 @@ class DirectoryTransport(KeptTransport[_Push]):
 
 
 def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
-    """The tensors of `source`, on the CPU: views of its files, which live as long as they do.
+    """Return the tensors of `source`, on the CPU: views of its files, which live as long as they.
 
-    Raises WeightUpdateError if they are not there any more, or are not those of the source.
+    Raises WeightUpdateError if the files are gone, or belong to another push.
     """
     directory = Path(source.address)
     try:
@@ -173,7 +176,8 @@ def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
 
 
 def _file_names(directory: Path, source: WeightsSource) -> list[str]:
-    """Of the files of the source. Raises ModelError if it is not there, or is another's."""
+    """Return the names of the source's files. Raises ModelError if they are gone, or another
+    push's."""
     index = read_json(directory / INDEX_FILE)
     checksum = (index.get("metadata") or {}).get("tensors_checksum")
     if checksum != source.tensors_checksum:
@@ -185,7 +189,7 @@ def _file_names(directory: Path, source: WeightsSource) -> list[str]:
 
 
 def _is_in_memory(directory: Path) -> bool:
-    """Whether the directory lies in a file system of this host's memory."""
+    """Return whether the directory lies in a file system in this host's memory."""
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -204,5 +208,5 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory)
     except FileNotFoundError:
         return
-    except OSError as error:  # a push that is over does not fail because of it
+    except OSError as error:  # the push is over, and does not fail because of it
         _logger.warning("weights are left in %s: %s", directory, error)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout.backends.base import Ops
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import WeightUpdateError
@@ -14,31 +16,27 @@ from rollout.models.weights import is_computed
 from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import LoraTerms
-from rollout.weights.update import (
-    Fingerprint,
-    NamedTensors,
-    checksum_of,
-    streamed,
-)
+from rollout.weights.update import Fingerprint, NamedTensors, checksum_of, streamed
 
 
 class TensorReader:
-    """Reads pushes; see `read`."""
+    """Reads the tensors of pushes, copies and hashes them; see `read`."""
 
     def __init__(self, *, reject_non_finite: bool, device: torch.device | None = None) -> None:
-        """`device`: where tensors are handed out; None for the host."""
+        """`device`: where `write` gets the tensors; None for the host."""
         self._reject_non_finite = reject_non_finite
         self._device = device or torch.device("cpu")
-        self._fingerprint: FingerprintOf | None = None  # made when it is needed
+        # Made when they are needed, and once: making them compiles kernels, or looks for them.
+        self._fingerprint: FingerprintOf | None = None
+        self._ops: Ops[Any] | None = None
 
     def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
-        """Give each tensor to `write`: whole, contiguous, on the device, valid until it returns.
-        Returns the checksum of all of them as they are.
+        """Call `write` for each tensor. Returns the checksum of all of them.
 
-        They are read as `streamed` does, one in memory at a time. Reading sharded ones is a
-        collective of all ranks of a trainer, so they are read to the end, too, if `write` or a
-        value is at fault. Raises WeightUpdateError naming the tensor, and what `write` raises.
-        Tensors that a model computes are left out.
+        `write` gets whole, contiguous tensors on the device, which are valid until it returns. They
+        are read as `streamed` does, one in memory at a time. Reading sharded ones is a collective
+        of all ranks of a trainer, so after an error the rest is read, too. Tensors that a model
+        computes are left out. Raises WeightUpdateError naming the tensor, and what `write` raises.
         """
 
         def written(name: str, tensor: Tensor) -> Fingerprint:
@@ -51,10 +49,11 @@ class TensorReader:
     def read_into(
         self, named_tensors: NamedTensors, room_for: Callable[[str, Tensor], Tensor]
     ) -> str:
-        """Copy each tensor to what `room_for` gives for it: memory of the host, of its shape and
-        dtype. See `read`.
+        """Copy each tensor to the memory that `room_for` returns for it, and hash it meanwhile.
+
+        The memory is the host's, and has the tensor's shape and dtype. See `read`.
         """
-        ops = cpu_backend("device").ops
+        ops = self._ops = self._ops or cpu_backend("device").ops
 
         def copied(name: str, tensor: Tensor) -> Fingerprint:
             return ops.copy_with_fingerprint(room_for(name, tensor), tensor.detach()).tolist()
@@ -62,13 +61,19 @@ class TensorReader:
         return self._read(named_tensors, copied)
 
     @torch.no_grad()
-    def _read(self, named_tensors: NamedTensors, take: Callable[[str, Tensor], Fingerprint]) -> str:
+    def _read(
+        self, named_tensors: NamedTensors, hashed: Callable[[str, Tensor], Fingerprint]
+    ) -> str:
         stream = streamed(named_tensors)
         fingerprints: dict[str, Fingerprint] = {}
         try:
             while (pair := next(stream, None)) is not None:
-                if not is_computed(pair[0]):
-                    fingerprints[pair[0]] = _blaming(take, *pair)
+                name = pair[0]
+                if not is_computed(name):
+                    try:
+                        fingerprints[name] = hashed(*pair)
+                    except (RuntimeError, TypeError, KeyError) as error:
+                        raise _copy_failed(name, error) from error
                 del pair  # before the next one is gathered
         except Exception:
             stream.drain()
@@ -77,14 +82,14 @@ class TensorReader:
         return checksum_of(fingerprints)
 
     def values_of(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor on the device, contiguous. Raises WeightUpdateError naming it."""
+        """Return the tensor on the device, contiguous. Raises WeightUpdateError naming it."""
         try:
             return tensor.detach().to(self._device).contiguous()
         except (RuntimeError, TypeError) as error:
             raise _copy_failed(name, error) from error
 
     def fingerprint_of(self, name: str, values: Tensor) -> Fingerprint:
-        """Of a tensor of `values_of`. Raises WeightUpdateError naming it."""
+        """Return the fingerprint of a result of `values_of`. Raises WeightUpdateError naming it."""
         hash_of = self._fingerprint = self._fingerprint or fingerprint_on(self._device)
         try:
             return hash_of(values, hashed_dtype(values.dtype)).tolist()
@@ -102,20 +107,14 @@ class TensorReader:
             )
 
 
-def _blaming(take: Callable[[str, Tensor], Fingerprint], name: str, tensor: Tensor) -> Fingerprint:
-    try:
-        return take(name, tensor)
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise _copy_failed(name, error) from error
-
-
 def _copy_failed(name: str, error: Exception) -> WeightUpdateError:
     return WeightUpdateError(f"copying {name!r} failed: {error}")
 
 
 def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
-    """Return what the tensors of an adapter mean; None for weights. Raises WeightUpdateError naming
-    a tensor that is no half of a pair.
+    """Return the settings of an adapter, None for weights.
+
+    Raises WeightUpdateError naming a tensor that is not one of a pair A and B.
     """
     if not isinstance(named_tensors, LoraAdapter):
         return None

@@ -1,4 +1,4 @@
-"""transport_of: the transport that a user has named, or brought."""
+"""Which transport a user's name means, and how an engine fetches the tensors of each kind."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def transport_of(
     reject_non_finite: bool,
     own_host: Callable[[], str] = lambda: LOOPBACK,
 ) -> WeightTransport:
-    """Return the transport that `named` says: "shared" (None, too), "directory:PATH",
-    "collective", "collective:HOST" or "cuda_ipc", all but the first also behind "delta+". One that
-    the user has made is taken as it is. own_host: where engines reach this machine, asked for a
-    collective without a HOST.
+    """Return the transport that `named` means: one of `_FORMS`; None is "shared".
 
-    Raises ConfigError naming the legal ones.
+    "delta+" may stand before all of them except "shared". A WeightTransport is returned as it is.
+    `own_host` returns the host at which engines reach this machine. It is called for a collective
+    without a HOST. Raises ConfigError listing the legal names.
     """
     if named is None:
         named = "shared"
@@ -48,7 +47,7 @@ def transport_of(
     if kind == "shared" and not argument and not changes_only:
         return SharedTransport(reject_non_finite=reject_non_finite)
     carrier: DirectoryTransport | CollectiveTransport
-    # What a delta holds is checked when it is made.
+    # A DeltaTransport checks the values itself.
     checks = reject_non_finite and not changes_only
     if kind == "directory" and argument:
         carrier = DirectoryTransport(argument, reject_non_finite=checks)
@@ -80,10 +79,9 @@ class WeightFetcher:
         self._mirror = WeightMirror(self._fetch)
 
     def __call__(self, source: WeightsSource) -> NamedTensors:
-        """The tensors of `source`, which do not change before the next push. An adapter comes as
-        such.
+        """Return the tensors of `source`, or its adapter. They do not change before the next push.
 
-        Raises WeightUpdateError if they are not there any more, or not as the source says.
+        Raises WeightUpdateError if they cannot be fetched, or are not what the source says.
         """
         tensors = self._fetch(source) if source.builds_on is None else self._mirror.fetch(source)
         if source.lora is None:
@@ -91,7 +89,6 @@ class WeightFetcher:
         return LoraAdapter(tensors=tensors, **structs.asdict(source.lora))
 
     def _fetch(self, source: WeightsSource) -> dict[str, Tensor]:
-        """The tensors as they travel."""
         fetch = self._by_kind.get(source.kind)
         if fetch is None:
             raise WeightUpdateError(

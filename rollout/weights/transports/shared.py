@@ -1,11 +1,11 @@
 """SharedTransport: one copy of the weights in shared memory, for all engines of a machine.
 
-The memory belongs to an anonymous file. It has no name that could be left behind, and the system
-frees it when the trainer and all readers have ended. Linux only.
+The memory is an anonymous file. It has no name that could be left behind, and the system frees it
+when the trainer and all readers have ended. Linux only.
 
-A file that is released is kept for the push after the next, since new memory costs more than the
-copy. Each reader holds a lock on it for as long as it has a view of the tensors; a file that is
-being read is not written, and another one takes its place.
+A released file is reused by the push after the next, since new memory costs more than the copy.
+Each reader holds a lock on it for as long as it has a view of the tensors. A file with a reader is
+not overwritten: another one takes its place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.weights.update import NamedTensors
 
 _NAME = "rollout-weights"
 _ADDRESS = re.compile(r"(/proc/[0-9]+/fd/[0-9]+) ([0-9a-f]{32})")
-_ID_BYTES = 32  # at the beginning of a file: of which push its tensors are
+_ID_BYTES = 32  # at the beginning of a file: the id of its push
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SharedTransport(KeptTransport[_Segment]):
     kind = "shared"
 
     def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
-        """`reuses_memory`: between pushes keep the memory of two copies rather than of one."""
+        """`reuses_memory`: keep the memory of two copies between pushes rather than of one."""
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         self._reuses_memory = reuses_memory
         self._spare: TensorFile | None = None
@@ -55,7 +55,7 @@ class SharedTransport(KeptTransport[_Segment]):
 
         Raises WeightUpdateError also if there is no memory, and on other systems than Linux.
         """
-        self.drop()
+        self.roll_back()
         lora = terms_of(named_tensors)
         push_id = uuid.uuid4().hex
         file = None
@@ -98,7 +98,7 @@ class SharedTransport(KeptTransport[_Segment]):
             spare.close()
 
     def _file_to_write(self) -> TensorFile:
-        """The spare one if nobody reads it any more, else a new one; either is locked."""
+        """Return a locked file: the spare one if it has no reader, else a new one."""
         if self._spare is not None and lock_for_writing(self._spare.descriptor):
             file, self._spare = self._spare, None
             return file
@@ -107,8 +107,8 @@ class SharedTransport(KeptTransport[_Segment]):
         return file
 
     def _keep_spare(self, released: TensorFile) -> None:
-        """Keep it in place of the one before, of which a reader may have been too slow."""
-        _write_id(released, "")  # who comes now must not begin to read it
+        """Keep a released file, and close the spare one, which a slow reader may still lock."""
+        _write_id(released, "")  # a reader that comes now must not begin to read it
         old: TensorFile | None = released
         if self._reuses_memory:
             old, self._spare = self._spare, released
@@ -117,11 +117,10 @@ class SharedTransport(KeptTransport[_Segment]):
 
 
 def fetch_shared(source: WeightsSource) -> SharedTensors:
-    """The tensors of `source`, on the CPU: views of its memory, which lives as long as they do. The
-    other ranks of an engine can open them, too.
+    """Return the tensors of `source`, on the CPU: views of its memory, which lives as long as they.
 
-    Raises WeightUpdateError if the source does not exist any more, is no file of a SharedTransport,
-    or does not have the size that its manifest says.
+    The other ranks of an engine can open them, too. Raises WeightUpdateError if the source does not
+    exist any more, is no file of a SharedTransport, or does not have the size of its manifest.
     """
     try:
         shared, size = _open(source)
@@ -138,12 +137,13 @@ def fetch_shared(source: WeightsSource) -> SharedTensors:
 
 
 def _open(source: WeightsSource) -> tuple[SharedTensors, int]:
-    """The tensors, and the bytes of their file. Raises OSError, ValueError, WeightUpdateError."""
+    """Return the tensors, and the size of their file. Raises OSError, ValueError,
+    WeightUpdateError."""
     address = _ADDRESS.fullmatch(source.address)
     if address is None:
         raise FileNotFoundError("this is not an address of a SharedTransport")
     path, push_id = address.groups()
-    # Whatever is there now: opening a pipe, say, must not wait for who fills it.
+    # Whatever is there now: opening a pipe must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = _size_of(descriptor)
@@ -176,7 +176,7 @@ def _write_id(file: TensorFile, push_id: str) -> None:
 def _size_of(descriptor: int) -> int:
     """Return the size in bytes of a publisher's file. Raises OSError for any other file."""
     status = os.fstat(descriptor)
-    # The system reuses the numbers of closed descriptors.
+    # The address may mean another file by now: the system reuses the numbers of descriptors.
     is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     if not is_named or not stat.S_ISREG(status.st_mode):
         raise FileNotFoundError("they were released for newer ones")

@@ -14,11 +14,7 @@ from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from tests.lora_adapters import PeftLike, merged, random_adapter
 from tests.tiny_models import tiny_engine, tiny_model
 from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
-from trainer_hooks import InProcessWeightSync, SharedMemoryWeightSync, WeightSync, full_tensors
-
-
-def test_one_class_has_the_names_of_both_kinds_of_llm() -> None:
-    assert InProcessWeightSync is SharedMemoryWeightSync is WeightSync
+from trainer_hooks import InProcessWeightSync, WeightSync, full_tensors
 
 
 def tied_module() -> nn.Module:

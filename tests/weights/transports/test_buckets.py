@@ -100,9 +100,9 @@ def ended_by_the_sender(buckets: Sent, end: PushEnd) -> tuple[Sent, PushEnd]:
     ("change", "message"),
     [
         (with_another_byte, r"bucket 2, of 'a' to 'b', came with other bytes"),
-        (without_one, r"a piece of 'b' is not the one that follows"),
-        (exchanged, r"a piece of 'a' is not the one that follows"),
-        (twice, r"a piece of 'a' is not the one that follows"),
+        (without_one, r"a chunk of 'b' is not the one that follows"),
+        (exchanged, r"a chunk of 'a' is not the one that follows"),
+        (twice, r"a chunk of 'a' is not the one that follows"),
         (of_another_checksum, r"4 buckets with the checksum \w+ came, not 4 with 0000"),
         (cut_off, r"3 buckets with the checksum \w+ came, not 4"),
         (ended_by_the_sender, r"the sender ended the push: 'b' holds NaN"),
@@ -126,8 +126,8 @@ def test_a_push_that_is_not_what_was_sent_is_refused_and_says_where(
 )
 def test_a_header_that_lies_is_refused(field: int, value: object, message: str) -> None:
     buckets, end = sent({"a": torch.arange(10.0)}, 40)
-    tag, pieces, num_bytes, hash_ = msgspec.msgpack.decode(buckets[0][0])
-    pieces[0][field] = value
-    encoded = msgspec.msgpack.encode((tag, pieces, num_bytes, hash_))
+    tag, chunks, num_bytes, hash_ = msgspec.msgpack.decode(buckets[0][0])
+    chunks[0][field] = value
+    encoded = msgspec.msgpack.encode((tag, chunks, num_bytes, hash_))
     with pytest.raises(WeightUpdateError, match=message):
         received([(encoded, buckets[0][1])], end)

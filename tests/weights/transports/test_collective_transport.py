@@ -120,7 +120,7 @@ def test_a_torn_bucket_is_named_by_all_and_the_group_goes_on(
         _, fetches = begun(transport, receivers, weights(2.0))
         for fault in faults(fetches):
             assert "bucket 1, of 'a' to 'a', came with other bytes" in fault
-    transport.drop()
+    transport.roll_back()
     pushed(transport, receivers, weights(3.0))
     assert group_of(transport) == group
 
@@ -135,7 +135,7 @@ def test_a_wrong_checksum_of_the_whole_is_a_fault_of_all(
         )
         _, fetches = begun(transport, receivers, weights())
         assert all("with ffffffffffffffff" in fault for fault in faults(fetches))
-    transport.drop()
+    transport.roll_back()
     pushed(transport, receivers, weights(3.0))
 
 
@@ -165,7 +165,7 @@ def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works
             sending.result(WAIT_S)
         may_go_on.set()
         faults(fetches)
-    transport.drop()
+    transport.roll_back()
     pushed(transport, receivers, weights(3.0))
     transport.close()
 
@@ -179,7 +179,7 @@ def test_a_member_that_never_comes_keeps_nobody_after_the_push_is_dropped(
         sending = threads.submit(transport.send, source)
         ordered = structs.replace(source, num_members=2)
         fetch = threads.submit(receivers[0].fetch, ordered)
-        transport.drop()
+        transport.roll_back()
         sending.result(WAIT_S)
         assert faults([fetch]) == ["the sender ended the push: the push was rolled back"]
     pushed(transport, receivers, weights(2.0))
@@ -201,7 +201,7 @@ def test_a_member_that_goes_is_noticed_and_the_others_take_the_next_push(
 
     sending, fetches = begun(transport, receivers, held())
     assert has_begun.wait(WAIT_S)
-    transport.drop()  # the coordinator has rolled the push back
+    transport.roll_back()  # the coordinator has rolled the push back
     may_end.set()
     sending.result(WAIT_S)
     assert set(faults(fetches)) == {"the sender ended the push: the push was rolled back"}
@@ -230,7 +230,7 @@ def test_a_member_that_comes_back_to_a_push_that_is_over_gives_it_up_and_takes_t
     fetches[0].result(WAIT_S)
     sending.result(WAIT_S)
     assert is_held.wait(WAIT_S)
-    transport.drop()
+    transport.roll_back()
     pushed(transport, receivers[:1], weights(3.0))
     is_back.set()
     assert "the push is over" in faults(fetches[1:])[0]

@@ -95,7 +95,7 @@ def test_an_engine_that_does_not_read_a_bucket_ends_the_push_and_the_next_one_wo
             else:
                 assert torch.equal(fetch.result(WAIT_S)["a"], weights["a"])
                 sending.result(WAIT_S)
-        transport.commit() if not is_slow else transport.drop()
+        transport.commit() if not is_slow else transport.roll_back()
     transport.close()
 
 

@@ -106,7 +106,7 @@ def test_any_row_of_pushes_reaches_engines_that_saw_all_some_or_none_of_them(
             change(tensors, kind, number)
         if is_refused:
             check(always(transport.publish(tensors)), tensors)
-            transport.drop()
+            transport.roll_back()
             tensors = before
             continue
         source = pushed(transport, tensors)
@@ -167,7 +167,7 @@ def test_the_push_after_a_refused_one_and_every_nth_is_whole(tmp_path: Path) -> 
         builds_on.append(source.builds_on != "")
         assert len(list(tmp_path.iterdir())) == [1, 2, 3, 4, 2, 2, 2, 3, 4][number]
         if number == 4:
-            transport.drop()
+            transport.roll_back()
         else:
             transport.commit()
     assert builds_on == [False, True, True, False, True, False, True, True, False]
@@ -215,7 +215,7 @@ def test_a_link_with_other_changes_is_refused_and_the_next_whole_push_arrives(
     index.write_text(index.read_text().replace('"#delta"', f'"{name}": "{file.name}", "#delta"'))
     with pytest.raises(WeightUpdateError, match=message):
         fetcher(source)
-    transport.drop()
+    transport.roll_back()
     check(fetcher(pushed(transport, tensors)), tensors)
 
 

@@ -103,11 +103,11 @@ def test_the_last_committed_push_stays_and_those_before_and_refused_ones_go(
         assert transport.committed is source
         assert [str(path) for path in tmp_path.iterdir()] == [source.address]
     transport.publish(tensors())
-    transport.drop()
+    transport.roll_back()
     assert [str(path) for path in tmp_path.iterdir()] == [source.address]
     with pytest.raises(WeightUpdateError, match="'bad'"):
         transport.publish({"a": torch.ones(3), "bad": torch.ones(3, device="meta")})
-    with pytest.raises(WeightUpdateError, match="complex64, which no safetensors file holds"):
+    with pytest.raises(WeightUpdateError, match="complex64, which safetensors files lack"):
         transport.publish({"a": torch.ones(3, dtype=torch.complex64)})
     assert [str(path) for path in tmp_path.iterdir()] == [source.address]
     transport.close()

@@ -67,7 +67,7 @@ def test_the_committed_weights_stay_until_the_next_are() -> None:
     assert publisher.committed is None
     publisher.commit()
     publisher.publish({"w": torch.zeros(4)})
-    publisher.drop()
+    publisher.roll_back()
     assert publisher.committed is first
     assert torch.equal(WeightFetcher()(first)["w"], torch.ones(4))
     second = publisher.publish({"w": torch.full((4,), 2.0)})
