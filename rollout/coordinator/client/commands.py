@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.coordinator.client.streams import set_exception
 from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.coordinator.protocol.codec import require_valid
 from rollout.coordinator.protocol.messages import (
     Ack,
     Command,
@@ -42,6 +43,7 @@ class PendingCommands:
         """
         loop, command_id = asyncio.get_running_loop(), command.command_id
         future: CommandFuture = loop.create_future()
+        require_valid(command)  # it has values of a user
         self._send(command)
         self._futures[command_id] = future
         future.add_done_callback(_retrieve_exception)

@@ -376,8 +376,9 @@ class WeightCommit(Operation):
         self.stop_waiting_for_all(now)
         self.context.counters.num_weight_rollbacks += 1
         logger.warning("version %d is rolled back: %s", self._version, error.message)
+        rollback = Rollback(command_id=self.command_id)
         for engine in self.members.values():
-            self.context.send(engine, Rollback(command_id=self.command_id))
+            self.context.send(engine, rollback)
         self.outcome = error
 
 

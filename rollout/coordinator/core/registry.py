@@ -347,8 +347,9 @@ class Registry:
     def probe(self, _: int, now: float) -> None:
         """Send each engine a heartbeat of sequence 0: if its process has ended, sending fails,
         which tells earlier than the lease."""
+        heartbeat = Heartbeat(sequence=0)
         for engine in self.engines.values():
-            self.context.send(engine, Heartbeat(sequence=0))
+            self.context.send(engine, heartbeat)
         if self.engines:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 

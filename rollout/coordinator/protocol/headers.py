@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 # Raised by any change of a header or field. Peers of different versions refuse each other.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Headers(IntEnum):

@@ -95,7 +95,7 @@ class DirectoryTransport(KeptTransport[_Push]):
         source = WeightsSource(
             kind=KIND,
             address=str(directory),
-            manifest={},
+            manifest=b"",
             checksum="",
             tensors_checksum=checksum,
             lora=lora,
