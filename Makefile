@@ -2,6 +2,8 @@
 #   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
+#   make quick            the tests of what has changed since main, or of
+#                         PATHS="rollout/scheduling tests/blocks": fewer examples of each, in a minute
 #   make test-doors       real clients (openai, lm-eval, verifiers, TRL, verl, ...) against a server, each
 #                         in an environment of its own, and adapters to verifiers and OpenEnv there;
 #                         DOORS="trl verl" runs those
@@ -11,7 +13,7 @@
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
-#   make lint             ruff and mypy
+#   make lint             ruff, mypy, and import-linter on the contracts of pyproject.toml
 #   make docs             the documentation as a site, in site/
 #   make test-312         the tests of make test under Python 3.12 and what constraints-312.txt
 #                         names, as on a CUDA machine; installs 5 GB into .venv-312 (once)
@@ -25,11 +27,13 @@ PYTHON ?= python3
 PYTHON312 ?= python3.12
 SEEDS ?= 1
 LIVES ?= 2000
-# Values of ROLLOUT_TUNE: tuning switched off, and each kind of product forced.
-PRODUCTS ?= 0 plain onednn mkl native
+# Values of ROLLOUT_TUNE: the rule, it without units of pairs, and each kind of product forced.
+PRODUCTS ?= 1 0 plain onednn mkl native
 PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/worker tests/weights \
 	$(addprefix tests/engine/test_,families.py lockstep.py logprobs.py parity.py versions.py) \
 	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
+# What `make quick` tests; files changed since main without any.
+PATHS ?=
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.
 DOORS ?=
 # Names of suites in tests/peers/suites.py, all without any.
@@ -55,7 +59,7 @@ STAMP312 := $(VENV312)/.installed-$(shell { cat pyproject.toml constraints.txt c
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-312 test-doors test-peers test-long test-products lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo quick test test-312 test-doors test-peers test-long test-products lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,7 +86,11 @@ $(STAMP312):
 	@touch $@
 
 demo: $(STAMP)
-	$(PY) examples/train_grpo.py seed=0 seeds=$(SEEDS)
+	$(VENV)/bin/rollout train --config-name demo seed=0 seeds=$(SEEDS)
+
+quick: $(STAMP)
+	ROLLOUT_TEST_QUICK=1 $(PYTEST) -m "not slow and not gpu" --timeout 60 \
+		$$($(PY) scripts/affected_tests.py $(PATHS))
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu" --timeout 120
@@ -113,6 +121,7 @@ bench: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m mypy
 
 docs: $(STAMP)

@@ -2,10 +2,10 @@
 
     python benchmarks/async_training.py
 
-Both are examples/train_grpo.py num_engines=1: the engine in one process, the trainer in another,
-the same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound 1 the
-engine makes a batch while the one before it is trained on. Seeds interleaved: one kind, then the
-other. Writes a Markdown page and a JSON file.
+Both are the demo of `rollout train` with num_engines=1: the engine in one process, the trainer in
+another, the same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound
+1 the engine makes a batch while the one before it is trained on. Seeds interleaved: one kind, then
+the other. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> 
     subprocess.run(
         [
             sys.executable,
-            str(ROOT / "examples" / "train_grpo.py"),
+            *("-m", "trainer_hooks.train", "--config-name", "demo"),
             "num_engines=1",
             "weight_sync=in_flight",
             f"producer={KINDS[kind]}",
@@ -125,7 +125,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         "",
         f"{machine['cpu']}, {machine['num_cores']} cores; a thread for the engine and one for the "
         f"trainer; torch {machine['torch']}. GRPO on reasoning-gym's palindromes by "
-        f"examples/train_grpo.py with {' '.join(results['overrides'])}. "
+        f"rollout train --config-name demo {' '.join(results['overrides'])}. "
         f"Rewards: means over the first and the last {WINDOW_STEPS} steps, as sampled; greedy: on "
         "held-out problems at the end. Times: medians over steps; shares of the trainer's: means.",
         "",
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("overrides", nargs="*", help="of train_grpo's config")
+    parser.add_argument("overrides", nargs="*", help="of the demo")
     arguments = parser.parse_args(argv)
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} must be at least 1")

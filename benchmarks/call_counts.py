@@ -34,7 +34,7 @@ from rollout import (
     KVCacheManagementMode,
     SamplingParams,
 )
-from rollout.backends.cpu.product_selection import SWITCH
+from rollout.backends.cpu.products import SWITCH
 from rollout.models import CausalLM
 
 PACKAGE_FOLDER = Path(rollout.__file__).parent

@@ -124,10 +124,10 @@ class EngineWithoutModel(DynamicInferenceEngine):
         counters: EngineCounters,
         **parts: Any,
     ) -> None:
-        muscle = cast(Any, NoModel())
+        executor = cast(Any, NoModel())
         pipeline = StepPipeline(
             scheduler=scheduler,
-            muscle=muscle,
+            executor=executor,
             outputs=outputs,
             counters=counters,
             guard=parts["guard"],

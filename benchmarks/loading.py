@@ -7,10 +7,10 @@
 Each case loads a model in a process of its own, in the stages in which an engine is built: the
 model is opened, its weights are placed and filled, and products are tuned, which packs weights. It
 comes from a Hugging Face directory of one file or of four, from random numbers, or from a CausalLM
-that has its values already, whose memory counts as well. Products are measured, or those of an
-earlier measurement are taken, or ROLLOUT_TUNE names them; oneDNN and MKL, where forced, pack a
-second copy of the weights. Resident bytes are those of the whole process, pages of checkpoint files
-included, less those that it had before, with torch imported and the CPU kernels loaded.
+that has its values already, whose memory counts as well. Products are those of the rule, or
+ROLLOUT_TUNE names them; oneDNN and MKL, where forced, pack a second copy of the weights. Resident
+bytes are those of the whole process, pages of checkpoint files included, less those that it had
+before, with torch imported and the CPU kernels loaded.
 
 Writes a Markdown page and a JSON file to benchmarks/results.
 """
@@ -52,10 +52,9 @@ SMALL = replace(LARGE, vocab_size=8192, num_layers=2, intermediate_size=2048)  #
 TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate_size=64)
 MODELS = {"m45": M45, "large": LARGE, "small": SMALL}
 SOURCES = ("one file", "four files", "random", "CausalLM")
-# ROLLOUT_TUNE. Unset, the first engine measures products, and later ones take its choices.
-MEASURED, AGAIN = "unset, first engine", "unset, later engine"
-TUNES = (AGAIN, "0", "plain", "native", "onednn", "mkl")
-CASES = [(source, MEASURED) for source in reversed(SOURCES)]
+UNSET = "unset"  # ROLLOUT_TUNE: the rule
+TUNES = ("plain", "native", "onednn", "mkl")
+CASES = [(source, UNSET) for source in reversed(SOURCES)]
 CASES += [(SOURCES[0], tune) for tune in TUNES]
 STAGES = ("open", "fill", "tune")
 RESULTS = Path(__file__).parent / "results"
@@ -110,17 +109,15 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
 
 
 def measure_elsewhere(source: str, tune: str, folder: Path, model: str) -> dict[str, float]:
-    """As `measure`, in a new process. It has compiled kernels, and only `AGAIN` saved choices."""
+    """Run `measure` in a new process, which finds compiled kernels."""
     command = [sys.executable, "-m", "benchmarks.loading", "--source", source]
     command += ["--folder", str(folder), "--model", model]
     cache = folder / "cache"
     _copy_kernels(cache)
-    if tune != AGAIN:
-        shutil.rmtree(cache / "rollout" / "products", ignore_errors=True)
     environment = os.environ | {"ROLLOUT_TUNE": tune, "XDG_CACHE_HOME": str(cache)}
     # Large pieces are mapped each by itself, so that holes in the C heap are not measured.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
-    if tune in (MEASURED, AGAIN):
+    if tune == UNSET:
         del environment["ROLLOUT_TUNE"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     results: dict[str, float] = json.loads(done.stdout)

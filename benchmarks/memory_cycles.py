@@ -26,7 +26,7 @@ from rollout.blocks.kv_cache_manager import BlockTable
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 from rollout.scheduling.scheduler import Scheduler
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 BLOCK_SIZE = 16
 MIB = 1 << 20
@@ -62,9 +62,9 @@ def timed(work: Callable[[], Any]) -> tuple[Timing, Any]:
 class OpenEngine(DynamicInferenceEngine):
     """An engine whose scheduler and KV cache can be reached."""
 
-    def __init__(self, *, scheduler: Scheduler, muscle: Muscle, **parts: Any) -> None:
-        super().__init__(scheduler=scheduler, muscle=muscle, **parts)
-        self.scheduler, self.kv = scheduler, muscle.kv
+    def __init__(self, *, scheduler: Scheduler, executor: Worker, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, executor=executor, **parts)
+        self.scheduler, self.kv = scheduler, executor.kv
 
 
 class Cycles:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from examples.settings import JobSettings
 from examples.train_trl import demo_settings, make_trainer, require_trl, warm_up_to_the_end
 from rollout import LLM, ConfigError
+from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts
 

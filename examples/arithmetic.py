@@ -1,4 +1,4 @@
-"""What a user brings to examples/train_grpo.py: a checkpoint, files of questions, a reward.
+"""What a user brings to `rollout train`: a checkpoint, files of questions, a reward.
 
     python -m examples.arithmetic DIRECTORY
 
@@ -6,7 +6,7 @@ writes model/, a Qwen3 of 0.1M parameters with random weights and its tokenizer;
 held_out.jsonl, sums of two numbers with two digits; and homework.jsonl, such sums as a careless
 pupil does them, who forgets the carries of three sums in four. A warm-up on the homework learns to
 add column by column, and to be as careless; the reward teaches to carry. No sum that is held out is
-in the other files. docs/how-to/own-data.md shows the job.
+in the other files. sums.yaml is the job.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from trainer_hooks import (
     AsyncRolloutProducer,
-    ScopedLLM,
+    RolloutLLM,
     ThreadedLLM,
     TrainingBatch,
     WeightSync,
@@ -70,7 +70,7 @@ def calculator(text: str) -> str:
     return f"<{value}>"
 
 
-async def use_the_tool(llm: ScopedLLM, prompt: Sequence[int]) -> list[DynamicInferenceRequest]:
+async def use_the_tool(llm: RolloutLLM, prompt: Sequence[int]) -> list[DynamicInferenceRequest]:
     """One sample: turns until the model ends one without a call."""
     assert llm.tokenizer is not None
     context = list(prompt)

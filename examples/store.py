@@ -1,6 +1,6 @@
 """A store to buy in: an environment with two tools, state and a reward, and a tokenizer for it.
 
-    python examples/train_grpo.py data=store     # conf/data/store.yaml; a minute on a CPU
+    rollout train --config-dir examples --config-name store    # store.yaml; a minute on a CPU
 
 A small random model is told "Buy a fig." It has to ask for the price with one tool, and to pay it
 with the other. The warm-up imitates a careless pupil, who in four purchases of five asks for the

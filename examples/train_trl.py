@@ -19,13 +19,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
 from transformers import PreTrainedModel, PrinterCallback
 
-from examples.settings import JobSettings
 from rollout import LLM, ConfigError
 from trainer_hooks.rewards import reasoning_gym_reward
-from trainer_hooks.train import load_dataclass
+from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.task import Task
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.trl_rollouts import TRLRollouts
@@ -155,9 +153,8 @@ def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def demo_settings() -> JobSettings:
-    """The settings of examples/train_grpo.py."""
-    with initialize_config_module(config_module="conf", version_base="1.3"):
-        return load_dataclass(JobSettings, compose("train_grpo"))
+    """Return the settings of `rollout train --config-name demo`."""
+    return compose_settings(config_name="demo")
 
 
 if __name__ == "__main__":

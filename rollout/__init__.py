@@ -7,7 +7,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 # Module -> the names that it gives to this package. The stub beside this file has the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM",
-    "rollout.apis.groups": "RolloutGroup",
+    "rollout.apis.arguments": "RolloutGroup",
     "rollout.apis.llm": "LLM",
     "rollout.config": (
         "InferenceConfig KVCacheManagementMode MambaInferenceStateConfig "
@@ -19,8 +19,9 @@ _HOMES = {
     "rollout.control.reports": "EngineStats ResumeReport SuspendReport WeightUpdateReport",
     "rollout.control.state": "EngineState",
     "rollout.errors": (
-        "BlockOverflowError ConfigError ContextOverflowError DetokenizeError EngineStateError "
-        "EventPayloadError InvalidRequestError MaxSequenceLengthOverflowError ModelError "
+        "BlockOverflowError ClientStateError ConfigError ContextOverflowError "
+        "CoordinatorLostError DetokenizeError EngineStateError EventPayloadError "
+        "InvalidRequestError LockstepError MaxSequenceLengthOverflowError ModelError "
         "NonFiniteLogitsError ProtocolError RemoteError RequestAbortedError "
         "RequestOverflowError RolloutError TokenLimitClamped TokenOverflowError "
         "WeightUpdateError"

@@ -1,7 +1,7 @@
 """A rollout engine that lives inside a reinforcement-learning job for language models."""
 
+from rollout.apis.arguments import RolloutGroup as RolloutGroup
 from rollout.apis.async_llm import AsyncLLM as AsyncLLM
-from rollout.apis.groups import RolloutGroup as RolloutGroup
 from rollout.apis.llm import LLM as LLM
 from rollout.config import InferenceConfig as InferenceConfig
 from rollout.config import KVCacheManagementMode as KVCacheManagementMode
@@ -19,12 +19,15 @@ from rollout.coordinator.coordinator import (
 )
 from rollout.engine.build import DynamicInferenceEngine as DynamicInferenceEngine
 from rollout.errors import BlockOverflowError as BlockOverflowError
+from rollout.errors import ClientStateError as ClientStateError
 from rollout.errors import ConfigError as ConfigError
 from rollout.errors import ContextOverflowError as ContextOverflowError
+from rollout.errors import CoordinatorLostError as CoordinatorLostError
 from rollout.errors import DetokenizeError as DetokenizeError
 from rollout.errors import EngineStateError as EngineStateError
 from rollout.errors import EventPayloadError as EventPayloadError
 from rollout.errors import InvalidRequestError as InvalidRequestError
+from rollout.errors import LockstepError as LockstepError
 from rollout.errors import MaxSequenceLengthOverflowError as MaxSequenceLengthOverflowError
 from rollout.errors import ModelError as ModelError
 from rollout.errors import NonFiniteLogitsError as NonFiniteLogitsError

@@ -1,10 +1,10 @@
-"""ChildProcess: runs `python -m MODULE --child`, which gets its arguments from its parent and ends
-with it.
+"""ChildProcess: runs `python -m MODULE --child`. The child gets its arguments from its parent and
+ends with it.
 
-Both talk over the child's stdin, a socket in both directions. The parent sends pickled arguments,
-the child answers when it is ready, or says what keeps it from that. Unlike a process of
-multiprocessing it imports the main module of its parent only if the arguments need it: that may
-take seconds, and need not guard its start by `if __name__ == "__main__":`.
+The child's stdin is a socket in both directions. The parent sends pickled arguments; the child
+answers when it is ready, or sends the error that keeps it from starting. Unlike a process of
+multiprocessing, the child imports the parent's main module only if the arguments need it: importing
+may take seconds, and a main module without the guard `if __name__ == "__main__":` would run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_CHANGES: Mapping[str, str] = MappingProxyType({})
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """An argument for `ChildProcess.send`; tensors are copied. Raises ConfigError."""
+    """Pickle an argument for `ChildProcess.send`; tensors are copied. Raises ConfigError."""
     try:
         return pickle.dumps(value)
     except Exception as error:  # whatever the objects of users raise
@@ -41,12 +41,12 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 class ChildProcess:
-    """A child process, started by the constructor. `pipe` leads to it; `send` gives it its
-    arguments, and `receive` returns its first answer."""
+    """A child process, started by the constructor. `pipe` is the parent's end; `send` sends the
+    arguments, and `receive` returns the first answer."""
 
     def __init__(self, module: str, environment: Mapping[str, str] = _NO_CHANGES) -> None:
-        """`environment`: variables that differ from this process's. Raises RuntimeError in a
-        child whose parent's main module has no guard."""
+        """`environment`: environment variables that differ from this process's. Raises RuntimeError
+        in a child whose parent's main module has no guard."""
         self._preparation = get_preparation_data(module)
         self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
         self.pipe, theirs = Pipe()
@@ -60,8 +60,8 @@ class ChildProcess:
         self.name = f"process {self.pid} ({module})"
 
     def send(self, *arguments: bytes) -> None:
-        """Send its arguments, each `pickled`. Waits until the child has imported its module and
-        reads them. Raises OSError if the child is gone.
+        """Send the arguments, each made by `pickled`. Waits until the child has imported its module
+        and reads them. Raises OSError if the child is gone.
         """
         preparation = self._preparation
         if not any(b"__main__" in argument for argument in arguments):
@@ -72,8 +72,8 @@ class ChildProcess:
             self.pipe.send_bytes(argument)
 
     def receive(self, timeout_s: float) -> Any:
-        """Return what the child says when it is ready. Raises its error, as that of another
-        process; ConfigError if it ended or did not answer in time.
+        """Return the child's first answer, sent when it is ready. Raises the child's error as a
+        remote one, and ConfigError if the child ended or did not answer in time.
         """
         if not self.pipe.poll(timeout_s):
             raise ConfigError(f"{self.name} did not start within {timeout_s:g} s")
@@ -89,11 +89,11 @@ class ChildProcess:
         return word
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end; returns the exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the child's end and return its exit code. Raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout_s)
 
     def terminate(self) -> None:
-        """Send SIGTERM. Does nothing if it has ended; so does `kill`."""
+        """Send SIGTERM. Does nothing if the child has ended; the same holds for `kill`."""
         self._process.terminate()
 
     def kill(self) -> None:
@@ -101,7 +101,7 @@ class ChildProcess:
 
 
 def end_of(exit_code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):
@@ -123,9 +123,10 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def run_child(work: Callable[..., object]) -> None:
-    """The main function of a child: call `work` with the pipe to the parent and what it sends.
+    """Call `work` with the pipe to the parent and the arguments it sent. This is the main function
+    of a child.
 
-    What is raised is told to the parent, if it still listens, and raised.
+    An error is sent to the parent, if it still reads, and raised.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -148,7 +149,7 @@ def run_child(work: Callable[..., object]) -> None:
 
 
 def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
-    """Look for modules where the parent does, and import its main module if that is needed."""
+    """Set the parent's module search path, and import its main module if the arguments need it."""
     del os.environ[_PATH]
     if path is not None:
         os.environ[_PATH] = path
@@ -162,7 +163,7 @@ def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """End this process when its parent ends, also if that is killed."""
+    """End this process when its parent ends, also if the parent is killed."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

@@ -1,7 +1,7 @@
-"""InferenceConfig: every knob of an engine, checked when it is made.
+"""InferenceConfig: every setting of an engine, checked when the config is made.
 
-Values that no device could honour are refused here; what one device cannot do is refused by
-`backends.select.create_backend`, when the device is known.
+Values that no device supports are refused here. Values that a particular device does not support
+are refused by `backends.select.create_backend`, once the device is known.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _E = TypeVar("_E", bound=Enum)
 
 
 class KVCacheManagementMode(str, Enum):
-    """What suspend does with the KV cache."""
+    """The treatment of the KV cache by suspend: keep it, copy it to the host, or drop and recompute
+    it."""
 
     PERSIST = "persist"
     OFFLOAD = "offload"
@@ -53,10 +54,10 @@ class PrefixCachingEvictionPolicy(str, Enum):
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
-    """How a coordinator chooses the engine of a request, among those that have room.
+    """How a coordinator chooses an engine for a request, among the engines that have room.
 
-    LOAD_BALANCED goes where the prompt's prefix is while that engine's load is bounded, else to the
-    least loaded one.
+    LOAD_BALANCED prefers the engine that holds the prompt's prefix while its load is bounded, else
+    the least loaded engine.
     """
 
     LONGEST_PREFIX = "longest_prefix"
@@ -79,8 +80,9 @@ class MambaInferenceStateConfig:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch_flash")
-MEMORY_KINDS = ("auto", "device", "reserved", "vmm", "torch_memory_saver")
-STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver")
+UNIFIED = "unified"
+STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver", UNIFIED)
+MEMORY_KINDS = ("auto", "device", *STABLE_MEMORY_KINDS)
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
 MAX_THREADS = 1024  # no more than the processors of the machine are of use
@@ -109,38 +111,38 @@ CONFIG_HINTS = {
 @refuses_with_hints(CONFIG_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
-    """Config of one engine. Raises ConfigError, naming field, value and remedy; enums accept their
-    string values, and sizes that end in gb are in GiB.
+    """Config of one engine. Enums accept their string values; sizes whose names end in gb are in
+    GiB. Raises ConfigError, naming field, value and remedy.
 
     block_size_tokens: tokens of a KV block, a power of two. None: 64 on a CPU, 256 on CUDA.
     buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
         full sequences need, whichever is least.
-    paused_buffer_size_gb: what requests that find no block may hold while they are paused; those
-        beyond it are preempted, the newest first. None: the newest is preempted at once.
-    max_sequence_length: most tokens of prompt and output. None: as many as the model has positions
-        for, or as the KV pool holds if that is less.
+    paused_buffer_size_gb: KV that paused requests, which found no block, may hold together;
+    requests beyond it are preempted, newest first. None: the newest request is preempted at once.
+    max_sequence_length: most tokens of prompt and output together. None: the model's number of
+    positions, or the capacity of the KV pool if that is less.
     kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
     static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
     memory_kind: how KV and weights are reserved. On a CPU: device, or reserved, which keeps
-        addresses. On CUDA: device; vmm, which keeps addresses; or torch_memory_saver, the package,
-        which ends the process where CUDA refuses memory. auto: vmm where suspends release the KV,
-        reserved where its addresses must stay, else device.
-    unified_memory_level: 1 puts KV and weights into CUDA's unified memory. While released they lie
-        in host memory, which must have room for all of them, and are copied out and back.
-    max_kv_staleness_versions: requests whose oldest KV is more versions behind are prefilled again
-        after an update, and such blocks of the prefix index are not used. None: no bound.
+        addresses. On CUDA: device; vmm, which keeps addresses; torch_memory_saver, the package,
+        which also keeps them, and ends the process where CUDA refuses memory; or unified, CUDA's
+        unified memory, which keeps them too: while released, KV and weights lie in host memory,
+        which must have room for all of them, and are copied out and back. auto: vmm where suspends
+        release the KV, reserved where its addresses must stay, else device.
+    unified_memory_level: 1 is the same as memory_kind="unified".
+    max_kv_staleness_versions: bound on the age of KV, in versions. After an update, requests with
+    older KV are prefilled again, and older blocks of the prefix index do not match. None: no bound.
 
     max_requests: most requests that run at once. None: 1024, or fewer where the pool is small.
     max_tokens: most tokens of one step. None: 16384.
     enable_chunked_prefill: long prompts are prefilled in pieces, beside rows that decode.
-    schedule_conservativeness: how much of the growth expected of running requests is kept free at
-        admission: 1.0 all of it, 0.0 none. None: 1.0, or 0.0 where paused_buffer_size_gb is given.
+    schedule_conservativeness: fraction of the running requests' expected growth that admission
+    keeps free, from 0.0 to 1.0. None: 1.0, or 0.0 if paused_buffer_size_gb is given.
     materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
-    seed: the seed that requests without one of their own derive theirs from. None: drawn from the
-        system for each engine, so that no two repeat each other, and logged; `LLM.seed` tells it.
-    deterministic: tokens and log-probs are the same to the last bit however requests are scheduled.
-        On a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is
-        slower.
+    seed: the seed from which requests without a seed derive theirs. None: drawn from the system for
+    each engine, so that no two engines repeat each other, and logged; `LLM.seed` returns it.
+    deterministic: tokens and log-probs are bitwise equal however requests are scheduled. Supported
+    on a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is slower.
 
     enable_prefix_caching: requests share the KV of common prefixes.
     prefix_caching_eviction_policy: ref_zero drops a block with its last user, lru when its space is
@@ -155,20 +157,21 @@ class InferenceConfig:
     attention_backend: auto; or torch_flash, torch's FlashAttention in place of the kernels that the
         engine has for CUDA, to compare with. It wants torch 2.13, 16-bit numbers and blocks of a
         multiple of 256 tokens, and refuses models with score caps, sinks and latent attention.
-    num_threads: of torch and the compiled kernels. None: as torch has it.
-    num_cuda_graphs: how many shapes of steps are captured at most, up to half of them for steps
-        that also prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows
-        apart. Steps that score prompts have up to four more, captured when they are first needed.
-    cuda_graph_mixed_prefill_count: how many of steps that also prefill. None: 16.
+    num_threads: threads of torch and of the compiled kernels. None: torch's number.
+    num_cuda_graphs: most step shapes that are captured, up to half of them for steps that also
+    prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows apart. Steps
+    that score prompts have up to four more shapes, captured when they are first needed.
+    cuda_graph_mixed_prefill_count: captured shapes of steps that also prefill. None: 16.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
-    use_flashinfer_fused_rope: refused off False; the engine has a fused kernel of its own.
+    use_flashinfer_fused_rope: refused unless False; the engine has a fused kernel of its own.
     tensor_parallel_size: the number of processes that run the engine together, each with a part of
         every layer; the sizes above are those of all of them together. See docs/tensor_parallel.md.
-    tensor_parallel_timeout_s: how long these wait for each other before the engine ends.
-    tensor_parallel_start_timeout_s: how long they may take to load the model, and, with
-        pg_collection, to come to a verb that another rank has called.
-    pg_collection: has process groups of a trainer, of which `tp` is used: its processes are the
-        ranks of the engine, and each of them makes an LLM and calls the same verbs.
+    tensor_parallel_timeout_s: seconds for which the ranks wait for each other before the engine
+    ends.
+    tensor_parallel_start_timeout_s: seconds in which the ranks must load the model and, with
+    pg_collection, call a method that another rank has called.
+    pg_collection: process groups of a trainer. The processes of its group `tp` are the ranks of the
+    engine; each of them makes an LLM and calls the same methods.
 
     mamba_memory_ratio: refused; models with recurrent states are not served yet.
     mamba_inference_state_config: refused, as above.
@@ -179,9 +182,9 @@ class InferenceConfig:
         (`routing_indices`).
     track_paused_request_events: requests get a PAUSE event for each step that they are paused.
     track_generated_token_events: requests get an event for each token.
-    metrics_writer: has a `log(metrics)`, as wandb, a wandb run or a MetricsLogger.
+    metrics_writer: an object with `log(metrics)`: wandb, a wandb run or a MetricsLogger.
     logging_step_interval: steps between two writes to it; 0 writes nothing.
-    request_metadata_types: refused off None; a request says itself what is tracked.
+    request_metadata_types: refused unless None; each request declares its tracked metadata itself.
     """
 
     # KV cache
@@ -254,7 +257,7 @@ class InferenceConfig:
         self._check_pairs()
 
     def _check_pg_collection(self) -> None:
-        """Refuse one whose group `tp` is not the ranks of this engine."""
+        """Refuse a pg_collection whose group `tp` does not hold the ranks of this engine."""
         if self.pg_collection is None:
             return
         group: Any = getattr(self.pg_collection, "tp", None)
@@ -273,6 +276,12 @@ class InferenceConfig:
     def _check_pairs(self) -> None:
         """Refuse fields that contradict each other, or that would be silently ignored."""
         mode = self.kv_cache_management_mode
+        if self.unified_memory_level and self.memory_kind not in ("auto", UNIFIED):
+            raise ConfigError(
+                f"unified_memory_level={self.unified_memory_level} contradicts "
+                f"memory_kind={self.memory_kind!r}; use memory_kind='auto' or {UNIFIED!r}, or "
+                "level 0"
+            )
         stable = self.memory_kind in (*STABLE_MEMORY_KINDS, "auto")
         if (
             self.static_kv_memory_pointers

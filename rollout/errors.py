@@ -10,7 +10,9 @@ RolloutError
 ├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
 ├── DetokenizeError                     the tokenizer raised on tokens of a request
 ├── ProtocolError                       a message that cannot be understood
-├── LockstepError                       the ranks of one engine have lost each other
+├── LockstepError                       a rank of one engine died, timed out or diverged
+├── CoordinatorLostError                the coordinator of a fleet does not answer
+├── ClientStateError                    a client that is not started, or has ended
 ├── RequestAbortedError                 the request was ended by its owner
 ├── ContextOverflowError                a request that the context cannot take, now or ever
 │   ├── RequestOverflowError            no row left
@@ -71,8 +73,17 @@ class ProtocolError(RolloutError):
 
 
 class LockstepError(RolloutError):
-    """A rank of an engine is lost, silent or not where the others are: the engine must be made
-    anew."""
+    """A rank of an engine died, timed out or diverged from the others. Create a new engine."""
+
+
+class CoordinatorLostError(RolloutError):
+    """The coordinator does not answer, has ended, or no longer knows the request or command."""
+
+    is_transient = True
+
+
+class ClientStateError(RolloutError):
+    """A client was used before its start, after its end, or in another event loop than its own."""
 
 
 class RequestAbortedError(RolloutError):

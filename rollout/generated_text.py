@@ -1,11 +1,13 @@
-"""The text of generated tokens: where a stop string ends it, and what of it may be shown so far."""
+"""The text of generated tokens: stop strings, streams of text, and the text of a record."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout.errors import DetokenizeError
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.text import (
     IncrementalDetokenizer,
@@ -15,6 +17,8 @@ from rollout.text import (
     context_of,
     text_after,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 class StopStrings:
@@ -77,7 +81,7 @@ class StreamedText:
         return shown
 
     def finish(self, generated_text: str | None) -> str:
-        """What is left of the request's whole text, None if there is none."""
+        """Return the part of the request's whole text that was not shown yet."""
         return (generated_text or "")[self._num_shown :]
 
     def _push_one(self, token_id: int) -> str:
@@ -147,14 +151,14 @@ class _WordMatches:
         self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, ids found of it, start
 
     def push(self, token_id: int, place: int) -> int | None:
-        """Where the longest word starts that this id completes, None if it completes none."""
+        """Return where the longest word starts that this id completes, None without one."""
         tried = [*self._begun, *((word, 0, place) for word in self._words)]
         found = [(word, n + 1, start) for word, n, start in tried if word[n] == token_id]
         self._begun = [(word, n, start) for word, n, start in found if n < len(word)]
         return min((start for word, n, start in found if n == len(word)), default=None)
 
     def first_start(self) -> int | None:
-        """Where the first word starts that is begun and not complete."""
+        """Return where the first incomplete word starts; None if no word has begun."""
         return min((start for _, _, start in self._begun), default=None)
 
 
@@ -167,10 +171,9 @@ def generated_text(
     stop_word_ids: Sequence[Sequence[int]] = (),
     stop_token_ids: Sequence[int] = (),
 ) -> str:
-    """Return the text that generated tokens add to that of the prompt, without the stop that they
-    end with and what follows it.
+    """Return the text that generated tokens add to the prompt's text, up to the stop at their end.
 
-    Give the stops only of a request that stopped and is to be shown without. Raises
+    Give stops only for a request that ended by one which its text must not show. Raises
     DetokenizeError.
     """
     decoded = _Decoded(tokenizer, prompt)
@@ -215,8 +218,8 @@ def shown_text(
 
 
 def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, str] | None:
-    """Where the first stop string begins that ends beyond the first `num_before` characters, and
-    which one it is: of those that begin there the first in `words`.
+    """Return (start, word) of the first stop string that ends after the first `num_before`
+    characters; of several with one start the first in `words`. None without any.
     """
     starts = (text.find(word, max(0, num_before - len(word) + 1)) for word in words)
     found = [(start, index) for index, start in enumerate(starts) if start >= 0]
@@ -258,3 +261,35 @@ def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
         return detokenizer.push([token_id])
     except Exception as fault:  # a tokenizer of the user may raise anything
         raise DetokenizeError(f"the tokenizer cannot decode token {token_id}: {fault!r}") from fault
+
+
+def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None) -> None:
+    """Set `generated_text` of the segments, which `merge` joins, unless it is there already.
+
+    A stop word, or a stop token, is left out of the text, not of the tokens, unless
+    `detokenize_stop_sequence`. A tokenizer that raises leaves the record without a text, and with
+    the error among its events. Without a tokenizer nothing is done.
+    """
+    segments, last = record.requests, record.current
+    written = [s for s in segments if s.num_generated_tokens] or [last]
+    is_known = written[-1].generated_text is not None or any(s.has_no_text for s in segments)
+    if tokenizer is None or is_known or last.sampling_params is None:
+        return
+    try:
+        text = shown_text(
+            tokenizer,
+            [token for segment in written for token in segment.generated_tokens],
+            segments[0].prompt_tokens,
+            finish_reason=last.finish_reason,
+            stop_word_ids=last.stop_word_ids,
+            sampling_params=last.sampling_params.serialize(),
+        )
+    except DetokenizeError as error:
+        _logger.warning("request %d has no text: %s", record.request_id, error)
+        last.add_text_error(error)
+        return
+    # The text of the whole is not that of its segments, one after the other: a character may lie
+    # across two of them.
+    for segment in written:
+        segment.generated_text = ""
+    written[-1].generated_text = text

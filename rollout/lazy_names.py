@@ -1,5 +1,4 @@
-"""Names of a package that are imported when somebody asks for them, so that a process that needs
-one module of the package does not load the others."""
+"""lazy_names: names of a package whose modules are imported at the first use of the name."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return the `__getattr__` and the `__all__` of `package`; `homes`: module -> names in it."""
+    """Return `__getattr__` and `__all__` of `package`. homes: module -> names in it."""
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)  # it is not asked for again
+        setattr(sys.modules[package], name, value)  # so that `__getattr__` is not called again
         return value
 
     return load, sorted(home_of)

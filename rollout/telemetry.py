@@ -1,4 +1,5 @@
-"""Reports of an engine: SchedulerCounts, StepStats, RankUse, and the MetricsWriter that gets them.
+"""Measurements of an engine: SchedulerCounts, StepStats, RankUse, and the MetricsWriter that
+records them.
 
 ObserverGuard logs exceptions of observers, so that they do not reach the engine.
 """
@@ -23,14 +24,15 @@ class MetricsWriter(Protocol):
 
 
 class ObserverGuard:
-    """Calls an observer: a metrics writer, a view or a progress bar, which only look on.
+    """Calls observers (metrics writers, views, progress bars) and logs what they raise.
 
-    What they observe is done when they are called. So an exception of theirs is logged, the first
-    one with its traceback, and not raised: it would say that an update or a suspend has failed.
+    The observed work is done when an observer is called. Raising its exception would report a
+    suspend or an update as failed, so the exception is logged instead, the first one with its
+    traceback.
     """
 
     def __init__(self, subject: str) -> None:
-        """`subject`: what is called, for the log."""
+        """`subject`: name of the observer in the log."""
         self._subject = subject
         self.num_failures = 0
 
@@ -50,12 +52,12 @@ class ObserverGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCounts:
-    """The numbers of requests that wait, run and are paused, and of blocks of the KV pool: those
-    that requests use, those that the prefix index can find, and all. An indexed block may be in use
-    or not.
+    """Counts of a scheduler: requests that wait, run and are paused; blocks of the KV pool that
+    requests use, blocks in the prefix index, and all blocks. A block in the index may be in use or
+    not.
 
-    num_without_room: of those that wait, the ones that the last step had no room for; the others
-    have come since, or wait for the prefill of their group's prompt.
+    num_without_room: waiting requests for which the last step had no room. The other waiting
+    requests came later, or wait for the prefill of their group's prompt.
     """
 
     num_waiting: int
@@ -69,8 +71,8 @@ class SchedulerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats(SchedulerCounts):
-    """One engine step: its number, how long it took, and the tokens that it computed and drew. The
-    counts are those after the step.
+    """One engine step: its number, its seconds, and the tokens it computed and sampled. The
+    inherited counts are taken after the step.
     """
 
     step: int
@@ -87,13 +89,14 @@ class StepStats(SchedulerCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """What one rank of an engine uses: bytes as of now, and seconds since its start.
+    """Resources of one rank of an engine: bytes in use now, and seconds since its start.
 
-    engine: its number in the fleet. kv_bytes, weights_bytes: reserved, 0 while released.
-    *_on_host_bytes: copies that wait for resume. lora_base_bytes: on the host, what adapted weights
-    are without their adapter. rss_bytes: memory that the process takes, whatever for; 0 where the
-    system does not say. cpu_seconds: of all its threads. wait_seconds: for other ranks to come to a
-    sum; of a group of torch.distributed, the sums as well; on a device nothing waits.
+    engine: number of the engine in the fleet. kv_bytes, weights_bytes: reserved bytes, 0 while
+    released. *_on_host_bytes: copies that wait for resume. lora_base_bytes: host copy of the
+    adapted weights without their adapter. rss_bytes: resident set size of the process; 0 where the
+    system does not report it. cpu_seconds: CPU time of all threads. wait_seconds: time spent
+    waiting for other ranks in sums, which includes the sums themselves in a group of
+    torch.distributed; 0 on a device.
     """
 
     engine: int = 0
@@ -109,7 +112,7 @@ class RankUse:
 
     @property
     def label(self) -> str:
-        """Its engine and its rank in that."""
+        """The numbers of the engine and of the rank in it, as one label."""
         return f"{self.engine}.{self.rank}"
 
 
@@ -117,5 +120,5 @@ RANK_FIELDS = tuple(f.name for f in fields(RankUse) if f.name not in ("engine", 
 
 
 def sum_of_ranks(ranks: Sequence[RankUse], name: str) -> float:
-    """The sum of one of RANK_FIELDS, each of which may be added."""
+    """Return the sum of the field `name` (one of RANK_FIELDS) over ranks."""
     return float(sum(getattr(rank, name) for rank in ranks))

@@ -47,6 +47,10 @@ class RenderedText(str):
     __slots__ = ()
 
 
+# Text, or token ids: a list, an array or a tensor.
+Prompt = str | Sequence[int]
+
+
 class PromptIds(Protocol):
     """Token ids that can be sliced: a list, an array of numpy or a tensor."""
 
@@ -57,16 +61,16 @@ class PromptIds(Protocol):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """A tokenizer, as the engine uses it."""
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a sequence, or None if there is none."""
+        """The id that ends a sequence; None if the tokenizer has none."""
         ...
 
     @property
     def bos_id(self) -> int | None:
-        """The id that begins a sequence, or None if there is none."""
+        """The id that begins a sequence; None if the tokenizer has none."""
         ...
 
     @property
@@ -388,9 +392,9 @@ def _doubled(size: int) -> Iterator[int]:
 class IncrementalDetokenizer:
     """Turns a growing list of ids into text, piece by piece.
 
-    No piece holds half a UTF-8 character and no text is given twice; all pieces together are the
-    text that all ids add to that of `context`, the ids before them. The work per call does not grow
-    with the text: only the ids since the last-but-one complete character are decoded again, of
+    No piece holds half a UTF-8 character and no text is returned twice; all pieces together are the
+    text that the ids add to the text of `context`, the ids before them. The work per call does not
+    grow with the text: only the ids since the last-but-one complete character are decoded again, in
     broken text some dozens.
 
     Some decoders replace a run of bytes as a whole if its end is broken. What was complete before

@@ -18,11 +18,10 @@ from rollout import (
     SamplingParams,
     ServeConfig,
 )
-from rollout.coordinator.client.submission import params_of_sample
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import RolloutError
 from rollout.models.checkpoints.reader import Checkpoint
-from rollout.step.seeds import mix_seed
+from rollout.step.seeds import mix_seed, params_of_sample
 from rollout_verl.settings import engine_fields, sampling_params_of
 from trainer_hooks.losses.routing_forms import without_unknown
 
@@ -52,7 +51,7 @@ class EngineServer:
         """Start the engines and an OpenAI-compatible server; returns its address, "ip:port"."""
         self._llm = AsyncLLM(self._model_path, **engine_fields(self._config, self._replica_rank))
         await self._llm.start()
-        await self._llm.serve(ServeConfig(port=0, doors=("openai",)), blocking=False)
+        await self._llm.serve(ServeConfig(port=0, protocols=("openai",)), blocking=False)
         assert self._llm.serving.address is not None
         host, port = self._llm.serving.address
         return f"{host}:{port}"

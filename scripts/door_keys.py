@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 
 from rollout.serve import fields
 from rollout.serve.app import routes_of
-from rollout.serve.config import DOORS
+from rollout.serve.config import PROTOCOLS
 from rollout.serve.fields import Fields, Neutral, Refused
 
 _ROOT = Path(__file__).parents[1]
@@ -399,7 +399,7 @@ the fields of other servers and clients from their released packages. A test com
 def _places() -> dict[str, type[Fields]]:
     """Return all bodies, objects in them and queries by their place, the union of all protocols."""
     found: dict[str, type[Fields]] = {}
-    for route in routes_of(DOORS):
+    for route in routes_of(PROTOCOLS):
         start = f"{route.method} {route.path}"
         for place, struct in ((start, route.body), (f"{start} ?", route.query)):
             if struct is not None and struct.__struct_fields__:

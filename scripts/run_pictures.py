@@ -1,6 +1,6 @@
 """Makes the docs' pictures of a run: the demo in a terminal, its report in a browser, its curves.
 
-python scripts/run_pictures.py [overrides of examples/train_grpo.py]
+python scripts/run_pictures.py [overrides of the demo]
 
 It runs the demo as it is (some minutes), reads the screen of its terminal, and writes to
 docs/images: dashboard.svg, report.png, report-samples.png and run.png.
@@ -43,7 +43,7 @@ PALETTE = {"brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's names of
 def main() -> None:
     """Make all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="of examples/train_grpo.py")
+    parser.add_argument("overrides", nargs="*", help="of the demo")
     parser.add_argument("--step", type=int, default=60, help="after which the dashboard is shown")
     arguments = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -51,7 +51,7 @@ def main() -> None:
         raise SystemExit("chromium was not found; it draws the report")
     with tempfile.TemporaryDirectory() as folder:
         draw_dashboard(Path(folder), arguments.step, arguments.overrides)
-        (run,) = Path(folder).glob(f"outputs/train_grpo/{RUN_NAME}/seed_*")
+        (run,) = Path(folder).glob(f"outputs/train/{RUN_NAME}/seed_*")
         report = (run / "report.html").as_uri()
         screenshot(browser, report, IMAGES / "report.png", 1100)
         screenshot(browser, report, IMAGES / "report-samples.png", 570, is_end=True)
@@ -66,7 +66,14 @@ def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
         raise SystemExit("reading the terminal needs pyte: pip install pyte") from error
     screen = pyte.Screen(COLUMNS, LINES)
     stream, chosen, worth = pyte.ByteStream(screen), None, 0
-    command = [sys.executable, str(ROOT / "examples" / "train_grpo.py"), f"run_name={RUN_NAME}"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer_hooks.train",
+        "--config-name",
+        "demo",
+        f"run_name={RUN_NAME}",
+    ]
     process, terminal = start_in_terminal([*command, *overrides], folder)
     while True:
         if not select.select([terminal], [], [], 0.05)[0]:
@@ -82,7 +89,7 @@ def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
         raise SystemExit("\n".join([*screen.display, f"the run failed, or has no step {step}"]))
     recorder = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     recorder.print(chosen, soft_wrap=True, end="")
-    title = "python examples/train_grpo.py"
+    title = "rollout train --config-name demo"
     # A fixed id: the same screen gives the same file.
     recorder.save_svg(str(IMAGES / "dashboard.svg"), title=title, unique_id="dashboard")
 

@@ -17,7 +17,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# Nothing is measured, so that products do not depend on a cache file or on a busy moment.
+# No units of pairs: bfloat16 is rounded alike on every processor.
 os.environ.setdefault("ROLLOUT_TUNE", "0")
 
 import hypothesis
@@ -28,9 +28,12 @@ from hypothesis.internal.conjecture import providers
 from rollout import child_process
 from tests.device_marks import mark_device_tests
 from tests.forked_children import forked_children
+from tests.run_kind import max_examples
 from tests.triton_interpreter import Launches, interpret_triton
 
 torch.set_num_threads(1)
+# Collecting tests makes many objects and no garbage; pytest_collection_finish enables it again.
+gc.disable()
 # A shell without job control has its background jobs ignore Ctrl-C, and so would all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,7 +47,7 @@ hypothesis.settings.register_profile(
     database=None,
     print_blob=True,
     deadline=None,
-    max_examples=1000 if os.environ.get("ROLLOUT_TEST_LONG") == "1" else 50,
+    max_examples=max_examples(),
 )
 hypothesis.settings.load_profile("rollout")
 # It would draw constants of all modules that happen to be loaded, too: a test that runs alone would
@@ -136,6 +139,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of every later garbage collection: it is most of all objects."""
+    """Exclude what was imported, which is most of all objects, from later garbage collections."""
+    gc.enable()
+    freeze_heap()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """Exclude what the tests of a module have imported, too: torch.compile alone is a million
+    objects, and every later gc.collect() would look at each of them.
+    """
+    num_modules = len(sys.modules)
+    yield
+    if len(sys.modules) > num_modules:
+        freeze_heap()
+
+
+def freeze_heap() -> None:
     gc.collect()
     gc.freeze()

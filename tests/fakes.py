@@ -1,4 +1,4 @@
-"""FakeMuscle: runs a StepPlan on lists instead of tensors, and asserts that the plan makes sense.
+"""FakeWorker: runs a StepPlan on lists instead of tensors, and asserts that the plan makes sense.
 
 The next token is a pure function of (token history, request seed, position), so whatever ran beside
 a request, or was thrown away and computed again, must not change it. The history is read back from
@@ -64,7 +64,7 @@ class Ran:
     contexts: list[list[int]]
 
 
-class FakeMuscle:
+class FakeWorker:
     """Blocks 1..num_blocks of lists, rows 1..num_rows. Tokens in `poison` have no finite logits."""
 
     def __init__(

@@ -12,17 +12,17 @@ from rollout import DynamicInferenceEngine
 from rollout.backends.base import Backend
 from rollout.backends.select import create_backend
 from rollout.scheduling.scheduler import Scheduler
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 ChangeBackend = Callable[[Backend], Backend]
 
 
 class InspectedEngine(DynamicInferenceEngine):
-    """An engine whose scheduler, muscle and KV cache a test can read and wrap."""
+    """An engine whose scheduler, executor and KV cache a test can read and wrap."""
 
-    def __init__(self, *, scheduler: Scheduler, muscle: Muscle, **parts: Any) -> None:
-        super().__init__(scheduler=scheduler, muscle=muscle, **parts)
-        self.scheduler, self.muscle, self.kv = scheduler, muscle, muscle.kv
+    def __init__(self, *, scheduler: Scheduler, executor: Worker, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, executor=executor, **parts)
+        self.scheduler, self.executor, self.kv = scheduler, executor, executor.kv
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from rollout.backends.select import block_size_of
 from rollout.config import CONFIG_HINTS
 from rollout.errors import LockstepError
 from rollout.models.checkpoints.loading import build_model
-from rollout.tensor_parallel.executor import LeadMuscle
+from rollout.tensor_parallel.executor import TensorParallelExecutor
 from tests.inspected_engine import InspectedEngine
 from tests.tiny_mixtures import tiny_mixture
 from tests.tiny_models import (
@@ -252,7 +252,7 @@ def check_static_kv_memory_pointers() -> None:
 
 def check_memory_kind() -> None:
     assert pointers_after_a_release(memory_kind="reserved")
-    for kind in ("torch_memory_saver", "vmm", "nonsense"):
+    for kind in ("torch_memory_saver", "vmm", "unified", "nonsense"):
         with pytest.raises(ConfigError, match=f"memory_kind='{kind}'"):
             tiny_engine(model(), memory_kind=kind)
 
@@ -323,8 +323,8 @@ def two_ranks(**config: Any) -> Iterator[tuple[InspectedEngine, int]]:
     # To read a model of transformers, another process would have to import that.
     own = build_model(deepcopy(model()))
     engine = tiny_engine(own, buffer_size_gb=size, tensor_parallel_size=2, num_threads=1, **config)
-    assert isinstance(engine.muscle, LeadMuscle)
-    yield engine, engine.muscle.pids[0]
+    assert isinstance(engine.executor, TensorParallelExecutor)
+    yield engine, engine.executor.pids[0]
     engine.shutdown()
 
 

@@ -15,7 +15,6 @@ import pytest
 
 import rollout
 import trainer_hooks
-from examples.settings import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
 from rollout import ConfigError, InferenceConfig, InvalidRequestError
 from rollout.cli.settings import UsageError
 from rollout.config import KVCacheManagementMode, MambaInferenceStateConfig
@@ -41,6 +40,7 @@ from trainer_hooks.train import (
     WarmupSettings,
     WeightSyncSettings,
 )
+from trainer_hooks.train.job import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
 from trainer_hooks.train.settings import CurriculumSettings, LoraSettings, RewardTerm
 
 SUFFIXES = ("Config", "Settings", "Params", "Limits", "Load", "Correction", "Bound", "Bounds")
@@ -119,7 +119,7 @@ def _module_names() -> Iterator[str]:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__") and "triton" not in module.name:
                 yield module.name
-    yield "examples.settings"
+    yield "trainer_hooks.train.job"
 
 
 @cache
@@ -153,7 +153,8 @@ def test_all_settings_dataclasses_are_found() -> None:
         "DataSettings", "EnvironmentSettings", "EpisodeLimits", "EssBound", "EvaluationSettings",
         "FunctionSettings", "InferenceConfig", "JobSettings", "LoggerSettings", "LoraSettings",
         "ModelSettings", "OffPolicyCorrection", "OfflineLoad", "PolicyLossConfig",
-        "ProducerSettings", "PythonLimits", "ReferenceSettings", "RewardBounds", "RewardSettings",
+        "ProducerSettings", "PythonLimits", "ReferenceSettings", "RewardRangeFilter",
+        "RewardSettings",
         "RewardTerm", "SamplingParams", "ServeConfig", "ServingLoad", "SourceSettings",
         "TrainerSettings", "UpdateSettings", "WarmupSettings", "WeightSyncSettings",
     }  # fmt: skip

@@ -10,7 +10,7 @@
                value_loss
     update     update_policy: passes, minibatches, micro-batches by tokens, packing; replay_routing:
                a mixture with the experts of its rollouts; ReferencePolicy
-    push       WeightSync; take_part: a rank without an engine; full_tensors, merged_tensors
+    push       WeightSync; join_push on ranks without an engine; full_tensors, merged_tensors
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
 
@@ -18,13 +18,16 @@ examples/grpo_minimal.py and examples/async_minimal.py are whole loops. What onl
 configs, a dashboard, files of a run) is in trainer_hooks.train.
 """
 
+import warnings as _warnings
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from rollout.apis.threaded_llm import ThreadedLLM
 from trainer_hooks.checkpoint import (
     TrainerState,
     WeightsVersionCounter,
     find_checkpoint,
     load_checkpoint,
-    read_own_state,
     read_trainer_state,
     save_checkpoint,
 )
@@ -54,22 +57,22 @@ from trainer_hooks.metrics import MetricsLogger
 from trainer_hooks.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
-    fixed_logprobs,
-    split_by_tokens,
+    compute_logprobs,
+    split_micro_batches,
     update_policy,
 )
 from trainer_hooks.phase import GenerationPhase, generation_phase
 from trainer_hooks.producer import (
     AsyncRolloutProducer,
     ProducerError,
-    ScopedLLM,
+    RolloutLLM,
     ScoredGroup,
     TrainingBatch,
 )
-from trainer_hooks.producer.filters import RewardBounds
-from trainer_hooks.prompts.curriculum import Curriculum, learnability
+from trainer_hooks.producer.filters import RewardRangeFilter
+from trainer_hooks.prompts.curriculum import Curriculum, learnability_weight
 from trainer_hooks.prompts.history import PromptHistory
-from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
+from trainer_hooks.prompts.ledger import PromptItem, PromptLedger
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
 from trainer_hooks.weight_sync import (
@@ -77,18 +80,17 @@ from trainer_hooks.weight_sync import (
     SharedMemoryWeightSync,
     WeightSync,
     full_tensors,
+    join_push,
     merged_tensors,
-    take_part,
 )
 
 __all__ = [
     # prompts
     "PromptItem",
     "PromptLedger",
-    "PromptTicket",
     "PromptHistory",
     "Curriculum",
-    "learnability",
+    "learnability_weight",
     # generate
     "GenerationPhase",
     "GuardedStep",
@@ -97,8 +99,8 @@ __all__ = [
     "TrainingBatch",
     "ScoredGroup",
     "Rollout",
-    "ScopedLLM",
-    "RewardBounds",
+    "RolloutLLM",
+    "RewardRangeFilter",
     "ProducerError",
     "ThreadedLLM",
     # reward
@@ -130,18 +132,18 @@ __all__ = [
     "update_policy",
     "accumulate_gradients",
     "clip_gradients",
-    "fixed_logprobs",
+    "compute_logprobs",
     "ReferencePolicy",
     "ReferenceSettings",
     "replay_routing",
-    "split_by_tokens",
+    "split_micro_batches",
     # push
     "WeightSync",
     "InProcessWeightSync",
     "SharedMemoryWeightSync",
     "full_tensors",
     "merged_tensors",
-    "take_part",
+    "join_push",
     # measure
     "evaluate",
     "MetricsLogger",
@@ -151,7 +153,30 @@ __all__ = [
     "WeightsVersionCounter",
     "find_checkpoint",
     "load_checkpoint",
-    "read_own_state",
     "read_trainer_state",
     "save_checkpoint",
 ]
+
+# Names of the version before: the module and the name that took their place. They go in 0.2.
+_RENAMED = {
+    "take_part": ("trainer_hooks", "join_push"),
+    "fixed_logprobs": ("trainer_hooks", "compute_logprobs"),
+    "learnability": ("trainer_hooks", "learnability_weight"),
+    "split_by_tokens": ("trainer_hooks", "split_micro_batches"),
+    "ScopedLLM": ("trainer_hooks", "RolloutLLM"),
+    "RewardBounds": ("trainer_hooks", "RewardRangeFilter"),
+    "PromptTicket": ("trainer_hooks.prompts.ledger", "PromptTicket"),
+    "read_own_state": ("trainer_hooks.checkpoint", "read_own_state"),
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, new_name = _RENAMED[name]
+    _warnings.warn(
+        f"trainer_hooks.{name} is now {module}.{new_name}; the old name goes in version 0.2",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(_import_module(module), new_name)

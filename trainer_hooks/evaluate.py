@@ -16,7 +16,7 @@ from rollout.text import Tokenizer
 from trainer_hooks.producer.groups import (
     GeneratesAsync,
     RolloutFunction,
-    ScopedLLM,
+    RolloutLLM,
     encoded_for,
     sample_turns,
     tokenizer_for,
@@ -81,7 +81,7 @@ async def evaluate(
 
     async def score(index: int, item: PromptItem) -> _Scored:
         params = _of_prompt(sampling_params, seed, index)
-        scoped = [ScopedLLM(llm, params, item, i, text) for i in range(n)]
+        scoped = [RolloutLLM(llm, params, item, i, text) for i in range(n)]
         async with places:
             rollouts = await _sample(llm, scoped, rollout_fn)
         answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
@@ -106,7 +106,7 @@ async def evaluate(
 
 def _seed_of(params: SamplingParams, rollout_fn: RolloutFunction | None) -> int | None:
     """Return the seed that those of the prompts follow from; None leaves seeds to the engine. A
-    ScopedLLM makes the seeds of turns, and needs one: a new one if `params` have none."""
+    RolloutLLM makes the seeds of turns, and needs one: a new one if `params` have none."""
     return system_seed() if params.seed is None and rollout_fn is not None else params.seed
 
 
@@ -131,7 +131,7 @@ def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
 
 
 async def _sample(
-    llm: GeneratesAsync, scoped: Sequence[ScopedLLM], rollout_fn: RolloutFunction | None
+    llm: GeneratesAsync, scoped: Sequence[RolloutLLM], rollout_fn: RolloutFunction | None
 ) -> list[Rollout]:
     first = scoped[0]
     prompt = encoded_for(llm, first.item.prompt, first.tokenizer)

@@ -16,7 +16,7 @@ from rollout.errors import ConfigError, RolloutError
 from rollout.models.plain_tensors import full_tensor
 from rollout.ranges import Interval, PositiveFloat, check_value
 from trainer_hooks.collate import RolloutBatch
-from trainer_hooks.doctor.files import save_rollouts
+from trainer_hooks.doctor.command import save_rollouts
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 MaxSkippedSteps = Annotated[int, Interval(1, 1_000_000)]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import refuses_with_hints
 from rollout.ranges import PositiveFloat, PositiveInt, check_fields
 from rollout.sampling_params import TrainedTemperature
 from trainer_hooks.collate import RolloutBatch
@@ -31,7 +32,19 @@ from trainer_hooks.losses.terms import aggregation_denominator
 from trainer_hooks.packing import require_separate_rollouts
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
+# Keywords of TRL, verl and OpenRLHF, and what they are called here.
+UPDATE_HINTS = {
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_epochs", "max_epochs"), "num_iterations"),
+    **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), "num_minibatches, their number"),
+    **dict.fromkeys(("steps_per_generation", "num_mini_batches"), "num_minibatches"),
+    **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"), "max_tokens"),
+    **dict.fromkeys(("micro_batch_size", "max_tokens_per_forward"), "max_tokens, of a pass"),
+    **dict.fromkeys(("use_remove_padding", "packing"), "is_packed"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
+}
 
+
+@refuses_with_hints(UPDATE_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
     """How a batch is cut for the optimizer.
@@ -59,7 +72,7 @@ class UpdateSettings:
         check_fields(self, ConfigError)
 
 
-def split_by_tokens(
+def split_micro_batches(
     lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
 ) -> list[torch.Tensor]:
     """Row indices of micro-batches: all rows, or with `max_tokens` the longest rollouts first.
@@ -101,7 +114,7 @@ def split_among_ranks(
 
     The ranks have about as many tokens. All make the same number of passes, since each is a
     collective where they share a model: a rank that has fewer ends with passes without a row.
-    Raises ConfigError as `split_by_tokens`.
+    Raises ConfigError as `split_micro_batches`.
     """
     lengths = lengths_B.tolist()
     rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -113,7 +126,7 @@ def split_among_ranks(
     passes = []
     for own in rows_of:
         rows = torch.tensor(sorted(own), dtype=torch.long)
-        parts = split_by_tokens(lengths_B[rows], settings.max_tokens, settings.is_packed)
+        parts = split_micro_batches(lengths_B[rows], settings.max_tokens, settings.is_packed)
         passes.append([rows[part] for part in parts])
     most = max(map(len, passes))
     return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
@@ -187,7 +200,7 @@ def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> tor
 
 
 @torch.no_grad()
-def fixed_logprobs(
+def compute_logprobs(
     policy: Callable[..., Any],
     batch: RolloutBatch,
     settings: UpdateSettings,
@@ -289,9 +302,9 @@ def update_policy(
     calls; None counts those of this call. There is no row for a batch without a trained token.
     All `ranks` call it with the same batch, and have drawn as many random numbers.
     `columns`: see `accumulate_gradients`. The log-probs that the ratio is clipped around stay the
-    same in all steps: proximal ones (of `fixed_logprobs`, before the first step) if they are among
-    the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300,
-    algorithm 1, line 10.
+    same in all steps: proximal ones (of `compute_logprobs`, before the first step) if they are
+    among the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv
+    2402.03300, algorithm 1, line 10.
     """
     guard = guard or GuardedStep(
         optimizer, settings.max_grad_norm, settings.max_skipped_steps, ranks

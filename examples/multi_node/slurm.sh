@@ -7,6 +7,6 @@
 # Alone on one machine, to try it: sh examples/multi_node/slurm.sh launcher.options.cluster=local
 set -eu
 SHARED=${SHARED:-outputs/shared}
-exec "${PYTHON:-python}" examples/multi_node/train.py run_name=slurm mode=async launcher=slurm \
+exec "${PYTHON:-python}" -m trainer_hooks.train --config-name demo run_name=slurm mode=async launcher=slurm \
     "num_engines=${ENGINES:-1}" "launcher.options.folder=$SHARED/slurm" \
     "weight_transport=directory:$SHARED/weights" "$@"

@@ -8,5 +8,5 @@ export ROLLOUT_TORCHRUN_FOLDER="${ROLLOUT_TORCHRUN_FOLDER:-$SHARED/torchrun}"
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes "$NODES" --nproc-per-node "$RANKS" --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id rollout \
-    examples/multi_node/train.py run_name=torchrun mode=async launcher=torchrun \
+    -m trainer_hooks.train --config-name demo run_name=torchrun mode=async launcher=torchrun \
     num_engines=$((NODES * RANKS - 1)) "weight_transport=directory:$SHARED/weights" "$@"

@@ -1,28 +1,48 @@
-"""Arguments of callers in one form: prompts, sampling parameters and fields of the config."""
+"""Brings arguments of callers to one form, and keeps the submitted groups.
+
+Prompts, sampling parameters and fields of the config; RolloutGroup, Groups and OneThread.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import CONFIG_HINTS, InferenceConfig
-from rollout.coordinator.client.submission import Prompt, params_of_sample
-from rollout.errors import ConfigError, InvalidRequestError
-from rollout.keyword_hints import hint_of
+from rollout.errors import ConfigError, EngineStateError, InvalidRequestError
+from rollout.keyword_hints import hint_of, remedy_of_unknown
+from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.step.seeds import params_of_sample
+from rollout.text import Prompt
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
-# Iterable types that are no lists of token ids.
+# The keyword parameters of AsyncLLM that LLM does not have itself, and their defaults.
+FLEET_DEFAULTS: Mapping[str, Any] = {
+    "data_parallel_size": 1,
+    "spawn": None,
+    "coordinator_host": None,
+    "coordinator_port": None,
+    "coordinator_options": None,
+    "max_engine_restarts": 3,
+    "start_timeout_s": 1800.0,
+    "launcher": None,
+    "weight_transport": None,
+}
+
+# Iterable types that are not lists of token ids.
 _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 
 
 def as_groups(
     prompts: Prompt | Sequence[Prompt], sampling_params: SamplingArgument, n: int
 ) -> tuple[list[tuple[Prompt, list[SamplingParams]]], bool]:
-    """(each prompt with the parameters of its n samples, whether a single prompt was given).
+    """Return (each prompt with the parameters of its n samples, whether a single one was given).
 
     Raises InvalidRequestError, see `as_batch` and `_per_sample`.
     """
@@ -31,10 +51,10 @@ def as_groups(
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """(list of prompts, whether a single one was given). A flat list of ids is one prompt.
+    """Return (list of prompts, whether a single one was given). A flat list of ids is one prompt.
 
     Tensors and arrays count as lists. Raises InvalidRequestError for anything else; the ids
-    themselves are not looked at.
+    themselves are not checked.
     """
     if isinstance(prompts, str):
         return [prompts], True
@@ -61,7 +81,7 @@ def _is_id(item: object) -> bool:
 def _per_sample(
     sampling_params: SamplingArgument, num_prompts: int, n: int
 ) -> list[list[SamplingParams]]:
-    """For each prompt its n samples' parameters, each with a seed of its own if one was given.
+    """Return the parameters of n samples for each prompt. A given seed is mixed for each sample.
 
     Raises InvalidRequestError unless these are SamplingParams, one for all or for each prompt, and
     `n` is an integer of at least 1.
@@ -97,7 +117,7 @@ def _per_sample(
 def config_with(
     config: InferenceConfig | None, fields: Mapping[str, Any], *more_names: str
 ) -> InferenceConfig:
-    """`config`, or the default one, with `fields` replaced. Raises ConfigError.
+    """Return `config`, or the default one, with `fields` replaced. Raises ConfigError.
 
     `more_names`: other keywords that the user may have meant by an unknown one.
     """
@@ -111,7 +131,107 @@ def config_with(
         if name in CONFIG_HINTS:
             raise ConfigError(hint_of(name, value, CONFIG_HINTS))
         if name not in known:
-            nearest = difflib.get_close_matches(name, [*known, *more_names], n=1)
-            remedy = f"did you mean {nearest[0]}?" if nearest else "see rollout.InferenceConfig"
+            remedy = remedy_of_unknown(
+                name, [*known, *more_names], "see rollout.InferenceConfig", cutoff=0.6
+            )
             raise ConfigError(f"{name}={value!r} is unknown; {remedy}")
     return (config or InferenceConfig()).replace(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All samples of one submitted prompt, in sample order; failed ones are among them."""
+
+    group_id: int
+    requests: list[DynamicInferenceRequest]
+
+
+class Groups:
+    """The submitted groups of one LLM. A group's id is the id of its first request."""
+
+    def __init__(self) -> None:
+        # Group id -> samples by request id, in order; None for those that still run.
+        self._open: dict[int, dict[int, DynamicInferenceRequest | None]] = {}
+        self._group_of: dict[int, int] = {}
+        self._finished: dict[int, RolloutGroup] = {}  # in order of completion
+
+    @property
+    def num_submitted(self) -> int:
+        """Number of groups that were not returned yet."""
+        return len(self._open) + len(self._finished)
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def open(self, request_ids: Sequence[int]) -> int:
+        group_id = request_ids[0]
+        self._open[group_id] = dict.fromkeys(request_ids)
+        self._group_of.update(dict.fromkeys(request_ids, group_id))
+        return group_id
+
+    def add_finished(self, request: DynamicInferenceRequest) -> None:
+        """Add a finished sample. Requests that were added to the engine directly are ignored."""
+        group_id = self._group_of.pop(request.request_id, None)
+        if group_id is None:
+            return
+        samples = self._open[group_id]
+        samples[request.request_id] = request
+        requests = [sample for sample in samples.values() if sample is not None]
+        if len(requests) == len(samples):
+            self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
+            del self._open[group_id]
+
+    def are_finished(self, group_ids: Sequence[int]) -> bool:
+        return all(group_id in self._finished for group_id in group_ids)
+
+    def unfinished_requests(self, group_id: int) -> list[int]:
+        """Return the ids of the samples that still run. Raises EngineStateError for a group that is
+        unknown or was returned before.
+        """
+        if group_id in self._finished:
+            return []
+        if group_id not in self._open:
+            raise EngineStateError(f"group {group_id} is unknown, or was returned already")
+        return [i for i, sample in self._open[group_id].items() if sample is None]
+
+    def forget(self, group_id: int) -> list[int]:
+        """Drop a group. Returns the ids of its samples that still run."""
+        if self._finished.pop(group_id, None) is not None or group_id not in self._open:
+            return []
+        left = self.unfinished_requests(group_id)
+        for request_id in left:
+            del self._group_of[request_id]
+        del self._open[group_id]
+        return left
+
+    def take(self, group_id: int) -> RolloutGroup:
+        return self._finished.pop(group_id)
+
+    def take_finished(self, count: int) -> list[RolloutGroup]:
+        """Return up to `count` finished groups, in order of completion."""
+        return [self.take(group_id) for group_id in list(self._finished)[:count]]
+
+
+class OneThread:
+    """A lock for the one thread that generates; other threads are refused at once.
+
+    Steps of one thread would end requests for which another thread waits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def calling(self, method: str) -> Iterator[None]:
+        """Hold the lock. Raises EngineStateError if another thread does."""
+        if not self._lock.acquire(blocking=False):
+            raise EngineStateError(
+                f"cannot {method} while another thread is in generate, submit or collect of this "
+                "LLM, or a ThreadedLLM steps it: one thread generates; AsyncLLM takes requests of "
+                "many tasks at once"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()

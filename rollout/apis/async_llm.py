@@ -13,35 +13,48 @@ from typing import Any
 from rollout.addresses import host_towards, own_host
 from rollout.apis.arguments import SamplingArgument, as_groups, config_with
 from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
-from rollout.apis.results import (
+from rollout.apis.serving import Serving
+from rollout.apis.streaming import (
+    LOST,
     Results,
     failed_request,
     finished_request,
     resume_report,
+    streamed_items,
     suspend_report,
+    wait_for_requests,
 )
-from rollout.apis.serving import Serving
-from rollout.apis.streaming import LOST, abort_requests, streamed_items, wait_for_requests
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.reports import (
+    EngineStats,
+    ResumeReport,
+    SuspendReport,
+    WeightChecksums,
+    WeightUpdateReport,
+)
 from rollout.control.state import EngineState
 from rollout.coordinator.client.commands import CommandFuture
-from rollout.coordinator.client.fleet_stats import engine_stats
-from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import Prompt
+from rollout.coordinator.client.fleet_stats import FleetStats, engine_stats, fleet_stats
+from rollout.coordinator.client.inference_client import Group, InferenceClient
+from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.net.dealer import CoordinatorLostError, address_of
+from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.security import CurveKeys
-from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.errors import (
+    ConfigError,
+    CoordinatorLostError,
+    EngineStateError,
+    InvalidRequestError,
+    RolloutError,
+)
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
-from rollout.text import Tokenizer, tokenizer_of
+from rollout.text import Prompt, Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
@@ -288,6 +301,35 @@ class AsyncLLM:
         ]
         return requests[0] if is_single and n == 1 else requests
 
+    def add_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestFuture]]:
+        """Queue groups without waiting. See InferenceClient.add_groups."""
+        return self.client.add_groups(groups, priority=priority, deadline_s=deadline_s)
+
+    def stream_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestStream]]:
+        """Queue groups as streams, without waiting. See InferenceClient.stream_groups."""
+        return self.client.stream_groups(groups, priority=priority, deadline_s=deadline_s)
+
+    def abort_request(self, future: RequestFuture) -> None:
+        """Abort a request; its future resolves to the record with the tokens so far."""
+        self.client.abort(future.request_id)
+
+    async def lost(self) -> RolloutError:
+        """Wait until the client has ended, as it does when this process stood still for longer than
+        its lease: a client does not come back. Returns the reason.
+        """
+        listener = self.client.listener_task
+        assert listener is not None, "this AsyncLLM is started"
+        await asyncio.wait([listener])
+        try:
+            await self.stats()
+        except RolloutError as error:
+            return error
+        return CoordinatorLostError("the client of the engines has ended")
+
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
@@ -328,7 +370,7 @@ class AsyncLLM:
         Returns how many there were. Whoever waits for one gets it with the tokens so far, FAILED
         with the finish reason "abort". Ids of other requests are ignored.
         """
-        return await abort_requests(await self.start(), request_ids)
+        return await _abort_requests(await self.start(), request_ids)
 
     # ---- HTTP
 
@@ -411,8 +453,19 @@ class AsyncLLM:
         return str(results["weights_checksum"])
 
     async def stats(self) -> EngineStats:
-        """Counters of all engines together."""
+        """Return the counters of all engines together."""
         return engine_stats(await self._order(lambda client: client.engine_stats()))
+
+    async def fleet_stats(self) -> FleetStats:
+        """Return the counters of each engine, and what the coordinator counts."""
+        return fleet_stats(await self._order(lambda client: client.engine_stats()))
+
+    async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
+        """Return a page of the weights' checksums, from the weight at `start` on, of each engine by
+        its rank."""
+        results = await self._order(lambda client: client.weight_checksums(start))
+        pages = results["ranks"].items()
+        return {int(rank): WeightChecksums(**page) for rank, page in pages if page}
 
     async def shutdown(self, *, end_fleet: bool | None = None) -> None:
         """End, from any state. A second call waits for the first.
@@ -451,3 +504,21 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
+
+
+async def _abort_requests(client: InferenceClient, request_ids: Iterable[int] | None) -> int:
+    """End unfinished requests of the client, None for all of them, and wait for their records.
+
+    Returns how many there were. Other ids are ignored.
+    """
+    unfinished = client.completion_futures
+    wanted = unfinished if request_ids is None else dict.fromkeys(request_ids)
+    futures = [unfinished[request_id] for request_id in wanted if request_id in unfinished]
+    for future in futures:
+        client.abort(future.request_id)
+    if futures:
+        await asyncio.wait(futures)
+    return len(futures)
+
+
+MegatronAsyncLLM = AsyncLLM  # its name in Megatron Core

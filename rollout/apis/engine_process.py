@@ -1,4 +1,4 @@
-"""run_engine: an engine that dials a coordinator, from its start to its end.
+"""run_engine: runs an engine that connects to a coordinator.
 
 From a shell: rollout engine --join ADDRESS model=DIR
 """
@@ -16,12 +16,12 @@ from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.agent.loop import serve
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine
+from rollout.errors import CoordinatorLostError
 from rollout.text import Tokenizer, tokenizer_of
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 
 REGISTER_S = 600.0
 
@@ -39,10 +39,10 @@ def run_engine(
 ) -> None:
     """Serve the coordinator at `address` with one engine, until its SHUTDOWN. Blocks.
 
-    `address`: of an AsyncLLM, or a port on loopback. `model` and `tokenizer` as for LLM. The engine
-    may come at any time: if the fleet has gone on to later weights than `weights_version`, it
-    fetches those before it gets work, where the trainer keeps them. Call it in a process of its
-    own: it takes all of the thread it is called in, and `on_registered` once the fleet has it.
+    address: the address of an AsyncLLM, or a port on loopback. model, tokenizer: as for LLM.
+    on_registered: called once the fleet has registered the engine. An engine may join at any time:
+    if the fleet serves later weights than `weights_version`, it fetches them before it gets work,
+    provided the trainer keeps them. Call it in a process of its own.
 
     Raises ConfigError and ModelError, the coordinator's reason if it refuses the engine, and
     CoordinatorLostError if nobody answers within `register_timeout_s`.
@@ -67,16 +67,16 @@ def run_engine(
 
 
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
-    """`arguments`: further ones of run_engine."""
+    """Run an engine and report to the parent once it is registered. arguments: of run_engine."""
     is_registered = False
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal is_registered
         is_registered = True
         pipe.send("registered")
 
     try:
-        run_engine(address, **arguments, on_registered=tell)
+        run_engine(address, **arguments, on_registered=report)
     except CoordinatorLostError as error:
         if not is_registered:
             raise
@@ -85,5 +85,5 @@ def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> 
 
 if __name__ == "__main__":
     if CHILD_FLAG not in sys.argv:
-        sys.exit("an AsyncLLM starts its engines so; from a shell: rollout engine --join")
+        sys.exit("this module is for AsyncLLM; from a shell use: rollout engine --join")
     run_child(_serve_parent)

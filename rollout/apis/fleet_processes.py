@@ -14,10 +14,9 @@ from rollout.backends.select import block_size_of, needs_gpu
 from rollout.child_process import end_of, pickled
 from rollout.config import InferenceConfig
 from rollout.coordinator.core.context import CoordinatorLimits
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys, remove_private_address
 from rollout.coordinator.routing.policies import find_policy
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, CoordinatorLostError
 from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.supervised_process import SupervisedProcess
 from rollout.models.checkpoints.loading import without_shards
@@ -25,17 +24,17 @@ from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
 _LEAVE_S, _END_S = 5.0, 5.0
-REMIND_S = 30.0  # between two lines about what is waited for
+REMIND_S = 30.0  # between two log lines about processes that have not started
 _ENGINE_MODULE = "rollout.apis.engine_process"
 
 
 class FleetProcesses:
-    """Started when it is made. Raises what keeps a process from starting.
+    """The processes of a fleet. The constructor starts them, and raises their start errors.
 
     The coordinator is a child process; `launcher` starts the engines. One that ends is started
     again, up to `max_engine_restarts` times. The fleet is lost when the coordinator ends, or the
-    last engine is given up and none is expected from elsewhere: all processes end, and `on_lost` is
-    called with the reason, by another thread.
+    last engine used up its restarts and none is expected from elsewhere. Then all processes end,
+    and another thread calls `on_lost` with the reason.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class FleetProcesses:
         start_timeout_s: float,
         on_lost: Callable[[CoordinatorLostError], object],
     ) -> None:
-        """`coordinator`: arguments of DataParallelInferenceCoordinator. `engine`: of run_engine.
-        `spawn`: engines that are started here, None for all.
+        """coordinator: arguments of DataParallelInferenceCoordinator. engine: of run_engine.
+        spawn: number of engines to start here, None for all.
         """
         num_expected = coordinator["data_parallel_size"]
         if spawn is not None and not 0 <= spawn <= num_expected:
@@ -65,7 +64,7 @@ class FleetProcesses:
         for_coordinator = pickled(dict(coordinator), "an argument of the coordinator")
         self.lost: CoordinatorLostError | None = None
         self._on_lost, self._is_closing = on_lost, False
-        self._turn = threading.Lock()  # held to say that the fleet is lost, and why
+        self._lock = threading.Lock()  # guards `lost` and the count of failed engines
         self._launcher, self._num_expected, self._num_engines_lost = launcher, num_expected, 0
         self._engines: Sequence[LaunchedEngine] = ()
         self._coordinator = SupervisedProcess(
@@ -108,24 +107,24 @@ class FleetProcesses:
                 seconds = time.monotonic() - start
                 _logger.warning("waiting for the start of %s since %.0f s", names, seconds)
 
-    # ---- what the supervising threads call
+    # ---- called by the supervising threads
 
     def _coordinator_ended(self, exit_code: int) -> None:
         end = f"process {self._coordinator.pid} has ended ({end_of(exit_code)})"
         self._lose(f"the coordinator is lost: {end}")
 
     def _engine_ended(self, name: str, reason: str | None) -> None:
-        """It is not started again. One without a reason was told to end, with the fleet."""
+        """Count an engine that is not started again. reason: None after an orderly stop."""
         if reason is None:
             return
-        with self._turn:
+        with self._lock:
             self._num_engines_lost += 1
             is_last = self._num_engines_lost == self._num_expected == len(self._engines)
         if is_last:
             self._lose(f"no engine is left: {name} has ended once too often ({reason})")
 
     def _lose(self, reason: str) -> None:
-        with self._turn:
+        with self._lock:
             if self._is_closing or self.lost is not None:
                 return
             self.lost = CoordinatorLostError(f"{reason}; make a new AsyncLLM")
@@ -144,8 +143,8 @@ class FleetProcesses:
             process.end_restarts()
 
     def close(self, *, asked: bool = True) -> None:
-        """End all processes. `asked`: they were told to end, and get some seconds for it. A second
-        call does nothing.
+        """End all processes. asked: whether they were asked to end, and get some seconds for it. A
+        second call does nothing.
         """
         self.end_restarts()
         processes = [self._coordinator, *self._engines]
@@ -172,7 +171,7 @@ def coordinator_arguments(
     port: int | None,
     orphan_deadline_s: float,
 ) -> dict[str, Any]:
-    """What DataParallelInferenceCoordinator takes; `options` go first. Raises ConfigError."""
+    """Return arguments of DataParallelInferenceCoordinator. `options` win. Raises ConfigError."""
     arguments = {
         "data_parallel_size": data_parallel_size,
         "inference_coordinator_port": port,
@@ -197,7 +196,7 @@ def engine_arguments(
     weights_version: int,
     start_timeout_s: float,
 ) -> dict[str, Any]:
-    """What `run_engine` takes beside an address and keys. Raises ConfigError and ModelError."""
+    """Return arguments of `run_engine` but address and keys. Raises ConfigError, ModelError."""
     if config.pg_collection is not None:
         raise ConfigError(
             "pg_collection needs LLM without a coordinator: a fleet starts the processes of its "
@@ -213,15 +212,15 @@ def engine_arguments(
 
 
 def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a coordinator that engines elsewhere dial: with keys, unless it has some or
-    wants none."""
+    """Return the arguments of a coordinator for engines of other hosts, with new keys unless the
+    arguments have keys or `insecure`."""
     if coordinator.get("curve") is not None or coordinator.get("insecure"):
         return coordinator
     return {**coordinator, "curve": CurveServerKeys.made()}
 
 
 def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int) -> InferenceConfig:
-    """The config of one of so many engines, whose ranks share the threads that it has."""
+    """Return the config of one of `num_engines` engines, whose ranks share its threads."""
     num_threads = config.num_threads
     if num_threads is None and (of_engine := launcher.num_threads(num_engines)) is not None:
         num_threads = max(1, of_engine // config.tensor_parallel_size)

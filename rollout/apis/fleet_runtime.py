@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 from rollout.apis.async_llm import AsyncLLM
 from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import Prompt
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
+from rollout.text import Prompt
 
 _T = TypeVar("_T")
-LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
 VERBS_S = 5.0  # how long a shutdown waits for verbs after the fleet has ended
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from rollout.apis.results import finished_request
+from rollout.apis.streaming import finished_request
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.submission import Prompt
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.generated_tokens import GeneratedColumns
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer
+from rollout.text import Prompt, Tokenizer
 from rollout.weights.update import NamedTensors
 
 # Verbs that move or read the weights, or change their version; they wait while an update is staged.
@@ -35,6 +36,8 @@ class InProcessRuntime:
         self._turn = TurnLock()
         # Held while an update is staged, which needs the weights in place; always taken first.
         self._weights_turn = TurnLock()
+        # Called after each command, which may let steps run again.
+        self.on_command: Callable[[], None] = lambda: None
 
     def submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
@@ -56,6 +59,37 @@ class InProcessRuntime:
                 )
             self._ended += [finished_request(r, self.tokenizer) for r in self.engine.step()]
 
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` would do something. Any thread may read it."""
+        return self.state is EngineState.RUNNING and self.engine.has_unfinished_requests()
+
+    def step(
+        self, streamed: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[DynamicInferenceRequestRecord], GeneratedColumns | None]:
+        """Run one step if `can_step`. Returns the records of the requests that ended, and the new
+        tokens of the running ones that `streamed` names by (request id, tokens known before).
+        """
+        with self._turn, deferred_signals():
+            if not self.can_step:
+                return [], None
+            records = self.engine.step()
+            return records, self.engine.new_tokens(streamed) if streamed else None
+
+    def keep(self, record: DynamicInferenceRequestRecord) -> None:
+        """Keep a record of `step` for `take_ended`."""
+        self._ended.append(finished_request(record, self.tokenizer))
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other processes are ranks of the engine."""
+        return self.engine.build.config.tensor_parallel_size > 1
+
+    def check_ranks(self) -> None:
+        """Raise LockstepError if a rank of the engine is gone."""
+        with self._turn:
+            self.engine.check_ranks()
+
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Return the requests that ended since the last call."""
         ended, self._ended = self._ended, []
@@ -63,12 +97,12 @@ class InProcessRuntime:
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
         """End requests now, in any state; returns them."""
-        ended = []
-        for request_id in request_ids:
-            with self._turn:
-                record = self.engine.abort_request(request_id)
-            ended.append(finished_request(record, self.tokenizer))
-        return ended
+        return [finished_request(self.abort_record(i), self.tokenizer) for i in request_ids]
+
+    def abort_record(self, request_id: int) -> DynamicInferenceRequestRecord:
+        """End a request now, in any state; returns its record with the tokens so far."""
+        with self._turn:
+            return self.engine.abort_request(request_id)
 
     def drop(self, request_ids: Sequence[int]) -> None:
         """End requests now, in any state, without a result."""
@@ -93,10 +127,13 @@ class InProcessRuntime:
 
     def order(self, verb: str, *arguments: Any) -> Any:
         """Do the control verb of LLM that has this name; returns what it returns."""
-        if verb == "update_weights":
-            return self._update_weights(*arguments)
-        with self._weights_turn if verb in _USE_WEIGHTS else nullcontext(), self._turn:
-            return getattr(self.engine, verb)(*arguments)
+        try:
+            if verb == "update_weights":
+                return self._update_weights(*arguments)
+            with self._weights_turn if verb in _USE_WEIGHTS else nullcontext(), self._turn:
+                return getattr(self.engine, verb)(*arguments)
+        finally:
+            self.on_command()
 
     def _update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
@@ -112,6 +149,7 @@ class InProcessRuntime:
     def shutdown(self) -> None:
         with self._turn:
             self.engine.shutdown()
+        self.on_command()
 
 
 class TurnLock:

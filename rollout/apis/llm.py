@@ -13,29 +13,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from rollout.apis.arguments import SamplingArgument, as_groups, config_with
-from rollout.apis.async_llm import AsyncLLM
-from rollout.apis.engine_host import EngineHost
-from rollout.apis.fleet_runtime import LOST_CHECK_S, FleetRuntime
-from rollout.apis.groups import Groups, OneThread, RolloutGroup
+from rollout import apis
+from rollout.apis.arguments import (
+    FLEET_DEFAULTS,
+    Groups,
+    OneThread,
+    RolloutGroup,
+    SamplingArgument,
+    as_groups,
+    config_with,
+)
 from rollout.apis.in_process import InProcessRuntime
 from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
 from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.submission import Prompt
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
-from rollout.telemetry import ObserverGuard
-from rollout.text import Tokenizer, tokenizer_of
+from rollout.text import Prompt, Tokenizer, tokenizer_of
 from rollout.weights.update import NamedTensors
+
+_LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
 
 
 class LLM:
@@ -49,16 +53,16 @@ class LLM:
 
     The engine lives in this process and works while `generate` or `collect` runs. With
     `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
-    coordinator, and they work all the time: the verbs are the same, and return when the last engine
-    has confirmed. They import what `model` and `tokenizer` are made of: a program that defines such
-    a thing itself must guard its start by `if __name__ == "__main__":`.
+    coordinator, which work all the time. The methods are the same, and return when the last engine
+    has confirmed. The processes import the classes of `model` and `tokenizer`: a program that
+    defines one itself must guard its start by `if __name__ == "__main__":`.
 
-    With `pg_collection`, the processes of its group `tp` make an LLM each and call the same verbs,
+    With `pg_collection`, each process of its group `tp` makes an LLM and calls the same methods,
     which return the same on all of them: see docs/tensor_parallel.md.
 
     One thread generates: while it is in generate, submit or collect, these raise EngineStateError
-    in any other. The control verbs may be called meanwhile: they take effect between two steps, and
-    an update is verified and prepared while steps go on.
+    in any other. The control methods may be called meanwhile: they take effect between two steps,
+    and an update is verified and prepared while steps go on.
     """
 
     def __init__(
@@ -70,14 +74,14 @@ class LLM:
         weights_version: int = 0,
         **options: Any,
     ) -> None:
-        of_fleet = {name: options.pop(name) for name in _OF_FLEET if name in options}
-        parameters = (*inspect.signature(LLM).parameters, *_OF_FLEET)
+        of_fleet = {name: options.pop(name) for name in FLEET_DEFAULTS if name in options}
+        parameters = (*inspect.signature(LLM).parameters, *FLEET_DEFAULTS)
         config = config_with(inference_config, options, *parameters)
-        self._runtime: InProcessRuntime | FleetRuntime
-        self._ranks: AllRanks | None = None  # of a trainer, which all call the verbs
+        self._runtime: InProcessRuntime | apis.FleetRuntime
+        self._ranks: AllRanks | None = None  # of a trainer, which all call the methods
         if use_coordinator:
-            self._runtime = FleetRuntime(
-                lambda: AsyncLLM(
+            self._runtime = apis.FleetRuntime(
+                lambda: apis.AsyncLLM(
                     model, tokenizer, config, weights_version=weights_version, **of_fleet
                 )
             )
@@ -86,17 +90,18 @@ class LLM:
             own = tokenizer_of(model, tokenizer)
             self._runtime, self._ranks = runtime_of(model, own, config, weights_version)
         self.tokenizer = self._runtime.tokenizer
-        self._groups, self._one_thread = Groups(), OneThread()
-        self._directory = str(model) if isinstance(model, str | Path) else None
-        self._host: EngineHost | None = None  # while an engine of this process is served
-        self._serving_turn = threading.Lock()  # held to begin and end serving
-        self._is_told_to_stop = threading.Event()
+        self.one_thread = OneThread()  # held by the thread that steps or waits for groups
+        self._groups = Groups()
+        self.model_directory = str(model) if isinstance(model, str | Path) else None
+        self._server: apis.EngineServer | None = None  # while an engine of this process is served
+        self._serving_lock = threading.Lock()  # held to begin and end serving
+        self._stop_requested = threading.Event()
         self.serving_address: tuple[str, int] | None = None  # host and port; None: not served
 
     @property
     def engine(self) -> DynamicInferenceEngine:
         """The engine in this process, to be stepped by hand. Raises ConfigError behind a
-        coordinator, and with pg_collection: the ranks do verbs together.
+        coordinator, and with pg_collection, whose ranks call methods together.
         """
         require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
@@ -130,7 +135,7 @@ class LLM:
         """
         groups, is_single = as_groups(prompts, sampling_params, n)
         with (
-            self._one_thread.calling("generate"),
+            self._generating("generate"),
             self._submitted(groups, priority) as group_ids,
         ):
             with _progress_bar(progress, len(groups) * n) as advance:
@@ -149,21 +154,21 @@ class LLM:
     ) -> list[int]:
         """Queue n samples of each prompt and return at once, with one group id per prompt."""
         groups, _ = as_groups(prompts, sampling_params, n)
-        with self._one_thread.calling("submit"), self._submitted(groups, priority) as group_ids:
+        with self._generating("submit"), self._submitted(groups, priority) as group_ids:
             return group_ids
 
     @on_all_ranks
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
     ) -> list[RolloutGroup]:
-        """Step until `num_groups` submitted groups are finished (None: all), and hand those out.
+        """Step until `num_groups` submitted groups are finished (None: all), and return them.
 
         In the order of their completion; the rest stays in the engine, through suspend, update and
         resume. After `timeout_s` seconds it returns what there is.
         """
         if num_groups is not None and num_groups < 0:
             raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
-        with self._one_thread.calling("collect"):
+        with self._generating("collect"):
             wanted = self._groups.num_submitted if num_groups is None else num_groups
             wanted = min(wanted, self._groups.num_submitted)
             deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -183,6 +188,16 @@ class LLM:
         return [self._groups.take(group_id) for group_id in group_ids]
 
     @contextmanager
+    def _generating(self, method: str) -> Iterator[None]:
+        """Keep other threads from generating. Raises EngineStateError if one does, or a server."""
+        if self._server is not None:
+            raise EngineStateError(
+                "this LLM is served: ask it over HTTP, or call stop_serving() first"
+            )
+        with self.one_thread.calling(method):
+            yield
+
+    @contextmanager
     def _submitted(
         self, groups: list[tuple[Prompt, list[SamplingParams]]], priority: int
     ) -> Iterator[list[int]]:
@@ -190,10 +205,6 @@ class LLM:
         if any(params.streaming for _, each in groups for params in each):
             raise InvalidRequestError(
                 "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
-            )
-        if self._host is not None:
-            raise EngineStateError(
-                "this LLM is served: ask it over HTTP, or call stop_serving() first"
             )
         group_ids: list[int] = []
         try:
@@ -232,66 +243,56 @@ class LLM:
         it listens, at `serving_address`. Call it in the main thread to end it by signals.
 
         An engine in this process then works in a thread, and takes requests over HTTP alone; the
-        control verbs stay. Raises ConfigError, and EngineStateError if it serves already, is not
-        RUNNING or has unfinished requests.
+        control methods can still be called. Raises ConfigError, and EngineStateError if it serves
+        already, is not RUNNING or has unfinished requests.
         """
         require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()
         if not blocking:
             self._start_serving(config)
             return
-        with _set_by_signals(self._is_told_to_stop):
+        with _set_by_signals(self._stop_requested):
             self._start_serving(config)
             try:
-                while not self._is_told_to_stop.wait(LOST_CHECK_S):
-                    with self._serving_turn:
+                while not self._stop_requested.wait(_LOST_CHECK_S):
+                    with self._serving_lock:
                         if self.serving_address is not None:
-                            self._fleet_runtime().require_serving()
+                            self._serving.require_serving()
             finally:
                 self.stop_serving()
 
     def _start_serving(self, config: ServeConfig) -> None:
-        with self._serving_turn:
+        with self._serving_lock:
             if self.serving_address is not None:
                 raise EngineStateError("this LLM serves already; call stop_serving() first")
-            self._is_told_to_stop.clear()
+            self._stop_requested.clear()
             if isinstance(self._runtime, InProcessRuntime):
-                self._host = EngineHost(self._runtime.engine, self.tokenizer, self._directory)
-            try:
-                self.serving_address = self._fleet_runtime().serve(config)
-            except BaseException:
-                self._close_host()
-                raise
+                self._server = apis.EngineServer(self, config)
+                self.serving_address = self._server.address
+            else:
+                self.serving_address = self._runtime.serve(config)
 
     def stop_serving(self, drain_timeout_s: float | None = None) -> None:
         """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
         Does nothing if nothing is served."""
-        self._is_told_to_stop.set()
-        with self._serving_turn:
+        self._stop_requested.set()
+        with self._serving_lock:
             if self.serving_address is None:
                 return
             try:
-                self._fleet_runtime().stop_serving(drain_timeout_s)
+                self._serving.stop_serving(drain_timeout_s)
             finally:
-                self.serving_address = None
-                self._close_host()
-
-    def _fleet_runtime(self) -> FleetRuntime:
-        runtime = self._runtime if self._host is None else self._host.runtime
-        assert isinstance(runtime, FleetRuntime)
-        return runtime
-
-    def _close_host(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            host.close()
-
-    # ---- control
+                self.serving_address = self._server = None
 
     @property
-    def _control(self) -> InProcessRuntime | FleetRuntime:
-        """Who does control verbs: the engine's owner."""
-        return self._runtime if self._host is None else self._host.runtime
+    def _serving(self) -> apis.EngineServer | apis.FleetRuntime:
+        """The object that serves over HTTP now."""
+        if self._server is not None:
+            return self._server
+        assert not isinstance(self._runtime, InProcessRuntime)
+        return self._runtime
+
+    # ---- control
 
     @property
     def state(self) -> EngineState:
@@ -304,24 +305,24 @@ class LLM:
     @on_all_ranks
     def pause(self) -> None:
         """Stop at the next step edge."""
-        self._control.order("pause")
+        self._runtime.order("pause")
 
     @on_all_ranks
     def unpause(self) -> None:
         """Let the engine generate again."""
-        self._control.order("unpause")
+        self._runtime.order("unpause")
 
     @on_all_ranks
     def warm_up(self) -> int:
         """Capture ahead the steps that would be captured when they first come. Returns how many, 0
-        on a CPU. Raises ConfigError for engines in other processes, and while one is served.
+        on a CPU. Raises ConfigError for engines in other processes.
         """
-        if not isinstance(self._control, InProcessRuntime):
+        if not isinstance(self._runtime, InProcessRuntime):
             raise ConfigError(
-                "warm_up() needs the engine in this process, before serve(); others capture a step "
-                "when it first comes"
+                "warm_up() needs the engine in this process; others capture a step when it first "
+                "comes"
             )
-        num_captured: int = self._control.order("warm_up")
+        num_captured: int = self._runtime.order("warm_up")
         return num_captured
 
     @on_all_ranks
@@ -335,20 +336,20 @@ class LLM:
 
         See Engine.suspend.
         """
-        report: SuspendReport = self._control.order("suspend", mode, release, discard_weights)
+        report: SuspendReport = self._runtime.order("suspend", mode, release, discard_weights)
         return report
 
     @on_all_ranks
     def resume(self, only: str | None = None) -> ResumeReport:
         """Restore all released memory, or that of the owner `only`. Once all is restored the engine
         is paused."""
-        report: ResumeReport = self._control.order("resume", only)
+        report: ResumeReport = self._runtime.order("resume", only)
         return report
 
     @on_all_ranks
     def set_generation_epoch(self, version: int) -> None:
         """Set the weights version without new weights. The engine must be paused or suspended."""
-        self._control.order("set_generation_epoch", version)
+        self._runtime.order("set_generation_epoch", version)
 
     @on_all_ranks
     def update_weights(
@@ -360,7 +361,7 @@ class LLM:
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
         or call `trainer_hooks.take_part`. Only the copies keep steps waiting.
         """
-        report: WeightUpdateReport = self._control.order(
+        report: WeightUpdateReport = self._runtime.order(
             "update_weights", named_tensors, version, in_flight
         )
         return report
@@ -368,13 +369,13 @@ class LLM:
     @on_all_ranks
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
-        checksum: str = self._control.order("weights_checksum")
+        checksum: str = self._runtime.order("weights_checksum")
         return checksum
 
     @on_all_ranks
     def stats(self) -> EngineStats:
         """Counters and state of the engine, or of all engines together."""
-        stats: EngineStats = self._control.order("stats")
+        stats: EngineStats = self._runtime.order("stats")
         return stats
 
     def shutdown(self) -> None:
@@ -394,16 +395,27 @@ class LLM:
         self.shutdown()
 
 
+def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
+    """Return what steps the engine of `llm` in this process, for `user`. Raises ConfigError if the
+    engine is in other processes, or has ranks there.
+    """
+    require_one_process(llm._ranks, user)
+    if not isinstance(llm._runtime, InProcessRuntime):
+        raise ConfigError(
+            f"{user} needs the engine in this process, use_coordinator=False; use AsyncLLM for "
+            "engines behind a coordinator"
+        )
+    return llm._runtime
+
+
 @contextmanager
 def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """A live bar over finished requests. Yields advance(count); draws nothing unless `is_shown`."""
+    """Yield advance(count) of a live bar over finished requests, if `is_shown`."""
     if not is_shown:
         yield lambda count: None
         return
-    columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
-        task, guard = bar.add_task("rollouts", total=total), ObserverGuard("the progress bar")
-        yield lambda count: guard.call(bar.advance, task, count)
+    with apis.progress_bar(total) as advance:
+        yield advance
 
 
 @contextmanager
@@ -423,7 +435,7 @@ def _set_by_signals(event: threading.Event) -> Iterator[None]:
 
 def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:
     """Raise ConfigError for settings that only a coordinator uses."""
-    given = {name: (value, _OF_FLEET[name].default) for name, value in of_fleet.items()}
+    given = {name: (value, FLEET_DEFAULTS[name]) for name, value in of_fleet.items()}
     name = "prefix_caching_coordinator_policy"
     given[name] = getattr(config, name), getattr(InferenceConfig(), name)
     for name, (value, default) in given.items():
@@ -431,10 +443,4 @@ def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> N
             raise ConfigError(f"{name}={value!r} needs use_coordinator=True")
 
 
-# The keyword-only parameters of AsyncLLM, without those that LLM has, too.
-_OF_FLEET = {
-    name: parameter
-    for name, parameter in inspect.signature(AsyncLLM).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-    and name not in ("use_coordinator", "weights_version")
-}
+MegatronLLM = LLM  # its name in Megatron Core

@@ -1,9 +1,14 @@
-"""Serving: what an AsyncLLM does to be reached over HTTP."""
+"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine of this process."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future
 
+from rollout.apis.llm import LLM, own_runtime
+from rollout.apis.threaded_llm import ThreadedLLM
+from rollout.control.state import EngineState
 from rollout.errors import EngineStateError, RolloutError
 from rollout.serve.config import ServeConfig
 from rollout.serve.llm import ServedLLM
@@ -16,11 +21,11 @@ class Serving:
     def __init__(self, llm: ServedLLM) -> None:
         self._llm = llm
         self._server: Server | None = None
-        self._turn = asyncio.Lock()
+        self._starting = asyncio.Lock()
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port that are listened at; None while nothing is served."""
+        """Host and port of the server; None while nothing is served."""
         server = self._server
         return server.address if server is not None and server.is_listening else None
 
@@ -30,8 +35,8 @@ class Serving:
         return None if self._server is None else self._server.lost
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
-        """See AsyncLLM.serve."""
-        async with self._turn:
+        """Listen. See AsyncLLM.serve."""
+        async with self._starting:
             if self._server is not None:
                 raise EngineStateError("this AsyncLLM serves already; await stop_serving() first")
             stats = await self._llm.stats()
@@ -45,9 +50,65 @@ class Serving:
                 await self.stop()
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """See AsyncLLM.stop_serving."""
+        """End the server, if there is one. See AsyncLLM.stop_serving."""
         if self._server is not None:
             server = self._server
             await server.stop(drain_timeout_s)
             if self._server is server:
                 self._server = None
+
+
+class EngineServer:
+    """Serves the engine of an LLM in this process. The engine works in the thread of a ThreadedLLM,
+    the server in an event loop of its own thread.
+    """
+
+    def __init__(self, llm: LLM, config: ServeConfig) -> None:
+        """Listen at `address`. Raises EngineStateError if the engine is not RUNNING, or has
+        requests, and ConfigError if the address cannot be had.
+        """
+        engine = own_runtime(llm, "llm.serve").engine
+        if engine.state is not EngineState.RUNNING or engine.has_unfinished_requests():
+            raise EngineStateError(
+                f"the engine is {engine.state.name} with {len(engine.request_ids())} requests; "
+                "unpause it and collect() them before it is served"
+            )
+        self._llm, self._config = llm, config
+        self._serving: Serving | None = None
+        self._started: Future[tuple[str, int]] = Future()
+        self._stop: Future[float | None] = Future()  # the drain's timeout
+        self._thread = threading.Thread(target=self._run, name="http server", daemon=True)
+        self._thread.start()
+        try:
+            self.address = self._started.result()
+        except BaseException:
+            self.stop_serving(0.0)
+            raise
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as fault:
+            if self._started.done():
+                raise
+            self._started.set_exception(fault)
+
+    async def _serve(self) -> None:
+        async with ThreadedLLM(self._llm) as threaded:
+            self._serving = Serving(threaded)
+            await self._serving.start(self._config, blocking=False)
+            assert self._serving.address is not None, "it listens"
+            self._started.set_result(self._serving.address)
+            await self._serving.stop(await asyncio.wrap_future(self._stop))
+
+    def require_serving(self) -> None:
+        """Raise the error by which the server has ended, if it has."""
+        if self._serving is not None and (error := self._serving.lost) is not None:
+            raise error
+
+    def stop_serving(self, drain_timeout_s: float | None) -> None:
+        """End the server, which aborts its requests after `drain_timeout_s`; see
+        LLM.stop_serving. The engine is left without its requests."""
+        if not self._stop.done():
+            self._stop.set_result(drain_timeout_s)
+        self._thread.join()

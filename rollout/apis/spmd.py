@@ -1,4 +1,4 @@
-"""The verbs of an LLM whose ranks are processes of a trainer: all of them call each verb."""
+"""Calls of an LLM whose ranks are a trainer's processes: all ranks call each method."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rollout.config import InferenceConfig
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
 from rollout.errors import ConfigError, EngineStateError, encode_error
+from rollout.tensor_parallel.spmd_executor import SpmdExecutor, VerbCall, VerbOutcome
 from rollout.tensor_parallel.spmd_follower import SpmdFollower
 from rollout.tensor_parallel.spmd_group import num_spmd_ranks
-from rollout.tensor_parallel.spmd_muscle import SpmdMuscle, VerbCall, VerbOutcome
 from rollout.text import Tokenizer
 from rollout.weights.update import NamedTensors
 
@@ -33,7 +33,7 @@ _OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
 
 
 class AllRanks(Protocol):
-    """Does a verb that all ranks call."""
+    """Runs a method that all ranks call."""
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         """`work`: the verb itself, for rank 0. `source`: the weights of an update. Returns what
@@ -47,20 +47,20 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """The runtime of an engine in this process, or of this rank's part of one; and, for the latter,
-    what does its verbs."""
+    """Return the runtime of an engine in this process, or of this rank's part of one and, for the
+    latter, what runs its methods on all ranks."""
     if num_spmd_ranks(config) == 1:
         make = DynamicInferenceEngine.from_model
         return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
     if config.pg_collection.tp.rank():
         follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
         return follower, follower
-    engine, muscle = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
-    return InProcessRuntime(engine, tokenizer), _LeadRank(engine, muscle)
+    engine, executor = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
+    return InProcessRuntime(engine, tokenizer), _LeadRank(engine, executor)
 
 
 def on_all_ranks(method: Method) -> Method:
-    """A verb of LLM, which all ranks do together where a trainer's processes are the ranks."""
+    """Decorate a method of LLM that all ranks run together if they are a trainer's processes."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -86,19 +86,19 @@ def require_one_process(ranks: AllRanks | None, what: str) -> None:
 class _LeadRank:
     """Rank 0, which has the engine."""
 
-    def __init__(self, engine: DynamicInferenceEngine, muscle: SpmdMuscle) -> None:
-        self._engine, self._muscle, self._turn = engine, muscle, threading.Lock()
+    def __init__(self, engine: DynamicInferenceEngine, executor: SpmdExecutor) -> None:
+        self._engine, self._executor, self._turn = engine, executor, threading.Lock()
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         with _one_verb(self._turn, call):
-            self._muscle.begin_verb(call)
+            self._executor.begin_verb(call)
             try:
                 result = work()
                 told = pickled(result, f"the result of {call.verb}")
             except BaseException as error:  # Ctrl-C, too: the others would wait
-                self._muscle.end_verb(self._outcome(error=_told(error)))
+                self._executor.end_verb(self._outcome(error=_told(error)))
                 raise
-            self._muscle.end_verb(self._outcome(result=told))
+            self._executor.end_verb(self._outcome(result=told))
             return result
 
     def _outcome(self, **what: Any) -> VerbOutcome:
@@ -114,12 +114,12 @@ class FollowerRuntime:
 
     @property
     def state(self) -> EngineState:
-        """The engine's, at the end of the last verb."""
+        """The engine's value at the end of the last call."""
         return self._rank.state
 
     @property
     def weights_version(self) -> int:
-        """The engine's, at the end of the last verb."""
+        """The engine's value at the end of the last call."""
         return self._rank.weights_version
 
     def run(self, call: VerbCall, source: NamedTensors, work: Callable[[], Any]) -> Any:

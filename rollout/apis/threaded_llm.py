@@ -1,54 +1,102 @@
-"""ThreadedLLM: the awaitable verbs of AsyncLLM over an LLM in this process, stepped by a thread."""
+"""ThreadedLLM: the methods of AsyncLLM over the engine of this process, stepped by a thread."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
+import logging
 import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
-from rollout.apis.llm import LLM
+from rollout.apis.arguments import SamplingArgument, as_groups
+from rollout.apis.llm import LLM, own_runtime
+from rollout.apis.streaming import (
+    failed_request,
+    finished_request,
+    streamed_items,
+    wait_for_requests,
+)
 from rollout.config import KVCacheManagementMode
-from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.reports import (
+    EngineStats,
+    ResumeReport,
+    SuspendReport,
+    WeightChecksums,
+    WeightUpdateReport,
+)
 from rollout.control.state import EngineState
-from rollout.errors import EngineStateError
-from rollout.requests import DynamicInferenceRequest
+from rollout.coordinator.client.fleet_stats import FleetStats
+from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
+from rollout.coordinator.protocol.packed import token_runs
+from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.errors import EngineStateError, InvalidRequestError, LockstepError, RolloutError
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
+from rollout.text import Prompt
 from rollout.weights.update import NamedTensors
 
-_LOOK_EVERY_S = 0.01  # for new requests, between steps and while the engine is paused
-# So many refusals in a row by an engine that reads as RUNNING are an error, not short pauses.
-_MAX_REFUSALS = 10
+_logger = logging.getLogger(__name__)
+_MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
+_CHECK_RANKS_S = 0.5  # while no step runs, which would notice a rank that is gone
 
-Result = Future[list[DynamicInferenceRequest]]
-Job = tuple[Any, SamplingParams | None, int, Result]
+Group = tuple[Prompt, Sequence[SamplingParams]]
+Record = DynamicInferenceRequestRecord
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """A submitted sample. tokens: None without a stream. num_reported: tokens in the stream."""
+
+    future: RequestFuture
+    tokens: StreamedTokens | None
+    num_reported: int = 0
+
+
+_Item = tuple[_Sample, TokenRun | Record | Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """Groups that are queued together or not at all, and their samples in the same order."""
+
+    groups: Sequence[Group]
+    samples: Sequence[_Sample]
+    priority: int
 
 
 class ThreadedLLM:
-    """An LLM of this process with the verbs of AsyncLLM, for AsyncRolloutProducer, `evaluate`,
-    `generation_phase` and weight syncs. An async context manager.
+    """An LLM of this process with the methods of AsyncLLM, for AsyncRolloutProducer, `evaluate`,
+    `generation_phase`, weight syncs and servers. An async context manager.
 
         with LLM(policy) as llm:
             async with ThreadedLLM(llm) as threaded:
                 request = await threaded.generate([1, 2, 3])
 
-    The control verbs run in a thread, so the event loop stays free. The verbs of the LLM itself may
-    still be called, except generate, submit and collect. Leaving the ThreadedLLM aborts what is
-    unfinished; the LLM stays.
+    A thread steps the engine while it runs and has requests, and sleeps otherwise. Control methods
+    run in other threads, so the event loop stays free. The control methods of the LLM itself may
+    still be called; its generate, submit and collect raise EngineStateError. Leaving the
+    ThreadedLLM aborts what is unfinished; the LLM stays.
     """
 
     def __init__(self, llm: LLM) -> None:
+        """Raises ConfigError for an LLM whose engine is not in this process alone."""
         self._llm = llm
-        self.tokenizer = llm.tokenizer
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._open: dict[int, Result] = {}  # by group id
-        self._num_refusals = 0  # since the engine last worked, or was not RUNNING
-        self._is_ending = False
-        self._has_ended = threading.Event()
+        self._runtime = own_runtime(llm, "ThreadedLLM")
+        self.tokenizer, self.model_directory = llm.tokenizer, llm.model_directory
+        self._unfinished: dict[RequestFuture, _Sample] = {}  # written by event loops
+        # Guards what follows, and wakes the thread.
+        self._changed = threading.Condition()
+        self._submissions: deque[_Submission] = deque()
+        self._to_abort: deque[_Sample] = deque()
+        self._is_ending = self._has_ended = False
+        # By request id, written by the thread alone.
+        self._open: dict[int, _Sample] = {}
+        self._end: Future[RolloutError] = Future()  # of the thread
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
         self._thread.start()
 
@@ -62,28 +110,165 @@ class ThreadedLLM:
         """The version of the weights that the engine serves."""
         return self._llm.weights_version
 
-    async def generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
-    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """`n` samples of one prompt. One gives a request, else a list. Cancelling aborts them.
+    # ---- requests
 
-        Raises InvalidRequestError for a malformed prompt, EngineStateError after the end, and what
-        ended the engine.
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingArgument = None,
+        n: int = 1,
+        *,
+        priority: int = 0,
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them.
+
+        Raises InvalidRequestError for a malformed prompt, EngineStateError after the end, and the
+        error that ended the engine.
         """
-        result: Result = Future()
-        self._jobs.put((prompts, sampling_params, n, result))
-        # Checked after the put: the thread may have ended without seeing this job.
-        if self._has_ended.is_set():
-            self._refuse_new()
-        requests = await asyncio.wrap_future(result)
-        return requests[0] if n == 1 else requests
+        groups, is_single = as_groups(prompts, sampling_params, n)
+        samples = [(prompt, params) for prompt, each in groups for params in each]
+        futures = [f for group in self.add_groups(groups, priority=priority) for f in group]
+        await wait_for_requests(futures, cut_short=lambda: None)
+        for future in futures:
+            if (error := future.exception()) is not None:
+                raise error
+        requests = [self.request_of(f, *each) for f, each in zip(futures, samples, strict=True)]
+        return requests[0] if is_single and n == 1 else requests
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        as_text: bool = False,
+    ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
+        """Yield token ids as they come, then the whole request, as AsyncLLM.stream does."""
+        params = sampling_params or SamplingParams()
+        if as_text and self.tokenizer is None:
+            raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
+        ((stream,),) = self.stream_groups([(prompt, [params])], priority=priority)
+        items = streamed_items(
+            *(stream, prompt, params, self.tokenizer), as_text=as_text, cut_short=lambda: None
+        )
+        async with aclosing(items):
+            async for item in items:
+                yield item
+
+    async def abort(self, request_ids: Iterable[int] | None = None) -> int:
+        """Abort unfinished requests of this object, None for all. Returns how many there were.
+
+        Whoever waits for one gets it with the tokens so far. Other ids are ignored.
+        """
+        wanted = None if request_ids is None else set(request_ids)
+        futures = [f for f in self._unfinished if wanted is None or f.request_id in wanted]
+        for future in futures:
+            self.abort_request(future)
+        if futures:
+            await asyncio.wait(futures)
+        return len(futures)
+
+    def add_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestFuture]]:
+        """Queue groups, each a prompt and the parameters of its samples: all or none. Returns a
+        future per sample, whose `request_id` is -1 until the engine has it.
+
+        After `deadline_s` seconds the rest is aborted; cancelling a future aborts its request, too.
+        The futures fail with InvalidRequestError if a group is malformed. Raises EngineStateError
+        after the end.
+        """
+        submitted = self._submit(groups, priority, deadline_s, is_streamed=False)
+        return [[sample.future for sample in each] for each in submitted]
+
+    def stream_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestStream]]:
+        """Queue groups as `add_groups` does. Returns a stream per sample."""
+        submitted = self._submit(groups, priority, deadline_s, is_streamed=True)
+        streams = []
+        for samples, (_, params) in zip(submitted, groups, strict=True):
+            streams.append(list[RequestStream]())
+            for sample, own in zip(samples, params, strict=True):
+                assert sample.tokens is not None, "submitted as a stream"
+                streams[-1].append(
+                    RequestStream(sample.future, sample.tokens, own.streaming_interval)
+                )
+        return streams
+
+    def _submit(
+        self,
+        groups: Sequence[Group],
+        priority: int,
+        deadline_s: float | None,
+        *,
+        is_streamed: bool,
+    ) -> list[list[_Sample]]:
+        loop = asyncio.get_running_loop()
+        submitted = []
+        for prompt, each in groups:
+            ids = () if isinstance(prompt, str) else prompt
+            futures = [RequestFuture(-1, ids, loop) for _ in each]
+            submitted.append(
+                [_Sample(future, StreamedTokens() if is_streamed else None) for future in futures]
+            )
+        samples = [sample for each in submitted for sample in each]
+        with self._changed:
+            if self._has_ended:
+                raise EngineStateError("this ThreadedLLM has ended; make a new one")
+            self._submissions.append(_Submission(groups, samples, priority))
+            self._changed.notify()
+        for sample in samples:
+            self._watch(sample, loop, deadline_s)
+        return submitted
+
+    def _watch(
+        self, sample: _Sample, loop: asyncio.AbstractEventLoop, deadline_s: float | None
+    ) -> None:
+        """Abort the sample at its deadline, and when its future is cancelled."""
+        self._unfinished[sample.future] = sample
+        timer = None if deadline_s is None else loop.call_later(deadline_s, self._abort, sample)
+
+        def end(future: asyncio.Future[Record]) -> None:
+            self._unfinished.pop(sample.future, None)
+            if timer is not None:
+                timer.cancel()
+            if sample.tokens is not None:
+                sample.tokens.end()
+            if future.cancelled():
+                self._abort(sample)
+
+        sample.future.add_done_callback(end)
+
+    def abort_request(self, future: RequestFuture) -> None:
+        """Abort a request; its future resolves to the record with the tokens so far. Does nothing
+        for a request that has ended.
+        """
+        if (sample := self._unfinished.get(future)) is not None:
+            self._abort(sample)
+
+    def _abort(self, sample: _Sample) -> None:
+        with self._changed:
+            self._to_abort.append(sample)
+            self._changed.notify()
+
+    def request_of(
+        self, future: RequestFuture, prompt: Prompt, params: SamplingParams
+    ) -> DynamicInferenceRequest:
+        """Return the request of a future that is done. Without a record it is FAILED."""
+        error: Any = future.exception()
+        if error is None:
+            return finished_request(future.result(), self.tokenizer)
+        return failed_request(future.request_id, prompt, params, error, self.tokenizer)
+
+    # ---- control
 
     async def pause(self) -> None:
         """Stop at the next step boundary."""
         await asyncio.to_thread(self._llm.pause)
 
     async def unpause(self) -> None:
-        """Let generation go on."""
+        """Let the engine generate again."""
         await asyncio.to_thread(self._llm.unpause)
 
     async def suspend(
@@ -92,12 +277,17 @@ class ThreadedLLM:
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Give memory back; unfinished requests stay. The engine must be paused."""
+        """Release memory; unfinished requests stay. The engine must be paused."""
         return await asyncio.to_thread(self._llm.suspend, mode, release, discard_weights)
 
     async def resume(self, only: str | None = None) -> ResumeReport:
-        """Allocate the memory again, or that of `only`; then the engine is paused."""
+        """Restore all released memory, or that of `only`. Once all is restored the engine is
+        paused."""
         return await asyncio.to_thread(self._llm.resume, only)
+
+    async def set_generation_epoch(self, version: int) -> None:
+        """Set the weights version without new weights. The engine must be paused or suspended."""
+        await asyncio.to_thread(self._llm.set_generation_epoch, version)
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -105,13 +295,32 @@ class ThreadedLLM:
         """Replace all weights in place, or nothing. See LLM.update_weights."""
         return await asyncio.to_thread(self._llm.update_weights, named_tensors, version, in_flight)
 
+    async def weights_checksum(self) -> str:
+        """Return a checksum of all weights; equal for engines that serve the same ones."""
+        return await asyncio.to_thread(self._llm.weights_checksum)
+
+    async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
+        """Return {0: a page of the weights' checksums, from the weight at `start` on}."""
+        return {0: await asyncio.to_thread(self._runtime.order, "weight_checksums", start)}
+
     async def stats(self) -> EngineStats:
-        """Counters and state of the engine."""
+        """Return counters and state of the engine."""
         return await asyncio.to_thread(self._llm.stats)
 
+    async def fleet_stats(self) -> FleetStats:
+        """Return the counters as those of a fleet of one engine."""
+        stats = await self.stats()
+        return FleetStats(state=stats.state.name, together=stats, engines={0: stats})
+
+    async def lost(self) -> RolloutError:
+        """Wait until the thread has ended. Returns the reason."""
+        return await asyncio.shield(asyncio.wrap_future(self._end))
+
     async def aclose(self) -> None:
-        """Abort what is unfinished and end the thread. Twice is fine."""
-        self._is_ending = True
+        """Abort what is unfinished and end the thread. A second call does nothing."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
         await asyncio.to_thread(self._thread.join)
 
     async def __aenter__(self) -> ThreadedLLM:
@@ -122,76 +331,132 @@ class ThreadedLLM:
 
     # ---- in the thread
 
+    @contextmanager
+    def _woken_by_commands(self) -> Iterator[None]:
+        def wake() -> None:
+            with self._changed:
+                self._changed.notify()
+
+        self._runtime.on_command = wake
+        try:
+            yield
+        finally:
+            self._runtime.on_command = lambda: None
+
     def _run(self) -> None:
         error: Exception = EngineStateError("this ThreadedLLM was closed before the answer came")
         try:
-            while not self._is_ending:
-                self._take_jobs()
-                self._abort([i for i, result in self._open.items() if result.cancelled()])
-                self._work()
-            self._llm.abort(list(self._open))
+            with self._llm.one_thread.calling("step"), self._woken_by_commands():
+                self._step_until_end()
+                self._runtime.drop(list(self._open))
         except Exception as fault:  # callers must get whatever ends the thread
             error = fault
-        for result in self._open.values():
-            _fail(result, error)
-        self._has_ended.set()
-        self._refuse_new()
+        with self._changed:
+            self._has_ended = True
+            left = [sample for each in self._submissions for sample in each.samples]
+            self._submissions.clear()
+        _deliver([(sample, error) for sample in (*self._open.values(), *left)])
+        if not isinstance(error, RolloutError):
+            _logger.error("the engine failed", exc_info=error)
+            error = EngineStateError(f"the engine failed: {error!r}")
+        self._end.set_result(error)
 
-    def _refuse_new(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                *_, result = self._jobs.get_nowait()
-                _fail(result, EngineStateError("this ThreadedLLM has ended; make a new one"))
-
-    def _take_jobs(self) -> None:
-        """Submit new jobs; wait a moment for one if there is nothing to do."""
-        with suppress(queue.Empty):
-            while True:
-                prompt, params, n, result = (
-                    self._jobs.get_nowait() if self._open else self._jobs.get(timeout=_LOOK_EVERY_S)
-                )
-                try:
-                    (group_id,) = self._llm.submit([prompt], params, n)
-                    self._open[group_id] = result
-                except Exception as fault:  # of this prompt alone
-                    _fail(result, fault)
-
-    def _work(self) -> None:
-        """Step the open groups, or wait a moment. Raises EngineStateError if they cannot finish."""
-        if not self._open:
-            return
-        state = self._llm.state
-        if state is EngineState.STOPPED:
-            raise EngineStateError("the LLM was shut down before the answer came")
-        if state is EngineState.RUNNING:
-            self._collect()
-        else:
-            self._num_refusals = 0
-            time.sleep(_LOOK_EVERY_S)
-
-    def _collect(self) -> None:
-        try:
-            groups = self._llm.collect(num_groups=1, timeout_s=_LOOK_EVERY_S)
-        except EngineStateError:  # another thread paused it meanwhile, or nothing is left to end
-            self._num_refusals += 1
-            if self._num_refusals == _MAX_REFUSALS:
+    def _step_until_end(self) -> None:
+        num_failures = 0
+        while self._wait_for_work():
+            self._add_submissions()
+            self._abort_samples()
+            try:
+                self._step()
+            except LockstepError:
                 raise
-            time.sleep(_LOOK_EVERY_S)
-            return
-        self._num_refusals = 0
-        for group in groups:
-            result = self._open.pop(group.group_id, None)  # None: the LLM had the group before
-            if result is not None:
-                with suppress(InvalidStateError):  # cancelled at this very moment
-                    result.set_result(group.requests)
+            except Exception:  # one step may fail for a reason that passes
+                num_failures += 1
+                if num_failures == _MAX_FAILURES or self._runtime.engine.is_broken:
+                    raise
+                _logger.exception("a step failed; its requests are queued again")
+                continue
+            num_failures = 0
 
-    def _abort(self, group_ids: list[int]) -> None:
-        if group_ids:
-            self._llm.abort(group_ids)
-        for group_id in group_ids:
-            del self._open[group_id]
+    def _wait_for_work(self) -> bool:
+        """Wait until there is work. Returns False at the end. Raises EngineStateError if the LLM
+        was shut down under open requests, and LockstepError if a rank of the engine is gone."""
+        timeout_s = _CHECK_RANKS_S if self._runtime.has_ranks else None
+        with self._changed:
+            while not self._changed.wait_for(self._has_work, timeout_s):
+                self._runtime.check_ranks()
+            if self._is_ending:
+                return False
+        if self._open and self._runtime.state is EngineState.STOPPED:
+            raise EngineStateError("the LLM was shut down before the answer came")
+        return True
+
+    def _has_work(self) -> bool:
+        state = self._runtime.state
+        return bool(
+            self._is_ending
+            or self._submissions
+            or self._to_abort
+            or self._runtime.can_step
+            or (self._open and state is EngineState.STOPPED)
+        )
+
+    def _add_submissions(self) -> None:
+        while self._submissions:
+            submission = self._submissions.popleft()
+            try:
+                ids = self._runtime.submit(submission.groups, submission.priority)
+            except Exception as fault:  # of these prompts alone
+                _deliver([(sample, fault) for sample in submission.samples])
+                continue
+            request_ids = [request_id for group in ids for request_id in group]
+            for request_id, sample in zip(request_ids, submission.samples, strict=True):
+                sample.future.request_id = request_id
+                self._open[request_id] = sample
+
+    def _abort_samples(self) -> None:
+        while self._to_abort:
+            request_id = self._to_abort.popleft().future.request_id
+            if (sample := self._open.pop(request_id, None)) is not None:
+                _deliver([(sample, self._runtime.abort_record(request_id))])
+
+    def _step(self) -> None:
+        """Run one step, if the engine runs, and deliver its tokens and records."""
+        streamed = [(i, s.num_reported) for i, s in self._open.items() if s.tokens is not None]
+        records, tokens = self._runtime.step(streamed)
+        items: list[_Item] = []
+        if tokens is not None and len(tokens.request_ids):
+            for request_id, _, run in token_runs(tokens, [0] * len(tokens.request_ids)).apart():
+                sample = self._open[request_id]
+                sample.num_reported = run.end
+                items.append((sample, run))
+        for record in records:
+            if (sample_ := self._open.pop(record.request_id, None)) is not None:
+                items.append((sample_, record))
+            else:  # the LLM had the request before
+                self._runtime.keep(record)
+        _deliver(items)
 
 
-def _fail(result: Result, error: Exception) -> None:
-    with suppress(InvalidStateError):
-        result.set_exception(error)
+def _deliver(items: Iterable[_Item]) -> None:
+    """Give tokens, records and errors to the samples, each in its own event loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Item]] = defaultdict(list)
+    for sample, item in items:
+        by_loop[sample.future.get_loop()].append((sample, item))
+    for loop, own in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_take, own)
+
+
+def _take(items: Sequence[_Item]) -> None:
+    for sample, item in items:
+        if sample.future.done():
+            continue
+        if isinstance(item, TokenRun):
+            assert sample.tokens is not None, "only streams are reported"
+            sample.tokens.add(item)
+        elif isinstance(item, Exception):
+            sample.future.set_exception(item)
+            sample.future.exception()  # asyncio need not report it
+        else:
+            sample.future.set_result(item)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from rollout.apis.results import Results, weight_update_report
+from rollout.apis.streaming import Results, weight_update_report
 from rollout.control.reports import WeightUpdateReport
 from rollout.errors import WeightUpdateError
 from rollout.weights.source import WeightsSource

@@ -135,24 +135,16 @@ class Ops(Protocol[Handle]):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Choose how `linear` and `experts` compute for these, all of a model; it may take seconds.
+        """Choose how `linear` computes with these handles, all of a model.
 
-        Products of a pass that `fused` may run in one call are chosen together.
         Handles may then hold packed copies of their weights, which `refresh` brings up to date.
-        Handles that are not tuned work as well. The choice never changes afterwards.
+        Handles that are not tuned work as well. The choice never changes afterwards. `experts` and
+        `fused`, what may run a pass in one call, are named in the log and in `explain`.
         """
         ...
 
     def explain(self) -> str:
-        """A table of what `tune` has chosen, for people; empty where there is nothing to choose."""
-        ...
-
-    def choices(self) -> Mapping[str, Any]:
-        """What `tune` has chosen, to be pickled; empty where there is nothing to choose."""
-        ...
-
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Choose the same as another process of this machine did, at the next `tune`."""
+        """Describe what `tune` has chosen, a line for each shape; "" where nothing is chosen."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Handle) -> Tensor:

@@ -5,7 +5,7 @@ Shape letters: V vocabulary, E hidden size, D head dim, P positions, L kept toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,23 +86,15 @@ class FusedDecoder(Protocol):
 
     It runs passes for which all `handles` have one product of its own. `handles` are those of its
     layers, each as often as a pass uses it; there are none if it can never run.
-    `num_other_calls` counts what the layers call besides products where they run one by one.
     """
 
     handles: Sequence[Any]
-    num_other_calls: int
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
         """Final-normed hidden states of `batch.logit_indices_L`, [L, E]; writes the KV cache.
 
         `tables` are (cos_PD, sin_PD) of each rope. Returns None, and has done nothing, where the
         layers must run one by one.
-        """
-        ...
-
-    def allow(self, buckets: Collection[int]) -> None:
-        """Run no passes but those with these numbers of rows, as indices of BUCKETS. Ranks of a
-        group must run the same ones: sums in one call are of another dtype.
         """
         ...
 

@@ -1,48 +1,109 @@
-"""Groups of torch.distributed that a trainer owns, by the device on which their tensors arrive."""
+"""Process groups of torch.distributed, and the rendezvous of the ranks of an engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rollout.parallel.collectives import Collectives, GroupCollectives
+from rollout.parallel.shared_collectives import SharedCollectives, shared_by_ranks
+from rollout.parallel.shared_memory import SharedMemory, open_shared
+from rollout.parallel.stores import connect_store, open_store
+
+_A_DAY_S = 86_400.0  # torch takes no infinite timeout
+_LOOPBACK, _STORE_TIMEOUT_S = "127.0.0.1", 300.0  # torch's default timeout of a store
+
 
 def group_backends() -> tuple[str, ...]:
-    """Return the backends whose groups can be joined here. No test has run nccl: that takes a
-    machine with two GPUs."""
+    """Return the backends whose groups this machine can join.
+
+    No test has run nccl: that takes a machine with two GPUs.
+    """
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     return ("gloo", "nccl") if has_nccl else ("gloo",)
 
 
 def joined_group(
-    backend: str, places: Any, rank: int, world_size: int, timeout: timedelta
+    backend: str, store: Any, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[Any, torch.device]:
-    """Return a group without a default group beside it, and the device of its tensors. places: the
-    store in which torch keeps the addresses of its ranks."""
+    """Join a group beside no default group. Returns it and the device of its tensors.
+
+    `store`: the torch store in which the ranks publish their addresses.
+    """
     distributed: Any = dist  # whose type hints lack these classes
     device = torch.device("cuda" if backend == "nccl" else "cpu")
-    store = distributed.PrefixStore(f"{device.type}/", places)
+    store = distributed.PrefixStore(f"{device.type}/", store)
     if backend == "gloo":
         return distributed.ProcessGroupGloo(store, rank, world_size, timeout), device
     return _nccl_group(store, rank, world_size, timeout), device
 
 
 def connected_group(
-    backend: str, places: Any, rank: int, world_size: int, timeout: timedelta, own_host: str
+    backend: str, store: Any, rank: int, world_size: int, timeout: timedelta, own_host: str
 ) -> tuple[Any, torch.device]:
-    """As `joined_group`; the other ranks reach this one at `own_host`. Gloo alone would take the
-    address that the machine's name has."""
+    """Join a group as `joined_group` does. Other ranks connect to this rank at `own_host`.
+
+    By default Gloo publishes the address to which the machine's host name resolves.
+    """
     distributed: Any = dist
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     if backend == "nccl":
-        return _nccl_group(places, rank, world_size, timeout), device
+        return _nccl_group(store, rank, world_size, timeout), device
     gloo = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=own_host)]
-    return gloo(places, rank, world_size, options), device
+    return gloo(store, rank, world_size, options), device
+
+
+class RankRendezvous:
+    """Rendezvous of the ranks of one engine on one machine.
+
+    Ranks on CPUs share memory. Ranks on CUDA devices join an NCCL group, which no test has run with
+    more than one rank. `address` is what the other ranks need to join.
+    """
+
+    def __init__(self, device: str, size: int, address: str | None = None) -> None:
+        """Open the rendezvous (rank 0, no `address`), or join the one at rank 0's `address`.
+
+        `device`: "cpu" or "cuda".
+        """
+        self._device, self._size = device, size
+        self._shared: SharedMemory | None = None
+        self._store: Any = None
+        if device == "cpu":
+            if address is None:
+                self._shared = shared_by_ranks(size)
+                address = self._shared.address
+        elif address is None:
+            self._store, port = open_store(_LOOPBACK, _STORE_TIMEOUT_S)
+            address = str(port)
+        else:
+            self._store = connect_store(_LOOPBACK, int(address), _STORE_TIMEOUT_S)
+        self.address = address
+
+    def collectives(
+        self, rank: int, *, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> Collectives:
+        """Return the collectives of this rank.
+
+        `check` is called while a collective waits, and may raise. `timeout_s` may be infinite.
+        """
+        if self._device == "cpu":
+            memory_N = open_shared(self.address) if self._shared is None else self._shared.bytes_N
+            return SharedCollectives(rank, self._size, memory_N, timeout_s=timeout_s, check=check)
+        timeout = timedelta(seconds=min(timeout_s, _A_DAY_S))
+        group, _ = joined_group("nccl", self._store, rank, self._size, timeout)
+        return GroupCollectives(group, timeout_s=timeout.total_seconds())
+
+    def close(self) -> None:
+        """Close the rendezvous after all ranks have joined."""
+        if self._shared is not None:
+            self._shared.close()
 
 
 def _nccl_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:

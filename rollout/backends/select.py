@@ -14,6 +14,7 @@ from rollout.backends.devices import parse_device, require_device
 from rollout.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
+    UNIFIED,
     InferenceConfig,
     KVCacheManagementMode,
 )
@@ -23,7 +24,6 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_MIXED_GRAPHS = 16
-UNIFIED = "unified"  # what unified_memory_level=1 stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ _DEVICES = {
     ),
     "cuda": _Honoured(
         block_size_tokens=256,
-        memory_kinds=("device", "vmm", "torch_memory_saver"),
+        memory_kinds=("device", "vmm", "torch_memory_saver", UNIFIED),
         stable_kind="vmm",
         # Captured graphs stay valid.
         prefers_stable=True,
@@ -156,11 +156,6 @@ def _memory_kind(config: InferenceConfig, device: str) -> str:
     """The legal memory kind `config` names, or the one that "auto" stands for."""
     honoured, kind = _DEVICES[device], config.memory_kind
     if config.unified_memory_level:
-        if kind != "auto":
-            raise ConfigError(
-                f"unified_memory_level={config.unified_memory_level} contradicts "
-                f"memory_kind={kind!r}; use memory_kind='auto', or level 0"
-            )
         return UNIFIED
     if kind == "auto":
         keeps_bytes = config.kv_cache_management_mode is KVCacheManagementMode.PERSIST

@@ -1,1 +1,1 @@
-"""Which request holds which KV blocks and which row. Ids and counts only, no bytes."""
+"""Allocation of KV blocks and rows to requests. Ids and counts only, no bytes."""

@@ -1,4 +1,4 @@
-"""KVCacheManager: which request holds which KV blocks and row, and which blocks can be shared.
+"""KVCacheManager: allocates KV blocks and rows to requests and shares blocks of equal prefixes.
 
 Source: PagedAttention (Kwon et al. 2023), sec. 4.
 """
@@ -23,13 +23,13 @@ class BlockTable:
     """The row and the blocks of one request. Only KVCacheManager changes them.
 
     blocks: block i holds the KV of positions [i * block_size, (i + 1) * block_size).
-    row: 0 as long as the request has none.
-    num_shared: how many of the first blocks another request has computed. It may still use them.
-    num_cached: how many of the first blocks are in the prefix index.
+    row: the request's row; 0 while it has none.
+    num_shared: number of first blocks that another request computed and may still use.
+    num_cached: number of first blocks that are in the prefix index.
     is_cacheable: False once a full block could not enter the index. No later block can enter then.
-    root_key: the parent of the first block's key, by which requests of other salts are told apart.
-    keys: what the prefix index calls the first blocks, as far as that was needed, under the weights
-        version `key_version`.
+    root_key: parent key of the first block. Requests with another salt have another root key.
+    keys: keys of the first blocks in the prefix index under the weights version `key_version`, as
+    far as they were computed.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -114,12 +114,12 @@ class KVCacheManager:
     # ---- rows and blocks
 
     def allocate_row(self, table: BlockTable) -> None:
-        """Give the request the lowest free row. The caller has checked `num_free_rows`."""
+        """Give the request the lowest free row. The caller has checked `num_free_rows` first."""
         table.row = heapq.heappop(self._free_rows)
         self._is_row_taken[table.row] = True
 
     def free_row(self, table: BlockTable) -> None:
-        """Take the row from the request."""
+        """Free the request's row."""
         assert self._is_row_taken[table.row], f"row {table.row} is freed twice"
         self._is_row_taken[table.row] = False
         heapq.heappush(self._free_rows, table.row)
@@ -147,15 +147,15 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Let `child` share all blocks of `parent`. The one that writes first gets a copy
-        (`allocate`).
+        """Let `child` share all blocks of `parent`. Whichever writes to a shared block first gets a
+        copy of it (see `allocate`).
         """
         for block in parent.blocks:
             self._num_users[block] += 1
         child.blocks = list(parent.blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Take all blocks from the request, last first. Its keys stay for the next time it runs."""
+        """Free all blocks of the request, last first. Its keys stay for the next time it runs."""
         while table.blocks:
             block = table.blocks.pop()
             assert self._num_users[block] > 0, f"block {block} is freed twice"
@@ -166,10 +166,11 @@ class KVCacheManager:
         table.is_cacheable = True
 
     def _take_block(self) -> int:
-        """Return a block, which has one user now. The caller has checked `num_free_blocks`.
+        """Allocate a block to one user and return it. The caller has checked `num_free_blocks`
+        first.
 
-        Dropped blocks of the index go first: their memory has been written to, while free blocks
-        may never have been.
+        Dropped blocks of the index are allocated first: their memory has been written to, while a
+        free block may never have been.
         """
         if self.prefix_index.num_dropped or not self.free_blocks:
             block = self.prefix_index.give_up_oldest()
@@ -243,8 +244,8 @@ class KVCacheManager:
         return is_indexed
 
     def copy_cache_state(self, parent: BlockTable, child: BlockTable) -> None:
-        """Give a fork the keys of its parent, and what is known of its blocks in the index. The two
-        hold the same blocks.
+        """Copy the parent's keys and its position in the index to a fork that holds the same
+        blocks.
         """
         child.keys, child.key_version = list(parent.keys), parent.key_version
         child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
@@ -257,14 +258,14 @@ class KVCacheManager:
             self.prefix_index.start_generation()
 
     def distrust(self, version: int) -> None:
-        """From the version after `version` on, no request finds KV that `version` or an earlier one
-        wrote: it may hold NaN, which fails whoever reads it. O(1).
+        """Exclude KV written by `version` or an earlier version from matches under later versions:
+        it may hold NaN, which would fail every request that reads it. O(1).
         """
         before = self._distrusted_version
         self._distrusted_version = version if before is None else max(before, version)
 
     def drop_unused_blocks(self) -> None:
-        """From now on, no request finds the blocks without a user: their KV may be lost. O(1)."""
+        """Exclude all blocks without a user from later matches: their KV may be lost. O(1)."""
         self.prefix_index.drop_unused()
 
     def _oldest_version(self, version: int) -> int | None:

@@ -15,8 +15,8 @@ ROOT_KEY = b""
 
 
 def root_key(salt: str | None) -> bytes:
-    """Return what stands for the parent of a first block: prefixes of other salts have other keys
-    from there on."""
+    """Return the parent key of a first block. Each salt has its own, so prefixes with different
+    salts never match."""
     if salt is None:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest()
@@ -36,11 +36,12 @@ def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class IndexedBlock:
-    """One block in the index.
+    """A block in the index.
 
-    spans: the weights version that wrote the KV of each of its positions.
+    spans: the weights version that wrote the KV of each position.
     oldest_version: the oldest version in this block and in all blocks before it.
-    generation: that of the index when the block entered it; in a later one it is not found.
+    generation: the index's generation when the block entered it. In a later generation the block
+    does not match.
     """
 
     block: int
@@ -121,7 +122,7 @@ class PrefixIndex:
         self._generation = 0
 
     def entries(self) -> list[IndexedBlock]:
-        """Return every block that has a key, also those that cannot be found any more."""
+        """Return every block that has a key, including blocks that no longer match."""
         return list(self._by_key.values())
 
     def is_current(self, entry: IndexedBlock) -> bool:
@@ -239,7 +240,7 @@ class PrefixIndex:
         )
 
     def _remove_key(self, entry: IndexedBlock) -> None:
-        """Take its key from a block. An unused block stays in the list of unused blocks."""
+        """Remove the key of a block. An unused block stays in the list of unused blocks."""
         if self.is_current(entry):
             self.num_entries -= 1
             self._num_unused_entries -= entry.block in self.unused

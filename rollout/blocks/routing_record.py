@@ -1,4 +1,4 @@
-"""RoutingRecord: which experts computed each KV entry, on the host, by its place in the cache.
+"""RoutingRecord: the experts that computed each KV entry, kept on the host by cache slot.
 
 Shape letters: T tokens of a step, P positions of a request, L layers with experts, K experts of a
 token.
@@ -20,11 +20,11 @@ _MAX_IN_A_BYTE = 256
 class RoutingRecord:
     """A row of expert ids [L, K] for every slot, block * block_size + place, beside its K and V.
 
-    It follows the cache: what shares a block shares its rows, and a block that is copied takes them
-    along. The device runs ahead of it: the changes of a step are made by `commit`, in the order of
-    the steps, while `launch` only says which blocks a step copies. So a block that was freed keeps
-    its rows until a result is committed of a step that was launched after that.
-    The rows of a request that gives up its blocks are kept, until `take` hands them out.
+    It follows the cache: requests that share a block share its rows, and copying a block copies its
+    rows. The device runs ahead: `launch` only records which blocks a step copies, and `commit`
+    makes the changes of each step in order. So a freed block keeps its rows until the result of a
+    later step is committed. `keep` saves the rows of a request that gives up its blocks, and `take`
+    returns them.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class RoutingRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of all slots, which the host gives when slots are first written to."""
+        """Bytes of the rows of all slots. The host allocates them when slots are first written."""
         return self._rows_SLK.nbytes
 
     # ---- steps
 
     def launch(self, copy_sources: IntArray, copy_targets: IntArray) -> None:
-        """A step is on its way that copies these blocks before it computes."""
+        """Record the launch of a step that copies these blocks before it computes."""
         self._copies.append((copy_sources, copy_targets))
 
     def commit(self, slots_T: NDArray[np.integer], routing_TLK: NDArray[np.integer]) -> None:
-        """Make the changes of the oldest step in flight, which wrote to these slots."""
+        """Apply the changes of the oldest step in flight, which wrote to these slots."""
         sources, targets = self._copies.popleft()
         if len(sources):
             blocks = self._rows_SLK.reshape(-1, self.block_size, *self._rows_SLK.shape[1:])
@@ -57,7 +57,7 @@ class RoutingRecord:
         self._rows_SLK[slots_T] = routing_TLK
 
     def abandon(self) -> None:
-        """The steps in flight have failed: nothing of them is ever committed."""
+        """Discard the changes of the steps in flight, which have failed."""
         self._copies.clear()
 
     # ---- requests
@@ -81,5 +81,5 @@ class RoutingRecord:
         self._kept[request_id] = self.read(blocks, num_positions)
 
     def take(self, request_id: int) -> NDArray[np.int16] | None:
-        """Hand out the rows that were kept of a request, once; None if there are none."""
+        """Return the kept rows of a request and forget them; None if none are kept."""
         return self._kept.pop(request_id, None)

@@ -33,9 +33,9 @@ _SERVING_HELP = """\
 bench serving:
   url=http://HOST:PORT  an OpenAI-compatible server
   concurrency=32        requests at once
-  rate=R                requests per second, started at random times; none: as fast as they end
-  api_key=KEY           sent as a bearer token; better in the variable ROLLOUT_API_KEY
-  model=NAME            (the first one that the server lists)
+  rate=R                requests per second, at random times; none: each starts when another ends
+  api_key=KEY           bearer token; better in the variable ROLLOUT_API_KEY
+  model=NAME            default: the first model that the server lists
 """
 
 
@@ -47,10 +47,12 @@ class OfflineLoad(BenchLoad):
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 1 if a request failed, else 0."""
+    """Print the measurements. Returns 1 if a request failed, else 0."""
     if words[:1] == ["serving"]:
         return _run_serving(words[1:])
-    parser = Parser("bench", "Measure offline throughput, or `bench serving` that of a server.")
+    parser = Parser(
+        "bench", "Measure an engine's offline throughput; `bench serving` measures a server."
+    )
     parser.epilog = f"{MODEL_HELP}{_LOAD_HELP}{_SERVING_HELP}"
     given = parser.parse(words)
     values, of_llm = read_settings(
@@ -64,7 +66,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run_serving(words: Sequence[str]) -> int:
-    parser = Parser("bench serving", "Measure a server through its OpenAI door.")
+    parser = Parser("bench serving", "Measure a server through its OpenAI protocol.")
     parser.epilog = f"settings:\n{_LOAD_HELP}{_SERVING_HELP}"
     given = parser.parse(words)
     (values,) = read_settings(given.settings, fields_of(ServingLoad))

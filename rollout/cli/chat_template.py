@@ -1,4 +1,4 @@
-"""Messages as the text of a prompt, by the chat template that a server would take."""
+"""Renders messages as a prompt by the chat template that a server would use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rollout coordinator: stands between clients and engines that join by its address."""
+"""rollout coordinator: distributes the requests of clients to engines that join by its address."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ _KINDS: Kinds = {
 
 
 def run(words: Sequence[str]) -> int:
-    """Prints the address, and serves until a client's SHUTDOWN, SIGTERM or Ctrl-C."""
+    """Print the address, and serve until a client's SHUTDOWN, SIGTERM or Ctrl-C."""
     parser = Parser(
         "coordinator",
-        "Stand between clients and engines, which join by the address that is printed, until a\n"
-        "client shuts the fleet down. Beyond loopback it needs keys, which `rollout keys` makes.",
+        "Distribute the requests of clients to engines, until a client shuts the fleet down.\n"
+        "Both join by the printed address. Off loopback it needs keys: see `rollout keys`.",
     )
     parser.epilog = (
         "settings:\n"
-        "  data_parallel_size=1     engines that are expected; more may join\n"
-        "  advertise_host=NAME      what others dial, with --listen tcp://0.0.0.0:5555\n"
-        "  insecure=true            beyond loopback without keys, in a network that is closed\n"
+        "  data_parallel_size=1     expected engines; more may join\n"
+        "  advertise_host=NAME      host for clients and engines, with --listen tcp://0.0.0.0:5555\n"
+        "  insecure=true            no keys off loopback; for closed networks alone\n"
         f"  {' '.join(sorted(_KINDS.keys() - {'data_parallel_size', 'advertise_host'}))}\n"
         "  and every field of CoordinatorLimits, such as orphan_deadline_s=600\n"
     )
     parser.add_argument(
-        "--listen", metavar="ADDRESS", help="tcp://HOST:PORT, or a port of loopback; this user only"
+        "--listen",
+        metavar="ADDRESS",
+        help="tcp://HOST:PORT or a port (loopback); if absent, a socket of this user",
     )
-    parser.add_argument("--keys", metavar="DIR", help="folder that `rollout keys` has made")
+    parser.add_argument("--keys", metavar="DIR", help="folder made by `rollout keys`")
     given = parser.parse(words)
     options, limits = read_settings(given.settings, _KINDS, _LIMITS)
     host, port = (None, None) if given.listen is None else place_of(given.listen)
@@ -61,7 +63,7 @@ def run(words: Sequence[str]) -> int:
         **options,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        reason = f"the coordinator got {number.name}"
+        reason = f"the coordinator received {number.name}"
         signal.signal(number, lambda *_, reason=reason: coordinator.stop(reason))
     address = coordinator.address
     print(json.dumps({"address": address}) if given.json else address, flush=True)
@@ -70,7 +72,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def place_of(listen: str) -> tuple[str, int | None]:
-    """Host and port of tcp://HOST:PORT, HOST:PORT or PORT; port 0 is a free one, None.
+    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT. Port 0 gives None, a free one.
 
     Raises UsageError.
     """
@@ -78,6 +80,6 @@ def place_of(listen: str) -> tuple[str, int | None]:
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if "://" in host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(
-            f"--listen {listen} is no place to listen: give tcp://HOST:PORT, or a port of loopback"
+            f"--listen {listen} is not an address: give tcp://HOST:PORT or a port (loopback)"
         )
     return host, int(port) or None

@@ -18,28 +18,36 @@ _KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 0 after the coordinator's SHUTDOWN. SIGTERM ends it in order: its requests go on in
-    other engines at once."""
+    """Serve until the coordinator's SHUTDOWN, then return 0. After SIGTERM other engines continue
+    this engine's requests."""
     parser = Parser(
         "engine",
-        "Serve a coordinator with one engine, until it shuts its engines down.",
+        "Run one engine of a fleet, until its coordinator shuts the engines down.",
     )
     parser.epilog = (
         "settings:\n"
         "  model=DIR, or DIR        a Hugging Face directory (config.json, *.safetensors)\n"
-        "  tokenizer=DIR            where tokenizer.json is, unless in the model's directory\n"
-        "  weights_version=0        of the weights in that directory\n"
-        f"  register_timeout_s={REGISTER_S:g}   how long to dial who does not answer\n"
+        "  tokenizer=DIR            directory of tokenizer.json, if not the model's\n"
+        "  weights_version=0        version of the weights in that directory\n"
+        f"  register_timeout_s={REGISTER_S:g}   seconds to wait for the coordinator\n"
         "  and every field of InferenceConfig, such as block_size_tokens=16\n"
     )
     parser.add_argument(
-        "--join", metavar="ADDRESS", help="of the coordinator: tcp://HOST:PORT, ipc://, or a port"
+        "--join",
+        metavar="ADDRESS",
+        help="the coordinator's address: tcp://HOST:PORT, ipc:// or a port",
     )
     parser.add_argument(
-        "--keys", metavar="DIR", help="keys of this peer, or the whole folder of `rollout keys`"
+        "--keys",
+        metavar="DIR",
+        help="folder of this peer's keys, or the whole folder of `rollout keys`",
     )
     parser.add_argument(
-        "--as", dest="peer", default=ENGINE, metavar="NAME", help=f"of which peer ({ENGINE})"
+        "--as",
+        dest="peer",
+        default=ENGINE,
+        metavar="NAME",
+        help=f"name of the peer whose keys are used ({ENGINE})",
     )
     given = parser.parse(words)
     of_model, fields, own = read_settings(
@@ -50,7 +58,7 @@ def run(words: Sequence[str]) -> int:
     model_of(of_model)
     curve = None if given.keys is None else peer_keys(given.keys, given.peer)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    # As an exception, so that the engine says goodbye and its requests go on elsewhere at once.
+    # As an exception, so that the engine disconnects and other engines continue its requests.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     config = config_with(None, fields)
     run_engine(given.join, **of_model, inference_config=config, curve=curve, **own)

@@ -1,4 +1,4 @@
-"""run_in_loop: a coroutine in uvloop where it is installed, else in asyncio's own loop."""
+"""run_in_loop: runs a coroutine in uvloop if it is installed, else in asyncio's loop."""
 
 from __future__ import annotations
 

@@ -11,13 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rollout.backends.cpu.experts import key_of
-from rollout.backends.cpu.product_choice import FORWARD_PASS
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm, with_model
 from rollout.cli.settings import Parser, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
 from rollout.engine.build import EngineBuild
-from rollout.layers.experts import Experts
 from rollout.worker.kv_layout import bytes_per_block
 from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
 
@@ -41,7 +38,7 @@ def run(words: Sequence[str]) -> int:
     )
     with make_llm(of_llm) as llm:
         sections = explain(llm.engine.build)
-        products = products_of(llm.engine.build)
+        products = llm.engine.build.backend.ops.explain().splitlines()
     if given.json:
         rows = {title: [asdict(fact) for fact in facts] for title, facts in sections.items()}
         print(json.dumps({**rows, "products": products}))
@@ -65,30 +62,6 @@ def explain(build: EngineBuild) -> dict[str, list[Fact]]:
         "limits": list(_limits(build)),
         "kernels": list(_kernels(build)),
     }
-
-
-def products_of(build: EngineBuild) -> list[str]:
-    """Return the lines of the table of products that are about this model's weights."""
-    heading, *lines = build.backend.ops.explain().splitlines() or [""]
-    if not lines:
-        return []
-    names = {_weight_name(layer.handle) for layer in build.model.linear_layers().values()}
-    names |= {key_of(m.weights) for m in build.model.modules() if isinstance(m, Experts)}
-    names.add(FORWARD_PASS)
-    found = [line for line in lines if _name_in(line) in names]
-    return [heading, *found] if found else []
-
-
-def _name_in(line: str) -> str:
-    """Return shape and dtype, and that it is about experts."""
-    words = line.split()
-    return " ".join(words[: 3 if words[2] == "experts" else 2])
-
-
-def _weight_name(handle: Any) -> str:
-    """Return how the table names the weight, whose own shape is another one once it is repacked."""
-    dtype = str(handle.weight_NK.dtype).removeprefix("torch.")
-    return f"{handle.num_outputs}x{handle.num_inputs} {dtype}"
 
 
 def _model(build: EngineBuild) -> Iterator[Fact]:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollout.apis.groups import RolloutGroup
+from rollout.apis.arguments import RolloutGroup
 from rollout.apis.llm import LLM
 from rollout.cli.chat_template import chat_template_of
 from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm, with_model
@@ -24,7 +24,7 @@ from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_sett
 from rollout.config import CONFIG_HINTS
 from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
 
-# `seed` is the config's; requests derive theirs from it. What a sample brings is chosen by options.
+# `seed` is a field of the config. Options choose the columns of the output.
 _CHOSEN = ("seed", "return_log_probs", "return_prompt_tokens", "streaming", "streaming_interval")
 SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_CHOSEN)
 # Elsewhere `max_tokens` limits the output, and here a field of the config has this name: it is
@@ -38,7 +38,7 @@ _HINTS |= {
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 1 if a request failed, else 0."""
+    """Write the samples of all prompts. Returns 1 if a request failed, else 0."""
     given = _parser().parse(words)
     of_llm, sampling, more = read_settings(
         with_model(given.settings),
@@ -71,7 +71,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _engine_kinds() -> Kinds:
-    """The settings of an LLM, with the name that `max_tokens` has here."""
+    """Return the settings of an LLM, with `max_tokens` under its name on this command line."""
     kinds = dict(llm_kinds())
     kinds[_STEP_TOKENS] = kinds.pop("max_tokens")
     return kinds
@@ -80,8 +80,8 @@ def _engine_kinds() -> Kinds:
 def _parser() -> Parser:
     parser = Parser(
         "generate",
-        "Complete prompts, in UTF-8. A line of text is a prompt; of JSON lines it is `prompt`"
-        " (text or token ids), `prompt_token_ids` or `messages`, and other keys are copied to the"
+        "Complete prompts, in UTF-8. Each line is a prompt: text, or a JSON object with `prompt`"
+        " (text or token ids), `prompt_token_ids` or `messages`. Its other keys are copied to the"
         " output.",
     )
     parser.epilog = (
@@ -89,12 +89,16 @@ def _parser() -> Parser:
         "  n=N                   samples of each prompt\n"
         f"  {_STEP_TOKENS}=N   most tokens of one step of the engine\n"
     )
-    parser.add_argument("--input", metavar="FILE", help="prompts (stdin)")
-    parser.add_argument("--output", metavar="FILE", help="samples, as JSON lines (stdout)")
-    parser.add_argument("--token-ids", action="store_true", help="bring ids of prompt and output")
-    parser.add_argument("--logprobs", action="store_true", help="bring the log-prob of each token")
+    parser.add_argument("--input", metavar="FILE", help="file of prompts (default: stdin)")
     parser.add_argument(
-        "--versions", action="store_true", help="bring the weights version of each token"
+        "--output", metavar="FILE", help="file for the samples, as JSON lines (default: stdout)"
+    )
+    parser.add_argument(
+        "--token-ids", action="store_true", help="add token ids of prompt and output"
+    )
+    parser.add_argument("--logprobs", action="store_true", help="add the log-prob of each token")
+    parser.add_argument(
+        "--versions", action="store_true", help="add the weights version of each token"
     )
     return parser
 
@@ -109,7 +113,7 @@ def _generate(
     *,
     is_json: bool,
 ) -> int:
-    """Write all samples in the order of the prompts, each as soon as those before it are there."""
+    """Write all samples in the order of the prompts, each as early as that order allows."""
     start, counts = time.monotonic(), _Counts()
     n = more.get("n", 1)
     group_ids = llm.submit(
@@ -156,7 +160,7 @@ class _Counts:
 
 @contextmanager
 def _progress(num_prompts: int, *, is_shown: bool) -> Iterator[Any]:
-    """A live bar on stderr. Yields advance(num_tokens), to be called for each finished prompt."""
+    """Show a live bar on stderr. Yields advance(num_tokens), to call for each finished prompt."""
     columns = (
         *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),

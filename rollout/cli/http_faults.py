@@ -1,4 +1,4 @@
-"""named_http_faults: what goes wrong on the way to a server, as errors that main reports."""
+"""named_http_faults: turns errors of an HTTP client into errors that main reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.errors import RolloutError
 
 @contextmanager
 def named_http_faults(url: str) -> Iterator[None]:
-    """Raise aiohttp's errors as RolloutError, but those that are OSErrors as they are."""
+    """Raise aiohttp's errors as RolloutError, except those that are OSErrors."""
     try:
         yield
     except aiohttp.ClientError as error:

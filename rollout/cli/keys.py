@@ -11,17 +11,17 @@ from rollout.coordinator.net.key_folder import CLIENT, ENGINE, create_key_folder
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 0 once the keys are there."""
+    """Make the keys, print where they are and return 0."""
     parser = Parser(
         "keys",
-        "Make the keys of a fleet: rollout keys DIR [NAME ...]. DIR stays with the coordinator;\n"
+        "Make the keys of a fleet: rollout keys DIR [NAME ...]. DIR is for the coordinator;\n"
         f"DIR/NAME goes to the hosts of the peer NAME ({ENGINE} and {CLIENT}, if none is named).\n"
-        "Called again it adds peers, which a running coordinator lets in. A peer whose file is\n"
+        "A second call adds peers, which a running coordinator accepts. A peer whose file is\n"
         "removed from DIR/allowed is refused from then on.",
     )
     given = parser.parse(words)
     if not given.settings:
-        raise UsageError("give the folder that is to have the keys: rollout keys DIR")
+        raise UsageError("give a folder for the keys: rollout keys DIR")
     folder, *names = given.settings
     peers = names or [ENGINE, CLIENT]
     create_key_folder(folder, peers)

@@ -1,4 +1,4 @@
-"""main: finds the command, runs it, and turns errors into one line and an exit code."""
+"""main: runs a command, and reports errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 from rollout import __version__
 from rollout.cli.settings import UsageError
@@ -19,17 +20,21 @@ USAGE, FAULT, INTERRUPTED = 2, 1, 130
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "complete prompts of a file or of stdin, as JSON lines",
-    "bench": "measure throughput and latency, in this process or of a server",
-    "explain": "show what a config comes to on this machine, and why",
+    "bench": "measure throughput and latency of an engine or a server",
+    "explain": "show what a config resolves to on this machine, and why",
     "top": "watch a fleet in the terminal",
-    "coordinator": "stand between clients and engines that join by address",
-    "engine": "serve a coordinator with one engine",
+    "coordinator": "distribute requests of clients to engines that join by address",
+    "engine": "run one engine of a fleet",
     "keys": "make the keys of a fleet over several hosts",
 }
 
 
+# Installed packages add commands by this group of entry points: `run(arguments) -> exit code` each.
+ENTRY_POINTS = "rollout.commands"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 2 for a mistake of the user, 1 for other faults.
+    """Run one command. Returns 0, 2 for a mistake of the user, 1 for other errors.
 
     Errors are one line on stderr, with `--json` a JSON object.
     """
@@ -55,24 +60,37 @@ def _run(words: list[str]) -> int:
     if name in ("-V", "--version"):
         print(f"rollout {__version__}")
         return 0
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(COMMANDS)}"
+    if name in COMMANDS:
+        run = import_module(f"rollout.cli.{name}").run
+    elif name in (others := _commands_of_packages()):
+        run = others[name].load()
+    else:
+        known = [*COMMANDS, *others]
+        nearest = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(known)}"
         raise UsageError(f"unknown command {name!r}; {remedy}")
-    exit_code: int = import_module(f"rollout.cli.{name}").run(rest)
+    exit_code: int = run(rest)
     return exit_code
+
+
+def _commands_of_packages() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def _help() -> str:
     lines = [f"  {name:<13}{about}" for name, about in COMMANDS.items()]
+    lines += [
+        f"  {name:<13}a command of {entry.module}"
+        for name, entry in sorted(_commands_of_packages().items())
+    ]
     return "\n".join(
         [
             "usage: rollout COMMAND [options] key=value ...",
             "",
             *lines,
             "",
-            "rollout COMMAND --help tells more. Settings are written key=value: every field of",
-            "InferenceConfig, and those that the command adds.",
+            "`rollout COMMAND --help` lists the settings of a command, written key=value: every",
+            "field of InferenceConfig, and the command's own.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What a benchmark measures of its requests, as percentiles, JSON and a table."""
+"""The measurements of a benchmark, as percentiles, JSON and a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Seconds; None of what no request has."""
+    """Percentiles in seconds; None without any value."""
 
     p50: float | None
     p90: float | None
@@ -46,8 +46,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A whole run. `seconds` is wall clock; `cpu_seconds`, where it is known, those of the process
-    that ran the engine. `first_error` is one of the failed requests', None if there are none."""
+    """The measurements of a run.
+
+    seconds: wall clock. cpu_seconds: CPU time of the process that ran the engine, None if unknown.
+    first_error: an error of a failed request, None without failures.
+    """
 
     num_requests: int
     num_failed: int

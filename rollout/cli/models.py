@@ -14,7 +14,7 @@ from rollout.config import InferenceConfig
 MODEL_HELP = """\
 settings:
   model=DIR, or DIR     a Hugging Face directory (config.json, *.safetensors)
-  tokenizer=DIR         where tokenizer.json is, unless in the model's directory
+  tokenizer=DIR         directory of tokenizer.json, if not the model's
   data_parallel_size=N  engine processes
   and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16
 """
@@ -24,12 +24,12 @@ FLEET_KINDS: Kinds = keywords_of(AsyncLLM.__init__, without=("use_coordinator", 
 
 
 def llm_kinds() -> Kinds:
-    """Names and types of all settings that `make_llm` takes."""
+    """Return names and types of all settings that `make_llm` takes."""
     return {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
 
 
 def with_model(words: Sequence[str]) -> list[str]:
-    """Return settings in which a word alone, as in `rollout serve DIR`, is the model."""
+    """Return the settings with the first word without "=", as in `rollout serve DIR`, as model."""
     alone = next((index for index, word in enumerate(words) if "=" not in word), None)
     return [f"model={word}" if index == alone else word for index, word in enumerate(words)]
 
@@ -43,7 +43,7 @@ def model_of(values: Mapping[str, Any]) -> str:
 
 
 def is_fleet(values: Mapping[str, Any]) -> bool:
-    """Whether the settings speak of engine processes behind a coordinator."""
+    """Return whether a setting needs engine processes behind a coordinator."""
     return not FLEET_KINDS.keys().isdisjoint(values)
 
 

@@ -17,7 +17,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One prompt: text or token ids. `columns` are what else its JSON line holds."""
+    """One prompt: text or token ids. columns: the other keys of its JSON line."""
 
     prompt: str | list[int]
     columns: Mapping[str, Any]
@@ -25,7 +25,7 @@ class PromptLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputColumns:
-    """What a sample brings besides its text."""
+    """The columns of a sample besides its text."""
 
     token_ids: bool
     log_probs: bool
@@ -40,8 +40,8 @@ def read_prompts(
 ) -> Iterator[PromptLine]:
     """Yield the prompts of `lines`: of JSON lines if the first one begins with "{", else of text.
 
-    Lines are UTF-8, the first one also with a byte order mark. Blank lines are left out. `source`
-    is what errors call the lines. Raises UsageError, which names the line.
+    Lines are UTF-8, the first one also with a byte order mark. Blank lines are skipped. source:
+    name of the lines in errors. Raises UsageError, which names the line.
     """
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):
@@ -104,7 +104,7 @@ def sample_row(
     request: DynamicInferenceRequest,
     wanted: OutputColumns,
 ) -> dict[str, Any]:
-    """Return the JSON object of one sample. `index` is that of its prompt."""
+    """Return the JSON object of one sample. index: its prompt's index."""
     row: dict[str, Any] = {
         "prompt": line.prompt,
         **line.columns,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,15 +19,18 @@ from rollout.serve.openai.chat_template import load_template
 from rollout.serve.server import require_free_address
 from rollout.text import tokenizer_of
 
-SERVE_KINDS: Kinds = fields_of(ServeConfig)
+_OF_SERVER = fields_of(ServeConfig)
+# With the former name of `protocols`, which ServeConfig still takes.
+SERVE_KINDS: Kinds = {**_OF_SERVER, "doors": _OF_SERVER["protocols"]}
 _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
 
 
 def run(words: Sequence[str]) -> int:
-    """Returns 0 once all requests have been answered, or aborted after `drain_timeout_s`."""
+    """Serve until SIGTERM or Ctrl-C. Returns 0 once all requests are answered, or aborted after
+    `drain_timeout_s`."""
     parser = Parser(
         "serve",
-        "Serve a model over HTTP. SIGTERM lets the running requests end, then exits with 0.",
+        "Serve a model over HTTP. After SIGTERM running requests end, then the exit code is 0.",
     )
     parser.epilog = f"{MODEL_HELP}of the server:\n{help_of(ServeConfig)}"
     given = parser.parse(words)
@@ -34,6 +38,10 @@ def run(words: Sequence[str]) -> int:
     of_server, of_llm = read_settings(words, SERVE_KINDS, llm_kinds(), hints=_HINTS)
     # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
+    if "doors" in of_server:
+        if not given.json:  # whose stderr is JSON
+            print("doors= is deprecated; write protocols=", file=sys.stderr)
+        of_server.setdefault("protocols", of_server.pop("doors"))
     config = ServeConfig(**of_server)
     # Here, since engines may take minutes to start.
     of_llm["tokenizer"] = tokenizer_of(model_of(of_llm), of_llm.get("tokenizer"))

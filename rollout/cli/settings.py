@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
-from rollout.keyword_hints import hint_of
+from rollout.keyword_hints import field_types, hint_of, is_union, remedy_of_unknown
 
 _HELP_INDENT, _HELP_WIDTH = 36, 100
 # "name: text" or "name, name: text", with the lines below that are indented.
@@ -30,11 +29,11 @@ Kinds = Mapping[str, Any]
 
 
 class UsageError(Exception):
-    """The command line is not one that the command takes."""
+    """A command line that the command does not accept."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are UsageErrors, with `--json` and settings as arguments."""
+    """An ArgumentParser that raises UsageError, with `--json` and settings as arguments."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -50,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Raises UsageError, for an option that is meant as a setting with its right form."""
+        """Return the parsed words. Raises UsageError; for an unknown option it shows the form of a
+        setting."""
         given, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
@@ -62,15 +62,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
-    """The fields of a dataclass, with their types."""
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    return {name: hints[name] for name in names if name not in without}
+    """Return the fields of a dataclass with their types."""
+    return {name: each for name, each in field_types(kind).items() if name not in without}
 
 
 def help_of(kind: type) -> str:
-    """Return a line for each field of a dataclass: its default, and what its docstring says of it
-    first.
+    """Return a line for each field of a dataclass: its default, and the first sentence about it in
+    the docstring.
     """
     told = {
         name: text
@@ -95,7 +93,7 @@ def help_of(kind: type) -> str:
 
 
 def keywords_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> Kinds:
-    """The keyword-only parameters of a function, with their types."""
+    """Return the keyword-only parameters of a function with their types."""
     hints = typing.get_type_hints(function)
     return {
         name: hints[name]
@@ -111,13 +109,13 @@ def read_settings(
 
     `hints`: other systems' names for settings. Raises UsageError for a word that is no setting, for
     an unknown name, with the nearest one, for a name given twice, and for a value of another type.
-    Keys that are not given are those of ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY.
+    API keys that are not given are read from ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY.
     """
     found: list[dict[str, Any]] = [{} for _ in groups]
     for word in words:
         name, is_setting, text = word.partition("=")
         if not is_setting:
-            raise UsageError(f"{word!r} is no setting: settings are written key=value")
+            raise UsageError(f"{word!r} is not a setting: settings are written key=value")
         owners = [index for index, group in enumerate(groups) if name in group]
         if not owners:
             raise _unknown(name, text, groups, hints or {})
@@ -141,7 +139,7 @@ def require(values: Mapping[str, Any], name: str, example: str) -> Any:
 
 def value_of(name: str, text: str, kind: Any) -> Any:
     """Return `text` as a value of type `kind`. Raises UsageError."""
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None
     if bool in options and text.lower() in _SWITCH:
@@ -167,14 +165,9 @@ def value_of(name: str, text: str, kind: Any) -> Any:
 def _unknown(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, str]) -> UsageError:
     if name in hints:
         return UsageError(hint_of(name, text, hints))
-    known = [known for group in groups for known in group]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    remedy = f"did you mean {nearest[0]}?" if nearest else "see --help"
+    known = (known for group in groups for known in group)
+    remedy = remedy_of_unknown(name, known, "see --help", cutoff=0.5)
     return UsageError(f"{name}={text} is unknown; {remedy}")
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def _is_container(kind: Any) -> bool:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from rollout.cli.http_faults import named_http_faults
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
+from rollout.coordinator.client.fleet_stats import fleet_stats
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
 from rollout.coordinator.net.security import CurveKeys
@@ -28,15 +29,17 @@ _BAR_WIDTH = 20
 
 
 def run(words: Sequence[str]) -> int:
-    """Shows snapshots until Ctrl-C, or `count` of them."""
+    """Show snapshots until Ctrl-C, or `count` of them."""
     parser = Parser(
         "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
     )
     parser.epilog = (
-        "settings:\n  interval_s=1 count=N (snapshots; none: until Ctrl-C)\n"
-        "  of a server with a key: set ROLLOUT_API_KEY to it\n"
+        "settings:\n  interval_s=1 count=N (snapshots; default: until Ctrl-C)\n"
+        "  set ROLLOUT_API_KEY for a server that needs a key\n"
     )
-    parser.add_argument("--keys", metavar="DIR", help="keys of a client, of `rollout keys`")
+    parser.add_argument(
+        "--keys", metavar="DIR", help="folder of a client's keys, made by `rollout keys`"
+    )
     given = parser.parse(words)
     targets = [word for word in given.settings if _is_target(word)]
     if len(targets) != 1:
@@ -62,11 +65,11 @@ def _is_target(word: str) -> bool:
 async def of_coordinator(
     address: str, interval_s: float, curve: CurveKeys | None = None
 ) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield snapshots that the engines are asked for. Raises CoordinatorLostError."""
+    """Yield a snapshot of the engines' counters each `interval_s`. Raises CoordinatorLostError."""
     view = FleetView()
     async with InferenceClient(address, name="top", curve=curve) as client:
         while True:
-            yield view.snapshot(await client.engine_stats())
+            yield view.snapshot(fleet_stats(await client.engine_stats()))
             await asyncio.sleep(interval_s)
 
 
@@ -130,7 +133,7 @@ def view_of(snapshot: FleetSnapshot) -> RenderableType:
 
 
 def _reason(name: str) -> str:
-    """`num_unknown_keys` as words."""
+    """Return the name of a counter such as `num_unknown_keys` as words."""
     return name.removeprefix("num_").replace("_", " ")
 
 

@@ -1,1 +1,1 @@
-"""The only place that knows brain and muscle: requests in, steps, records out."""
+"""The engine: requests go in, the scheduler plans steps, the executor runs them."""

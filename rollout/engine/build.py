@@ -25,16 +25,16 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.spec import ModelSpec, union_of_ids
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.scheduling.scheduler import Scheduler
-from rollout.step.seeds import given_or_drawn, mix_seed
+from rollout.step.seeds import given_or_drawn
+from rollout.tensor_parallel.spmd_executor import SpmdExecutor
 from rollout.tensor_parallel.spmd_follower import SpmdFollower
 from rollout.tensor_parallel.spmd_group import join_as_follower, join_as_lead, num_spmd_ranks
-from rollout.tensor_parallel.spmd_muscle import SpmdMuscle
 from rollout.tensor_parallel.start import start_group
 from rollout.text import Tokenizer
 from rollout.weights.served import ServedWeights
 from rollout.weights.update import MAX_VERSION
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,7 @@ class DynamicInferenceEngine(Engine):
                 "pg_collection needs an LLM, whose verbs all ranks call; an engine that rank 0 "
                 "steps by itself would wait for the others"
             )
-        return cls._made_of(*_muscle_of(model, config, weights_version), config, tokenizer)
-
-    def seed_of_next_client(self) -> int:
-        """Return a seed for a client that names the seeds of this engine's requests from now on. It
-        follows from the engine's own and repeats no request that the engine has had."""
-        return mix_seed(self.seed, self._inputs.num_submitted, 0)
+        return cls._made_of(*_executor_of(model, config, weights_version), config, tokenizer)
 
     @property
     def shared_settings(self) -> dict[str, str]:
@@ -98,19 +93,19 @@ class DynamicInferenceEngine(Engine):
         inference_config: InferenceConfig,
         tokenizer: Tokenizer | None,
         weights_version: int,
-    ) -> tuple[DynamicInferenceEngine, SpmdMuscle]:
+    ) -> tuple[DynamicInferenceEngine, SpmdExecutor]:
         """Return the engine of rank 0 of `pg_collection.tp`, and what tells the other ranks of its
         verbs. Raises as `join_as_lead` does."""
         _check_version(weights_version)
-        loaded, sizes, muscle = join_as_lead(model, inference_config, weights_version)
-        return cls._made_of(loaded, sizes, muscle, inference_config, tokenizer), muscle
+        loaded, sizes, executor = join_as_lead(model, inference_config, weights_version)
+        return cls._made_of(loaded, sizes, executor, inference_config, tokenizer), executor
 
     @classmethod
     def _made_of(
         cls,
         loaded: LoadedModel,
         sizes: EngineSizes,
-        muscle: Muscle,
+        executor: Worker,
         config: InferenceConfig,
         tokenizer: Tokenizer | None,
     ) -> DynamicInferenceEngine:
@@ -134,16 +129,16 @@ class DynamicInferenceEngine(Engine):
             outputs=outputs,
             pipeline=StepPipeline(
                 scheduler=scheduler,
-                muscle=muscle,
+                executor=executor,
                 outputs=outputs,
                 counters=counters,
                 guard=guard,
             ),
-            muscle=muscle,
+            executor=executor,
             suspension=Suspension(
                 scheduler=scheduler,
                 outputs=outputs,
-                muscle=muscle,
+                executor=executor,
                 default_mode=config.kv_cache_management_mode,
                 keeps_addresses=config.static_kv_memory_pointers
                 and not backend.memory.has_stable_addresses,
@@ -171,15 +166,15 @@ def follower_of(
     return join_as_follower(model, config, weights_version)
 
 
-def _muscle_of(
+def _executor_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
-) -> tuple[LoadedModel, EngineSizes, Muscle]:
+) -> tuple[LoadedModel, EngineSizes, Worker]:
     """Load the model and choose its products, here or on as many ranks as `config` asks for."""
     if config.tensor_parallel_size > 1:
         return start_group(model, config, weights_version)
     loaded = load_model(model, config, weights_version)
     loaded.model.prepare(loaded.backend)
-    return loaded, loaded.sizes, Muscle(*runner_of(loaded, loaded.sizes), loaded.weights)
+    return loaded, loaded.sizes, Worker(*runner_of(loaded, loaded.sizes), loaded.weights)
 
 
 def _check_version(weights_version: int) -> None:

@@ -20,7 +20,7 @@ from rollout.control.reports import (
 from rollout.control.state import EngineState, StateMachine
 from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
-from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest, Prompt
+from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.pipeline import StepPipeline
 from rollout.engine.suspension import Suspension
@@ -29,10 +29,11 @@ from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.scheduler import Scheduler
+from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, next_version
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 _CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names
@@ -54,7 +55,7 @@ class Engine:
         scheduler: Scheduler,
         outputs: OutputProcessor,
         pipeline: StepPipeline,
-        muscle: Muscle,
+        executor: Worker,
         suspension: Suspension,
         counters: EngineCounters,
         guard: CallGuard,
@@ -62,7 +63,7 @@ class Engine:
     ) -> None:
         self._inputs, self._scheduler, self._outputs = inputs, scheduler, outputs
         self.seed = inputs.seed  # requests without one derive theirs from it
-        self._pipeline, self._muscle, self._weights = pipeline, muscle, muscle.weights
+        self._pipeline, self._executor, self._weights = pipeline, executor, executor.weights
         self._suspension, self._counters, self._guard = suspension, counters, guard
         self._max_kv_staleness_versions = max_kv_staleness_versions
         self._machine = StateMachine()
@@ -239,7 +240,7 @@ class Engine:
     def check_ranks(self) -> None:
         """Raise LockstepError if a rank is gone, which only steps would notice. The same thread
         steps."""
-        self._muscle.check_ranks()
+        self._executor.check_ranks()
 
     # ---- states
 
@@ -268,7 +269,7 @@ class Engine:
         on a CPU. Legal in RUNNING and PAUSED."""
         self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="warm up")
         self._pipeline.commit_all()
-        return self._muscle.warm_up()
+        return self._executor.warm_up()
 
     def measure_step(self) -> None:
         """Measure a step of one token without any request, for `longest_step_s`. Legal in RUNNING
@@ -336,7 +337,7 @@ class Engine:
                     logger.exception("a step in flight failed; the engine stops all the same")
         with self._machine.command("stop"):
             pass
-        self._muscle.close()
+        self._executor.close()
 
     # ---- weights
 
@@ -347,7 +348,7 @@ class Engine:
 
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
-        return self._muscle.weights_checksum()
+        return self._executor.weights_checksum()
 
     def weight_checksums(self, start: int = 0) -> WeightChecksums:
         """Return the checksum of each weight, of at most 2,048 from the one at `start` on. Equal
@@ -357,7 +358,7 @@ class Engine:
         """
         names = self._weights.names
         return WeightChecksums(
-            checksums=self._muscle.weight_checksums(names[start : start + _CHECKSUMS_PER_PAGE]),
+            checksums=self._executor.weight_checksums(names[start : start + _CHECKSUMS_PER_PAGE]),
             num_weights=len(names),
             version=self.weights_version,
         )
@@ -371,7 +372,7 @@ class Engine:
         self._machine.require(*_QUIET, to="set the generation epoch")
         with self._guard.change("set_generation_epoch"):
             with self._guard.undoing():
-                self._muscle.set_version(version)
+                self._executor.set_version(version)
             self._after_new_version()
 
     def update_weights(
@@ -399,7 +400,7 @@ class Engine:
         to end staging. `source_checksum` is that of the publisher, "" if unknown. Raises
         WeightUpdateError naming the tensor at fault.
         """
-        return self._muscle.stage_weights(named_tensors, check, source_checksum)
+        return self._executor.stage_weights(named_tensors, check, source_checksum)
 
     def commit_weights(
         self, staged: StagedWeights, version: int | None = None, in_flight: bool = False
@@ -416,7 +417,7 @@ class Engine:
         start, stall_start = time.perf_counter(), self._stall_start(staged)
         with self._guard.change("commit_weights"):
             with self._guard.undoing():
-                num_bytes = self._muscle.commit_weights(staged, version)
+                num_bytes = self._executor.commit_weights(staged, version)
             self._after_new_version()
         end = time.perf_counter()
         report = WeightUpdateReport(
@@ -490,13 +491,13 @@ class Engine:
             *(self.state, self.weights_version, counts, num_captures),
             max_sequence_length=self._inputs.max_sequence_length,
             block_size_tokens=self.block_size_tokens,
-            ranks=self._muscle.rank_uses() if of_ranks else (),
+            ranks=self._executor.rank_uses() if of_ranks else (),
             routing_bytes=self._scheduler.num_routing_bytes,
         )
 
     def kv_data_ptrs(self) -> dict[str, int]:
         """Return the address of every KV tensor, by name; empty while they are released."""
-        return self._muscle.kv.data_ptrs()
+        return self._executor.kv.data_ptrs()
 
     def weight_data_ptrs(self) -> dict[str, int]:
         """Return the address of every weight by its Hugging Face name; tied ones have the same."""

@@ -19,9 +19,8 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import Admission, AdmissionLimits, admit, check_well_formed
 from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer, encode_prompt
+from rollout.text import Prompt, Tokenizer, encode_prompt
 
-Prompt = str | Sequence[int]
 Group = tuple[Prompt, Sequence[SamplingParams]]
 StopWordIds = tuple[tuple[int, ...], ...]
 

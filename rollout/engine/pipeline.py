@@ -18,7 +18,7 @@ from rollout.errors import LockstepError
 from rollout.scheduling.scheduler import Scheduler
 from rollout.step.output import StepOutput
 from rollout.step.plan import EMPTY, StepPlan
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +98,12 @@ class StepPipeline:
         self,
         *,
         scheduler: Scheduler,
-        muscle: Muscle,
+        executor: Worker,
         outputs: OutputProcessor,
         counters: EngineCounters,
         guard: CallGuard,
     ) -> None:
-        self._scheduler, self._muscle, self._guard = scheduler, muscle, guard
+        self._scheduler, self._executor, self._guard = scheduler, executor, guard
         self._outputs, self._counters = outputs, counters
         self._faults = FaultIsolation()
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepOutput]]] = deque()
@@ -117,7 +117,7 @@ class StepPipeline:
     @property
     def num_graph_captures(self) -> int:
         """Steps captured so far; 0 where steps run eagerly."""
-        return self._muscle.num_graph_captures
+        return self._executor.num_graph_captures
 
     def step(self, weights_version: int) -> None:
         """Launch what may run, then commit the oldest result. Nothing happens when idle.
@@ -127,7 +127,7 @@ class StepPipeline:
         with self._guard.change("step"):
             start = time.perf_counter()
             alone = self._faults.next_alone()
-            max_in_flight = 2 if self._muscle.overlaps and alone is None else 1
+            max_in_flight = 2 if self._executor.overlaps and alone is None else 1
             while len(self._in_flight) < max_in_flight and self._launch(alone, weights_version):
                 pass
             if self._in_flight:
@@ -146,9 +146,9 @@ class StepPipeline:
         that is measured. No plan may be in flight."""
         plan, _ = _scratch_plans(weights_version)
         with self._guard.change("measure_step"):
-            self._muscle.launch(plan)()  # which may reserve memory and compile
+            self._executor.launch(plan)()  # which may reserve memory and compile
             start = time.perf_counter()
-            self._muscle.launch(plan)()
+            self._executor.launch(plan)()
         self._counters.step_times.add(1, time.perf_counter() - start)
 
     def suspects(self) -> list[int]:
@@ -179,7 +179,7 @@ class StepPipeline:
         if schedule.plan is None:
             return False
         try:
-            self._in_flight.append((schedule.plan, self._muscle.launch(schedule.plan)))
+            self._in_flight.append((schedule.plan, self._executor.launch(schedule.plan)))
         except BaseException as error:
             self._recover(error, weights_version)
             return False
@@ -246,7 +246,7 @@ class StepPipeline:
         """Run a prefill and a decode step without any request. Returns False if one fails."""
         try:
             for plan in _scratch_plans(weights_version):
-                self._muscle.launch(plan)()
+                self._executor.launch(plan)()
         except Exception:
             logger.exception("a step without any request fails as well: the device is at fault")
             return False

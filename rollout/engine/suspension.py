@@ -10,7 +10,7 @@ from rollout.control.reports import MemoryStatus, ResumeReport, SuspendReport
 from rollout.engine.output_processor import OutputProcessor
 from rollout.errors import ConfigError
 from rollout.scheduling.scheduler import Scheduler
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 KV_CACHE, WEIGHTS = OWNERS = ("kv_cache", "weights")
 _Mode = KVCacheManagementMode
@@ -31,12 +31,12 @@ class Suspension:
         *,
         scheduler: Scheduler,
         outputs: OutputProcessor,
-        muscle: Muscle,
+        executor: Worker,
         default_mode: KVCacheManagementMode,
         keeps_addresses: bool,
     ) -> None:
         self._scheduler, self._outputs = scheduler, outputs
-        self._muscle = muscle
+        self._executor = executor
         self._keeps_addresses = keeps_addresses
         self._default_mode = self._mode = default_mode
         self._num_requeued = 0  # since the KV was last in place
@@ -69,18 +69,18 @@ class Suspension:
         num_resident = 0
         if WEIGHTS in release and WEIGHTS not in self._released:
             self._begin_release(WEIGHTS)
-            num_resident += self._muscle.num_resident_bytes(of_weights=True)
-            released[WEIGHTS] = self._muscle.release_weights(discard=discard)
+            num_resident += self._executor.num_resident_bytes(of_weights=True)
+            released[WEIGHTS] = self._executor.release_weights(discard=discard)
             self._released.add(WEIGHTS)
         is_in_place = KV_CACHE not in self._released or self._mode is _Mode.PERSIST
         if KV_CACHE in release and is_in_place:
             self._begin_release(KV_CACHE)
             self._mode = chosen
             if chosen is not _Mode.PERSIST:
-                num_resident += self._muscle.num_resident_bytes(of_weights=False)
+                num_resident += self._executor.num_resident_bytes(of_weights=False)
             released[KV_CACHE] = self._release_kv()
             self._released.add(KV_CACHE)
-        kept, status = self._muscle.after_suspend(), self.status()
+        kept, status = self._executor.after_suspend(), self.status()
         return SuspendReport(
             mode=self._mode.value,
             seconds=time.perf_counter() - start,
@@ -102,7 +102,7 @@ class Suspension:
             if owner in self._to_restore and only in (owner, None):
                 restored[owner] = self._restore(owner)
         is_complete = was_incomplete and not self._to_restore
-        graphs_recaptured = self._muscle.after_resume() if is_complete else 0
+        graphs_recaptured = self._executor.after_resume() if is_complete else 0
         num_requeued = 0
         if KV_CACHE not in self._to_restore:
             num_requeued, self._num_requeued = self._num_requeued, 0
@@ -126,16 +126,16 @@ class Suspension:
 
         Otherwise O(offloaded blocks).
         """
-        kv, manager = self._muscle.kv, self._scheduler.kv_cache_manager
+        kv, manager = self._executor.kv, self._scheduler.kv_cache_manager
         # Every used block has its copy there, so more copies are those of others.
         if kv.num_offloaded_bytes > manager.num_used_blocks * kv.bytes_per_block:
             manager.drop_unused_blocks()  # no later request may find what is freed now
             unused = [block for block in kv.offloaded_blocks if not manager.num_users(block)]
-            self._muscle.discard_kv(unused)
+            self._executor.discard_kv(unused)
 
     def status(self) -> MemoryStatus:
         """Return where the memory of both owners is now."""
-        use, weights = self._muscle.memory_use(), self._muscle.weights
+        use, weights = self._executor.memory_use(), self._executor.weights
         return MemoryStatus(
             resident_bytes={KV_CACHE: use.kv, WEIGHTS: use.weights},
             bytes_on_host={KV_CACHE: use.kv_on_host, WEIGHTS: use.weights_on_host},
@@ -159,7 +159,7 @@ class Suspension:
         """Return the number of bytes that were copied or made usable again."""
         self._released.discard(owner)
         if owner == WEIGHTS:
-            num_bytes = self._muscle.restore_weights()
+            num_bytes = self._executor.restore_weights()
         else:
             num_bytes = self._restore_kv()
         self._to_restore.remove(owner)
@@ -175,16 +175,16 @@ class Suspension:
             self._num_requeued += len(requeued)
         self._scheduler.kv_cache_manager.drop_unused_blocks()
         if self._mode is _Mode.OFFLOAD:
-            self._muscle.offload_kv(self._scheduler.kv_cache_manager.used_blocks())
-        return self._muscle.release_kv()
+            self._executor.offload_kv(self._scheduler.kv_cache_manager.used_blocks())
+        return self._executor.release_kv()
 
     def _restore_kv(self) -> int:
         """Undo `_release_kv`. Returns the number of bytes restored."""
         if self._mode is _Mode.PERSIST:
             return 0
-        num_bytes = self._muscle.restore_kv()
+        num_bytes = self._executor.restore_kv()
         if self._mode is _Mode.OFFLOAD:
-            num_bytes = self._muscle.onload_kv()
+            num_bytes = self._executor.onload_kv()
         return num_bytes
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:

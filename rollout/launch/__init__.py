@@ -1,1 +1,1 @@
-"""Where the engines of a fleet run, and what starts them again."""
+"""Launchers start and restart the engines of a fleet: here, or on Ray, Slurm or torchrun."""

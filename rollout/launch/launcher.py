@@ -1,4 +1,4 @@
-"""Launcher: the protocol of what starts the engines of a fleet, on this machine or on others."""
+"""Launcher: the protocol that starts the engines of a fleet, on this machine or on others."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """What all engines of a fleet are started with.
+    """The arguments with which a launcher starts each engine of a fleet.
 
-    `module`: its `run_engine(address, **arguments, on_registered=...)` is an engine from its start
-    to its end. `arguments`: all others of that function, among them the CURVE keys of the fleet's
-    engines, if it has keys. They may be the trainer's own model: what goes elsewhere is copied
-    before `launch` returns. `num_gpus`: on which each engine computes.
+    `module`: name of a module whose `run_engine(address, **arguments, on_registered=...)` runs an
+    engine until it ends. `arguments`: the keyword arguments of `run_engine`, including the CURVE
+    keys of the fleet's engines, if it has keys. An argument may be the trainer's own model:
+    arguments for other processes are copied before `launch` returns. `num_gpus`: GPUs of each
+    engine.
 
-    `address`: of the coordinator, in the future, since an engine can begin to start before.
-    `max_restarts`: how often an engine that ends is started again. `start_timeout_s`: how long one
-    may take from its start until the fleet has it.
-    `on_end`: called with an engine's name once it is given up, from any thread, and with what has
-    ended it; None: it was told to end.
+    `address`: the future address of the coordinator; an engine may begin to start before it is
+    known. `max_restarts`: restarts of an engine that ends. `start_timeout_s`: seconds from an
+    engine's start until it must be registered with the fleet.
+    `on_end`: called once an engine has ended for good, from any thread, with the engine's name and
+    the reason; the reason is None after an orderly stop.
     """
 
     module: str
@@ -34,47 +35,48 @@ class EngineJob:
 
 
 class LaunchedEngine(Protocol):
-    """An engine that a launcher has started, through all its restarts."""
+    """One engine of a launcher, across its restarts."""
 
     name: str
     started: Future[Any]  # done once the fleet has it; raises what keeps it from starting
 
     @property
     def place(self) -> str:
-        """Where it runs now, for messages: "process 123"."""
+        """Return where the engine runs now, for messages: "process 123"."""
 
     def end_restarts(self) -> None:
-        """Start it no more from now on."""
+        """Disable restarts from now on."""
 
     def terminate(self) -> None:
-        """Ask it to end. Does nothing if it has ended; so does `kill`."""
+        """Ask the engine to end. Does nothing if it has ended; the same holds for `kill`."""
 
     def kill(self) -> None: ...
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended for good, which it does after `end_restarts`."""
+        """Wait until the engine has ended for good. Call `end_restarts` first."""
 
 
 class Launcher(Protocol):
-    """Starts engines that dial a coordinator. One is for one fleet at a time."""
+    """Starts engines that connect to a coordinator. A launcher serves one fleet at a time."""
 
     @property
     def host(self) -> str | None:
-        """The name or address of this machine that its engines can dial; None: they are all here.
+        """Return the name or address at which the engines reach this machine; None if all engines
+        run on this machine.
 
-        With a host, the fleet listens there unless it is told where, and has keys.
+        If it is not None, the coordinator listens there by default and the fleet has CURVE keys.
         """
 
     def num_threads(self, num_engines: int) -> int | None:
-        """How many threads each of so many engines gets, if the config says nothing; None: as many
-        as it finds processors."""
+        """Return the threads of each of `num_engines` engines whose config sets no number; None
+        leaves the choice to the engine, which takes all processors it finds."""
 
     def launch(self, job: EngineJob, num_engines: int) -> Sequence[LaunchedEngine]:
-        """Begin to start engines, without waiting for them. Those that it does not return come by
-        themselves, and are not watched.
+        """Begin to start engines and return without waiting for them. Engines that are not in the
+        returned list start by themselves and are not supervised.
 
-        Raises ConfigError if they cannot be started, and leaves none then.
+        Raises ConfigError if an engine cannot be started; no engine is left running then.
         """
 
     def close(self) -> None:
-        """Free what the engines, which have ended, were given. A second call does nothing."""
+        """Free the files and places of engines that have ended. A second call does nothing."""

@@ -13,10 +13,10 @@ from rollout.launch.supervised_process import SupervisedProcess
 
 
 class LocalLauncher:
-    """Starts engines here. They share the processors, and end with this process. Those that want
-    GPUs see their own alone.
+    """Starts engines as child processes. They share the processors and end with this process. An
+    engine with GPUs sees only its own.
 
-    One that fails is started again, so often in a row.
+    An engine that fails is restarted, at most `max_restarts` times in a row.
     """
 
     host: None = None
@@ -25,7 +25,8 @@ class LocalLauncher:
         return max(1, num_usable_cpus() // max(1, num_engines))
 
     def launch(self, job: EngineJob, num_engines: int) -> list[SupervisedProcess]:
-        """See Launcher. What keeps an engine from starting is raised by its `started`."""
+        """See Launcher. The error that keeps an engine from starting is raised by the engine's
+        `started` future."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
         address = job.address  # alone: the job has the trainer's model
 
@@ -46,7 +47,7 @@ class LocalLauncher:
         return engines
 
     def close(self) -> None:
-        """Nothing is left of processes that have ended."""
+        """No-op: a process that has ended leaves nothing to free."""
 
 
 def _process(

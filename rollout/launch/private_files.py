@@ -1,8 +1,8 @@
-"""Files through which a launcher gives engines their arguments and keys: for this user alone.
+"""Files with the arguments and keys of engines, readable and writable by this user only.
 
-Arguments hold objects of the user's own classes, so they are pickled, and whoever could write such
-a file could run code. The system is asked who could: the owner and the mode of the folder and of
-the file are checked whenever a file is read.
+Arguments may hold objects of the user's own classes, so they are pickled, and anyone who can write
+such a file can run code. Therefore each read checks the owner and the mode of the folder and of the
+file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]{32}")
 class PrivateFolder:
     """A folder that only this user can write. The file systems of several machines may share it.
 
-    A file is named by `write`, and `read` takes no other kind of name: no path leads out of the
-    folder.
+    `write` chooses the name of a file, and `read` accepts only such names, so no path leads out of
+    the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,8 +50,8 @@ class PrivateFolder:
         return name
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file that `write` has made. Raises ConfigError for another one,
-        and if others could have written it or can read it."""
+        """Return the content of a file that `write` made. Raises ConfigError for any other name,
+        and if another user could write or can read the file."""
         self._check()
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name of a file that a launcher has written")
@@ -69,7 +69,7 @@ class PrivateFolder:
             ) from error
 
     def remove(self, name: str) -> None:
-        """Remove a file. Does nothing if it is gone."""
+        """Remove a file. Does nothing if the file is gone."""
         (self.path / name).unlink(missing_ok=True)
 
     def _check(self) -> None:

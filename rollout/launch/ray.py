@@ -23,10 +23,10 @@ _MAX_REASON_CHARS = 300  # Ray's own may be pages
 class RayLauncher:
     """Starts engines as actors, anywhere in the cluster, in one placement group.
 
-    The coordinator stays with the caller. Engines dial its node over TCP, with CURVE keys that
-    they get through Ray, and must find the same packages and the model's files at their node.
-    Ray starts an actor that is lost again, `max_engine_restarts` times in all, without a pause.
-    Actors and places belong to the caller's Ray job and end with it, also if it is killed.
+    The coordinator stays with the caller. Engines connect to its node over TCP with CURVE keys,
+    which they get through Ray. Their nodes need the same packages and the model's files. Ray
+    restarts a failed actor without a pause, `max_engine_restarts` times in all. Actors and the
+    placement group belong to the caller's Ray job and end with it, also if it is killed.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class RayLauncher:
         runtime_env: Mapping[str, Any] | None = None,
         init: Mapping[str, Any] | None = None,
     ) -> None:
-        """num_cpus, num_gpus, resources: of each engine. num_gpus: None for one where the config's
-        device is a GPU, else none. strategy: of the placement group. runtime_env: of the actors.
-        init: arguments of ray.init, which is called, and undone by `close`, unless the caller has
-        called it.
+        """num_cpus, num_gpus, resources: resources of each engine. num_gpus=None means one GPU if
+        the config's device is a GPU, else none. strategy: strategy of the placement group.
+        runtime_env: runtime environment of the actors. init: arguments of ray.init. Unless the
+        caller has called ray.init, the launcher calls it, and `close` undoes it.
 
         Raises ConfigError if Ray is not installed.
         """
@@ -56,7 +56,7 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        """The address of this node, which joins the cluster if it has not. Raises ConfigError."""
+        """Return this node's address. Joins the cluster first if needed. Raises ConfigError."""
         if not self._ray.is_initialized():
             try:
                 self._ray.init(**self._init)
@@ -70,8 +70,8 @@ class RayLauncher:
         return max(1, int(self._num_cpus))
 
     def launch(self, job: EngineJob, num_engines: int) -> list[RayEngine]:
-        """See Launcher. Waits at most `job.start_timeout_s` seconds until Ray has a place for each
-        engine. Raises ConfigError."""
+        """See Launcher. Waits until Ray has reserved a place for each engine, at most
+        `job.start_timeout_s` seconds. Raises ConfigError."""
         if not num_engines:
             return []
         try:
@@ -103,7 +103,7 @@ class RayLauncher:
         return engines
 
     def close(self) -> None:
-        """Give the places back, and leave the cluster if it was joined here."""
+        """Remove the placement group, and leave the cluster if this launcher joined it."""
         if self._group is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.util.remove_placement_group(self._group)
@@ -113,8 +113,8 @@ class RayLauncher:
             self._ray.shutdown()
 
     def _bundle(self, num_gpus: float) -> dict[str, float]:
-        """What one engine needs of a node, as Ray names it; `num_gpus` unless it was told another
-        number. Raises ConfigError."""
+        """Return the resources of one engine under Ray's names. `num_gpus` applies unless the
+        launcher was given a number. Raises ConfigError."""
         if self._num_gpus is not None:
             num_gpus = self._num_gpus
         needs = {"CPU": self._num_cpus, "GPU": num_gpus, **self._resources}
@@ -141,7 +141,7 @@ class RayLauncher:
 
 
 class RayEngine:
-    """One actor, and the thread that waits for its end. See LaunchedEngine."""
+    """One actor and the thread that waits for its end. See LaunchedEngine."""
 
     def __init__(self, name: str, ray: Any, actor: Any, job: EngineJob) -> None:
         self.name, self._ray, self._actor = name, ray, actor
@@ -156,11 +156,12 @@ class RayEngine:
         return f"Ray actor {self._actor._actor_id.hex()}"
 
     def end_restarts(self) -> None:
-        """Ray goes on until `terminate`: it cannot be told otherwise."""
+        """No-op: Ray cannot disable the restarts of a running actor. It restarts it until
+        `terminate`."""
         self._is_ending.set()
 
     def terminate(self) -> None:
-        """End the actor for good. It says no goodbye, which its closed connection does as well."""
+        """Kill the actor for good. The coordinator notices its closed connection."""
         self._is_ending.set()
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._actor)
@@ -192,7 +193,7 @@ class RayEngine:
         self._on_end(self.name, reason)
 
     def _await_start(self, run: Any) -> None:
-        """Raises what keeps the engine from starting."""
+        """Wait until the engine is registered. Raises the error that keeps it from starting."""
         ends = [self._actor.registered.remote(), run]
         done, _ = self._ray.wait(ends, timeout=self._start_timeout_s)
         who = f"{self.name} ({self.place})"
@@ -206,10 +207,10 @@ class RayEngine:
             raise decode_error(fault)
 
     def _await_end(self, run: Any) -> None:
-        """Return once the engine was told to end. Raises RayError when Ray gives it up.
+        """Return once the engine has ended in order. Raises RayError when Ray stops restarting it.
 
-        Ray repeats `run` in the next process if one is lost. An engine that fails by itself leaves
-        its process, which is given up for the next one.
+        If a process dies, Ray repeats `run` in the next process. An engine that fails by an error
+        leaves its process running; that process is then killed so that Ray starts the next one.
         """
         while (fault := self._ray.get(run)) is not None:
             who, error = f"{self.name} ({self.place})", decode_error(fault)
@@ -222,14 +223,14 @@ class EngineActor:
     """An engine in the process of a Ray actor, in the thread of `run`."""
 
     def __init__(self, module: str, address: str, stored: list[Any]) -> None:
-        """`stored`: the reference to the pickled arguments. In a list, so that Ray does not fetch
-        them: it would hold them here for as long as the actor lives."""
+        """`stored`: a list with the reference to the pickled arguments. The list keeps Ray from
+        fetching them, which would hold them here for as long as the actor lives."""
         self._module, self._address, (self._stored,) = module, address, stored
         self._has_run, self._is_registered = False, threading.Event()
 
     def run(self) -> dict[str, Any] | None:
-        """Serve the coordinator until it says that all is over. Returns an error that ends it
-        before, encoded."""
+        """Serve the coordinator until it ends the fleet. Returns the encoded error if one ends the
+        engine before."""
         if self._has_run:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()
@@ -245,7 +246,7 @@ class EngineActor:
         return None
 
     def registered(self) -> None:
-        """Wait until the fleet has the engine. For a thread of its own."""
+        """Wait until the fleet has registered the engine. Runs on an actor thread of its own."""
         self._is_registered.wait()
 
 
@@ -260,5 +261,5 @@ def _imported_ray() -> Any:
 
 
 def _short(error: Exception) -> str:
-    """An error of Ray in one line."""
+    """Return an error of Ray as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]

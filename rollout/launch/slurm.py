@@ -25,11 +25,12 @@ _MAX_REASON_CHARS = 300
 
 
 class SlurmLauncher:
-    """Submits a job for each engine. The coordinator stays with the caller, in a job or not.
+    """Submits one Slurm job per engine. The coordinator stays with the caller, which may be a job
+    itself.
 
-    A job that ends with an error is submitted again, `max_engine_restarts` times. Engines must find
-    the same packages, the model's files and `folder` at their node. Jobs are cancelled when the
-    fleet ends; those of a caller that is killed end when their coordinator is gone.
+    A job that ends with an error is submitted again, `max_engine_restarts` times. The engines'
+    nodes need the same packages, the model's files and `folder`. Jobs are cancelled when the fleet
+    ends. If the caller is killed, its jobs end when their coordinator is gone.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class SlurmLauncher:
         host: str | None = None,
         **parameters: Any,
     ) -> None:
-        """folder: on a file system that all nodes share, for logs and for what engines are given,
-        their keys among it; it is made for this user alone, and refused if others can write it.
-        cluster: "local" for processes of this machine. host: what the engines dial, None for this
-        node's name. parameters: those of submitit's executors, as slurm_partition, timeout_min,
-        cpus_per_task, gpus_per_node.
+        """folder: a folder on a file system that all nodes share, for logs and for the engines'
+        arguments and keys. It is made for this user alone, and refused if others can write it.
+        cluster: "local" runs processes on this machine. host: the host to which engines connect;
+        None for this node's name. parameters: parameters of submitit's executors, such as
+        slurm_partition, timeout_min, cpus_per_task, gpus_per_node.
 
         Raises ConfigError, also if submitit is not installed.
         """
@@ -78,17 +79,16 @@ class SlurmLauncher:
         return [SlurmEngine(name, self._executor, self._folder.path, given, job) for name in names]
 
     def close(self) -> None:
-        """Remove what the engines were given. Logs stay."""
+        """Remove the files with the engines' arguments. Logs stay."""
         while self._given:
             self._folder.remove(self._given.pop())
 
 
 class SlurmEngine:
-    """The jobs of one engine, one after the other, and the thread that submits them. See
-    LaunchedEngine."""
+    """The successive jobs of one engine, and the thread that submits them. See LaunchedEngine."""
 
     def __init__(self, name: str, executor: Any, folder: Path, given: str, job: EngineJob) -> None:
-        """`given`: a file in `folder` with the engine's arguments."""
+        """`given`: name of the file in `folder` with the engine's arguments."""
         self.name, self._executor, self._folder, self._given = name, executor, folder, given
         self._module, self._address = job.module, job.address
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
@@ -136,7 +136,8 @@ class SlurmEngine:
         self._on_end(self.name, reason)
 
     def _run_all(self) -> str | None:
-        """Run the jobs to their end. Returns what has ended the last one; None: it was told to."""
+        """Run jobs until one ends in order or no restart is left. Returns the reason why the last
+        one ended; None after an orderly stop."""
         for num_restarts in range(self._max_restarts + 1):
             reason = self._run()
             if reason is None or self._is_ending.is_set():
@@ -146,7 +147,8 @@ class SlurmEngine:
         return reason
 
     def _run(self) -> str | None:
-        """Submit a job and wait for its end. Raises what keeps the first one from starting."""
+        """Submit a job, wait for its end and return its reason. Raises the error that keeps the
+        first job from starting."""
         mark = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._turn:
@@ -176,7 +178,8 @@ class SlurmEngine:
 
 
 def run_job(module: str, address: str, folder: str, given: str, mark: str) -> dict[str, Any] | None:
-    """In the job: an engine from its start to its end. Returns an error that ends it, encoded."""
+    """Run one engine until it ends; called inside the job. Returns the encoded error if one ended
+    it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         arguments = pickle.loads(PrivateFolder(folder).read(given))
@@ -190,7 +193,7 @@ def run_job(module: str, address: str, folder: str, given: str, mark: str) -> di
 
 
 def _end_of(job: Any) -> str | None:
-    """What has ended a job; None if the engine was told to end."""
+    """Return the reason why a job ended; None after an orderly stop."""
     try:
         fault = job.result()
     except Exception as error:  # whatever submitit makes of a job that Slurm has ended
@@ -199,7 +202,7 @@ def _end_of(job: Any) -> str | None:
 
 
 def _fault_of(job: Any, name: str) -> Exception:
-    """What has kept an engine from starting."""
+    """Return the error that kept an engine from starting."""
     try:
         fault = job.result()
     except Exception as error:

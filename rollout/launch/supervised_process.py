@@ -1,4 +1,4 @@
-"""SupervisedProcess: a child process that is started again when it ends."""
+"""SupervisedProcess: a child process that is restarted when it ends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STEADY_S = 600.0
 
 
 class SupervisedProcess:
-    """A child process and the thread that begins it, waits for its end and starts it again.
+    """A child process and the thread that starts it, waits for its end and restarts it.
 
-    Started when it is made. `started` is a future of what its child says once it is ready. A child
-    that ends with another exit code than 0 is started again, up to `max_restarts` times in a row,
-    after pauses that double. One that cannot start the first time is not.
+    The constructor starts it. `started` is a future of the child's first message, sent when it is
+    ready. A child that ends with an exit code other than 0 is restarted, up to `max_restarts` times
+    in a row, after pauses that double. A child whose first start fails is not restarted.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class SupervisedProcess:
         on_end: Callable[[int], object] = lambda exit_code: None,
     ) -> None:
         """`begin` sends a child its arguments. `on_end` gets the last exit code once the process
-        is given up, if it had been ready. The supervising thread calls both. `environment`:
-        variables that differ from this process's.
+        has ended for good, if it was ever ready. The supervising thread calls both. `environment`:
+        environment variables that differ from this process's.
         """
         self.name, self._module, self._begin = name, module, begin
         self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts
@@ -55,7 +55,7 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the latest child."""
+        """Process id of the latest child."""
         return self._child.pid
 
     @property
@@ -74,7 +74,7 @@ class SupervisedProcess:
             self._child.kill()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the process has ended for good, which it does after `end_restarts`."""
+        """Wait until the process has ended for good. Call `end_restarts` first."""
         self._thread.join(timeout_s)
 
     # ---- the supervising thread
@@ -94,7 +94,7 @@ class SupervisedProcess:
         self._on_end(exit_code)
 
     def _run_child(self) -> int:
-        """Begin the child and wait for its end."""
+        """Start the child, wait for its end and return its exit code."""
         child, is_first = self._child, not self.started.done()
         try:
             self._begin(child)
@@ -120,7 +120,8 @@ class SupervisedProcess:
         return exit_code
 
     def _restart(self, exit_code: int, num_restarts: int) -> bool:
-        """Start another child after a pause, unless that is over."""
+        """Wait out the pause and start another child. Returns False if restarts are disabled or
+        used up."""
         if self._is_ending.is_set():
             return False
         end = f"{self.name} ({self.place}) has ended ({end_of(exit_code)})"

@@ -1,8 +1,7 @@
 """TorchrunLauncher: rank 0 of torchrun is the trainer, every other rank runs one engine.
 
-torchrun's own store listens at all addresses and asks nobody who he is. So it carries only the
-names of files; what engines are given, their keys among it, lies in a private folder that all ranks
-see.
+torchrun's own store listens at all addresses without authentication. So it carries only names of
+files. The engines' arguments and keys lie in a private folder that all ranks see.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """A message of rank 0 in the store. `file`: in the private folder, what to start an engine
-    with; None at the end of rank 0."""
+    """A message of rank 0 in the store. `file`: name of the file in the private folder with an
+    engine's arguments; None when rank 0 ends."""
 
     file: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """The arguments with which a rank starts its engine. `arguments`: pickled."""
+    """The arguments with which a rank starts its engine; `arguments` is pickled."""
 
     module: str
     arguments: bytes
@@ -58,16 +57,17 @@ class _Start:
 
 
 class TorchrunLauncher:
-    """For rank 0; all others call `serve_engines`. They are not watched here.
+    """The launcher of rank 0. Every other rank calls `serve_engines`; this launcher does not
+    supervise them.
 
-    Each rank starts its engine again, so often in a row. A rank that ends with an error ends the
-    whole job, as torchrun does.
+    Each rank restarts its own engine, at most `max_restarts` times in a row. A rank that ends with
+    an error ends the whole job, as in any torchrun job.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """`folder`: on a file system that all ranks see, for what engines are given; made for this
-        user alone. None for the one that ROLLOUT_TORCHRUN_FOLDER names or, without it, one in the
-        user's cache directory. `serve_engines` takes the same.
+        """`folder`: a folder on a file system that all ranks see, for the engines' arguments; it is
+        made for this user alone. None for the folder named by ROLLOUT_TORCHRUN_FOLDER or, without
+        that variable, one in the user's cache directory. `serve_engines` takes the same folder.
 
         Raises ConfigError unless this is rank 0 of a torchrun with at least two, and for a folder
         that others can write.
@@ -85,11 +85,11 @@ class TorchrunLauncher:
 
     @property
     def host(self) -> str:
-        """The address at which the other ranks have found this one."""
+        """Return the address under which the other ranks found this one (MASTER_ADDR)."""
         return os.environ["MASTER_ADDR"]
 
     def num_threads(self, num_engines: int) -> None:
-        """Each rank shares its machine's processors with the other ranks there."""
+        """Return None: each rank shares its machine's processors with the other ranks there."""
         return None
 
     def launch(self, job: EngineJob, num_engines: int) -> list[Any]:
@@ -118,8 +118,8 @@ class TorchrunLauncher:
         return []
 
     def close(self) -> None:
-        """Remove what engines were given. They end with their fleet; their ranks wait for the next
-        fleet, or for the end of rank 0."""
+        """Remove the files with the engines' arguments. The ranks then wait for the next fleet or
+        for the end of rank 0."""
         while self._files:
             self._folder.remove(self._files.pop())
 
@@ -135,11 +135,11 @@ class TorchrunLauncher:
 
 
 def serve_engines(folder: str | Path | None = None) -> bool:
-    """Return False on rank 0. On every other one, be an engine of each fleet that rank 0 makes, and
-    return True once rank 0 ends.
+    """Run an engine for each fleet that rank 0 makes, and return True once rank 0 ends. On rank 0,
+    return False at once.
 
-    `folder`: as TorchrunLauncher takes it. Raises ConfigError for a folder or a file in it that is
-    not this user's own, and whatever keeps an engine from starting.
+    `folder`: the folder given to TorchrunLauncher. Raises ConfigError for a folder or file that
+    belongs to another user, and the error that keeps an engine from starting.
     """
     if not _rank():
         return False
@@ -173,8 +173,8 @@ def _private_folder(folder: str | Path | None) -> PrivateFolder:
 
 
 def _serve(start: _Start, devices: str | None) -> None:
-    """Run one engine, with its restarts, until its fleet ends or it is given up. `devices`: those
-    that all ranks of this node see; None for all."""
+    """Run one engine, with its restarts, until its fleet ends or no restart is left. `devices`: the
+    devices that all ranks of this node see; None for all devices."""
     arguments = pickle.loads(start.arguments)
     if (config := arguments.get("inference_config")) is not None:
         threads = max(1, num_usable_cpus() // _num_local_ranks())
@@ -198,7 +198,8 @@ def _serve(start: _Start, devices: str | None) -> None:
 
 
 def _own_gpus(num_gpus: int, seen: str | None) -> list[str]:
-    """The devices of this rank, of those that its node's ranks see: so many for each, in order."""
+    """Return this rank's share of the devices that the ranks of its node see: `num_gpus` each, in
+    order."""
     first = int(os.environ["LOCAL_RANK"]) * num_gpus
     devices = seen.split(",") if seen else [str(i) for i in range(first + num_gpus)]
     return devices[first : first + num_gpus]

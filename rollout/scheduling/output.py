@@ -1,4 +1,4 @@
-"""What the scheduler tells its caller: SchedulerOutput of a schedule, StepUpdate of a result."""
+"""The scheduler's results: SchedulerOutput of a schedule, StepUpdate of a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.version_spans import VersionSpans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """What `Scheduler.schedule` has decided.
+    """The decision of one `Scheduler.schedule` call.
 
     plan: the step to run; None if nothing can run.
     num_forked: requests that share the prompt of their group from this step on.

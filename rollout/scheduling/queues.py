@@ -257,8 +257,8 @@ class RunningRequests:
             step.paused.append(sequence)
 
     def _pause_newest(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Where plans in flight keep the newest sequences from being preempted, pause as many of
-        them as hold the blocks that older ones lack. They are preempted in the next step.
+        """Pause the newest sequences that plans in flight protect from preemption, until they hold
+        the blocks that older sequences lack. They are preempted in the next step.
         """
         short = [s for s in self.paused if s.num_tokens > s.writable_end]
         if self._max_paused_blocks or not short:

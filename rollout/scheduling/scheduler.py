@@ -102,8 +102,8 @@ class Scheduler:
         stop_rule: StopRule,
         wants_prompt_logprobs: bool,
     ) -> None:
-        """Queue a request after those of its priority. The samples of a group, which have the same
-        `group_id`, are added one after another.
+        """Queue a request behind the requests of its priority. The samples of a group, which
+        have the same `group_id`, are added one after another.
 
         Tokens beyond the first `num_prompt` were generated before.
         """
@@ -157,12 +157,12 @@ class Scheduler:
 
     @property
     def num_routing_bytes(self) -> int:
-        """Bytes of the record of experts; 0 if there is none."""
+        """Bytes of the routing record; 0 if experts are not recorded."""
         return 0 if self._routing is None else self._routing.num_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request; plans of requests that have ended may be in flight."""
+        """Whether there is no request. Plans of requests that have ended may still be in flight."""
         return not self.requests
 
     def counts(self) -> SchedulerCounts:
@@ -248,8 +248,9 @@ class Scheduler:
         return update
 
     def _distrust_kv_of(self, sequence: Sequence, version: int) -> None:
-        """Keep the KV of a request whose logits under `version` were not finite from requests under
-        other weights. If some of it is older, that may be the cause: no request gets it any more.
+        """Exclude the KV of a request whose logits under `version` were not finite from matches
+        under other weights. If some of its KV is older, that KV may be the cause and is excluded
+        from all matches.
         """
         self._kv.distrust(version - 1 if sequence.kv_spans.min() < version else version)
 

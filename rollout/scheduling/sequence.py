@@ -18,8 +18,8 @@ order_of, request_id_of = attrgetter("order"), attrgetter("request_id")
 
 
 class Phase(Enum):
-    """What a sequence is doing: it waits in the queue, runs in a row, is paused in its row because
-    it found no block for its next token, or has ended.
+    """Phase of a sequence: waiting in the queue, running in a row, paused in its row because no
+    block was free for its next token, or ended.
     """
 
     WAITING = "waiting"
@@ -102,7 +102,7 @@ class Sequence:
         return self.wants_prompt_logprobs and self.num_tokens == self.num_entered
 
     def restart(self) -> None:
-        """Forget all running state. The tokens are kept and computed again from position 0."""
+        """Reset all running state. The tokens are kept and computed again from position 0."""
         self.phase = Phase.WAITING
         self.num_blocks_sent = self.num_computed = self.writable_end = 0
         self.num_tokens = len(self.tokens)

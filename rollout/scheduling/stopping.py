@@ -27,7 +27,8 @@ class StopWord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """What ends a request. Only the length ends it within its first `min_tokens` generated tokens.
+    """The conditions that end a request. Within the first `min_tokens` generated tokens only the
+    length ends it.
 
     end_ids: each of these token ids ends it.
     stop_token_ids: those of them that are its own, and not the model's or the tokenizer's.

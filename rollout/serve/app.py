@@ -1,4 +1,4 @@
-"""The aiohttp application of a server: the doors' routes, each checked, decoded and answered."""
+"""The aiohttp application of a server: checks, decodes and answers each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollout.serve.config import CONTROL_DOORS
+from rollout.serve.config import CONTROL_PROTOCOLS
 from rollout.serve.control.routes import control_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
@@ -30,35 +30,35 @@ from rollout.serve.senders import Senders
 from rollout.serve.state import STATE, Route, ServerState
 
 _logger = logging.getLogger(__name__)
-_CLIENT_HAS_GONE = 499  # as proxies count it
+_CLIENT_HAS_GONE = 499  # proxies use the same number
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(state: ServerState) -> web.Application:
-    """Return the application with the doors that the config names."""
+    """Return the application with the protocols that the config names."""
     app = web.Application(
         client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
     )
     app[STATE] = state
-    if set(CONTROL_DOORS) & set(state.config.doors):
+    if set(CONTROL_PROTOCOLS) & set(state.config.protocols):
         app[CONTROL] = make_control(state)
         app.on_shutdown.append(close_control)
     keys, senders = Keys(state.config), Senders(state.config)
-    for route in routes_of(state.config.doors):
+    for route in routes_of(state.config.protocols):
         app.router.add_route(route.method, route.path, _guarded(route, senders, keys))
     return app
 
 
-def routes_of(doors: Sequence[str]) -> list[Route]:
-    """Return the routes of all doors."""
+def routes_of(protocols: Sequence[str]) -> list[Route]:
+    """Return the routes of `protocols`, and those of every server."""
     routes = [*health_routes(), *metrics_routes()]
-    if "openai" in doors:
+    if "openai" in protocols:
         routes += model_routes()
         routes += completion_routes()
         routes += chat_routes()
         routes += generate_routes()
         routes += tokenizer_routes()
-    routes += control_routes(doors)
+    routes += control_routes(protocols)
     return [*routes, _openapi_route(routes), *page_routes()]
 
 
@@ -72,8 +72,8 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route: it checks the sender and the key, decodes the body,
-    takes a turn, and answers every fault in the door's form."""
+    """Return the aiohttp handler of a route. It checks the sender and the key, decodes the body,
+    waits for the limit of running requests, and answers every error in the protocol's form."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         start, status = time.monotonic(), _CLIENT_HAS_GONE
@@ -94,7 +94,7 @@ async def _answered(
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
-        # A later client's field may leave a text as it is, but an operation must not do half.
+        # An unknown field may be harmless to a generation, but an operation must not do half.
         ignores_unknown = route.access is not Access.ADMIN
         if route.query is not None:
             check_query(request.query, route.query, ignores_unknown=ignores_unknown)
@@ -104,7 +104,7 @@ async def _answered(
         return await _handled(route, request, body)
     except ConnectionError:
         _logger.info("%s %s: the client has gone", request.method, route.path)
-        return web.Response(status=_CLIENT_HAS_GONE)  # which nobody gets
+        return web.Response(status=_CLIENT_HAS_GONE)  # for the metrics alone
     except Exception as fault:
         error = api_error_of(fault)
         if error is None:
@@ -114,13 +114,13 @@ async def _answered(
 
 
 async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamResponse:
-    """Answer a request that is let in: generation takes a turn, and operations run to their end
-    even if the client goes away."""
+    """Answer a request that passed all checks. Generation waits for a place of the limiter;
+    operations run to their end even if the client goes away."""
     control = request.app.get(CONTROL)
     if route.generates:
         if control is not None:
             await control.pausing.require_weights()
-        async with request.app[STATE].turnstile.turn():
+        async with request.app[STATE].limiter.slot():
             return await route.handler(request, body)
     work = route.handler(request, body)
     if control is None or route.access is not Access.ADMIN or route.ends_with_client:
@@ -129,7 +129,7 @@ async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamR
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body. Raises ApiError for one that is too large, too slow or encoded falsely."""
+    """Return the body. Raises ApiError for a body that is too large, too slow or badly encoded."""
     config = request.app[STATE].config
     try:
         return await asyncio.wait_for(request.read(), config.body_timeout_s)
@@ -148,12 +148,12 @@ async def _read(request: web.Request) -> bytes:
 
 
 def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
-    """Raise ApiError for a parameter that `kind` refuses or lacks; see `converted`."""
+    """Raise ApiError for a parameter that is not in `kind`, or is refused; see `converted`."""
     converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
-    """Return the body as `kind`; nothing counts as {}. Raises ApiError naming the field; see
+    """Return the body as `kind`. An empty body counts as {}. Raises ApiError naming the field; see
     `converted`.
     """
     try:
@@ -169,7 +169,7 @@ def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields
 
 
 def _given(body: bytes) -> Any:
-    """Return the decoded body, None if it is no JSON: msgspec reports a wrong value first."""
+    """Return the body decoded without a type, None if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -178,7 +178,7 @@ def _given(body: bytes) -> Any:
 
 @web.middleware
 async def _answer_unknown_paths(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer 404 and 405 of the router by JSON, too."""
+    """Answer errors of the router, 404 and 405, as JSON."""
     try:
         return await handler(request)
     except web.HTTPException as fault:

@@ -1,4 +1,4 @@
-"""ServeConfig: where a server listens, who may call it, and its bounds."""
+"""ServeConfig: a server's address, keys, protocols and limits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import renamed_keywords
 from rollout.ranges import (
     Choices,
     Interval,
@@ -20,60 +21,61 @@ from rollout.sampling_params import LOGPROBS_MODES
 from rollout.serve.generation_config import GENERATION_CONFIGS
 from rollout.tool_calls import REASONING_PARSERS, TOOL_CALL_PARSERS
 
-DOORS = ("openai", "vllm", "sglang")
-CONTROL_DOORS = ("vllm", "sglang")
+PROTOCOLS = ("openai", "vllm", "sglang")
+CONTROL_PROTOCOLS = ("vllm", "sglang")
 
 
+@renamed_keywords({"doors": "protocols"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Config of one server. Raises ConfigError, naming field, value and remedy.
 
-    host: the address that is listened at. Off loopback, keys are required.
-    port: 0 takes a free one.
-    api_key: clients send it as `Authorization: Bearer KEY` to generate. None: everybody may. Not on
-        a command line, which others can read: set ROLLOUT_API_KEY.
-    admin_key: the same for the verbs that pause, update and abort. It also opens all others. As a
+    host: address to listen at. Off loopback, keys are required.
+    port: port to listen at; 0 takes a free one.
+    api_key: key that clients send as `Authorization: Bearer KEY` to generate. None: none is needed.
+        On a command line other users could read it: set ROLLOUT_API_KEY instead.
+    admin_key: key for the routes that pause, update and abort. It also opens all others. As a
         variable: ROLLOUT_ADMIN_KEY.
-    allowed_hosts: names beside `host` under which the server is called, as by a proxy. Requests
-        with another Host, and those of pages of other sites (Origin), are refused. None at all
-        takes every Host off loopback, where keys are required.
-    doors: protocols that are served: openai (completions, chat, tokens in and out), vllm and sglang
-        (their control verbs, and SGLang's generate).
-    served_model_name: what clients call the model. None: the name of its directory.
-    chat_template: a file with the Jinja template of chats, or its text. None: the model's own.
-    trust_request_chat_template: whether requests may bring a template of their own. It runs in a
-        sandbox, but for as long as it likes.
-    tool_call_parser: the format in which the model writes tool calls. "auto": the one that its chat
-        template shows. "none": calls are not looked for.
-    reasoning_parser: the tags around what the model thinks, which chats give as `reasoning`.
-        "auto": those that the chat template shows. "none": thoughts stay in the content.
-    logprobs_mode: of log-probs in the openai door; see SamplingParams.
-    generation_config: what fields of the draw are in the openai door if a client leaves them out.
-        "vllm": neutral (temperature 1, no truncation, no penalty), so that a client that sends no
-        top_k draws from the whole distribution, as its trainer takes it. "auto": those of the
-        model's generation_config.json, which is vLLM's default.
-    max_model_len: most tokens of prompt and output. None, or more: as many as the engines take.
-    checkpoint_roots: directories below which checkpoints may lie that an update names. None at all
-        refuses such updates.
-    weight_transfer_backend: of the group that trainers of the vllm door make, which do not name it:
-        "gloo", or None for NCCL, which is refused.
+    allowed_hosts: names of the server beside `host`, such as a proxy's. Requests with another Host,
+        and requests of other sites' pages (Origin), are refused. If empty, every Host is accepted
+        off loopback, where keys are required.
+    protocols: protocols to serve: openai (completions, chat, tokens in and out), vllm and sglang
+        (their control routes, and SGLang's generate).
+    served_model_name: name of the model for clients. None: the name of its directory.
+    chat_template: file with the Jinja template of chats, or its text. None: the model's own.
+    trust_request_chat_template: whether a request may bring a template of its own. It runs in a
+        sandbox without a time limit.
+    tool_call_parser: format in which the model writes tool calls. "auto": the format in its chat
+        template. "none": tool calls are not parsed.
+    reasoning_parser: tags around the model's thoughts, which chats return as `reasoning`. "auto":
+        the tags in the chat template. "none": thoughts stay in the content.
+    logprobs_mode: kind of log-probs in the openai protocol; see SamplingParams.
+    generation_config: defaults of sampling fields in the openai protocol. "vllm": neutral
+        (temperature 1, no truncation, no penalty), so that a client that sends no top_k draws from
+        the whole distribution, as its trainer assumes. "auto": the model's
+        generation_config.json, as is vLLM's default.
+    max_model_len: most tokens of prompt and output. None: as many as the engines accept.
+    checkpoint_roots: directories of the checkpoints that updates may name. If empty, such updates
+        are refused.
+    weight_transfer_backend: backend of the process group that trainers of the vllm protocol create,
+        who do not name it: "gloo", or None for NCCL, which is refused.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one.
-    max_text_characters: longest text that is tokenized, in characters. A prompt is refused
-        earlier, if the context cannot hold it whatever its tokens are.
+    max_text_characters: longest text to tokenize, in characters. A prompt is refused earlier, if
+        the context cannot hold it whatever its tokens are.
     max_n: most samples of one prompt.
     max_samples: most samples of all prompts of one request.
-    max_logprobs: most alternatives that a request may ask for with each token.
+    max_logprobs: most alternatives per token that a request may ask for.
     max_running_requests: most requests that generate at once; further ones wait.
-    max_waiting_requests: most requests that wait so; further ones get 429 with Retry-After.
-    max_connections_backlog: connections that the system holds until they are accepted.
-    keepalive_timeout_s: a connection without a whole request for so long is closed.
-    request_timeout_s: after so long the rest of a request is aborted.
-    body_timeout_s: a body that takes longer to arrive is refused.
-    stalled_stream_timeout_s: a stream whose client takes nothing for so long is aborted.
-    weight_transfer_timeout_s: how long a trainer's group, and the broadcasts of one call, may take.
-    drain_timeout_s: how long a server that ends lets requests go on; then they are aborted, and
-        get the tokens that they have.
+    max_waiting_requests: most waiting requests; further ones get 429 with Retry-After.
+    max_connections_backlog: most connections that the system holds until they are accepted.
+    keepalive_timeout_s: seconds after which a connection without a whole request is closed.
+    request_timeout_s: seconds after which the rest of a request is aborted.
+    body_timeout_s: seconds within which a body must arrive.
+    stalled_stream_timeout_s: seconds after which a stream is aborted whose client reads nothing.
+    weight_transfer_timeout_s: seconds for joining a trainer's group, and for one call's broadcasts.
+    drain_timeout_s: seconds that requests may go on when the server ends. Then they are aborted and
+        answered with their tokens so far.
     """
 
     host: Name = "127.0.0.1"
@@ -81,7 +83,7 @@ class ServeConfig:
     api_key: Name | None = None
     admin_key: Name | None = None
     allowed_hosts: tuple[Name, ...] = ()
-    doors: tuple[Annotated[str, Choices(DOORS)], ...] = DOORS
+    protocols: tuple[Annotated[str, Choices(PROTOCOLS)], ...] = PROTOCOLS
     served_model_name: Name | None = None
     chat_template: Name | None = None
     trust_request_chat_template: bool = False
@@ -120,15 +122,16 @@ class ServeConfig:
                 f"host={self.host!r} can be reached from other machines; set api_key, or serve on "
                 "127.0.0.1"
             )
-        if self.admin_key is None and set(CONTROL_DOORS) & set(self.doors):
+        if self.admin_key is None and set(CONTROL_PROTOCOLS) & set(self.protocols):
             raise ConfigError(
-                f"host={self.host!r} can be reached from other machines, and doors={self.doors} "
-                "pause and update the engines; set admin_key, or doors=('openai',)"
+                f"host={self.host!r} can be reached from other machines, and "
+                f"protocols={self.protocols} pause and update the engines; set admin_key, or "
+                "protocols=('openai',)"
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return whether only this machine reaches `host`."""
     if host == "localhost":
         return True
     try:

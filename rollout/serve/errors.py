@@ -1,4 +1,4 @@
-"""ApiError: a fault as a client gets it, and the JSON forms of the doors."""
+"""ApiError: an error reported to a client, and its JSON form in each protocol."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollout.coordinator.client.inference_client import ClientStateError
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.errors import (
+    ClientStateError,
     ConfigError,
     ContextOverflowError,
+    CoordinatorLostError,
     EngineStateError,
     InvalidRequestError,
     RolloutError,
@@ -37,8 +37,10 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered by an HTTP status and a reason. param: the field at fault.
-    retry_after_s: of a Retry-After header. `type` is as OpenAI names it.
+    """An error reported to the client as an HTTP status and message.
+
+    param: the field at fault. retry_after_s: the value of a Retry-After header. type: OpenAI's name
+    for the status.
     """
 
     def __init__(
@@ -57,12 +59,12 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
-# What a door answers for an error: the body, as JSON.
+# Returns the JSON body of an error in one protocol.
 ErrorForm = Callable[[ApiError], Mapping[str, Any]]
 
 
 def openai_form(error: ApiError) -> Mapping[str, Any]:
-    """The body of /v1, /inference, /tokenize, and of vLLM's control verbs."""
+    """The body of /v1, /inference, /tokenize, and of vLLM's control routes."""
     return {
         "error": {
             "message": error.message,
@@ -79,12 +81,12 @@ def sglang_form(error: ApiError) -> Mapping[str, Any]:
 
 
 def sglang_admin_form(error: ApiError) -> Mapping[str, Any]:
-    """The body of SGLang's control verbs."""
+    """The body of SGLang's control routes."""
     return {"success": False, "message": error.message}
 
 
 def api_error_of(error: Exception) -> ApiError | None:
-    """Return what a client is told of an error of ours or of aiohttp; None if it is a bug."""
+    """Return the client's form of an error of this package or of aiohttp; None for a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, web.HTTPException):
@@ -101,7 +103,7 @@ def api_error_of(error: Exception) -> ApiError | None:
 
 
 def error_response(error: ApiError, form: ErrorForm) -> web.Response:
-    """Return the answer for `error` in the form of a door."""
+    """Return the response for `error` in the form of a protocol."""
     response = json_response(form(error), status=error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)

@@ -1,4 +1,4 @@
-"""EventStream: server-sent events to one client."""
+"""EventStream: a response of server-sent events to one client."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _CHECKS_PER_TIMEOUT = 4
 
 
 class EventStream:
-    """An async context manager. The headers are sent with the first event, so that a request that
-    fails before it can still be answered by a status.
+    """A response of server-sent events. An async context manager.
 
-    A client that takes nothing for `stalled_timeout_s` is cut off: its handler is then cancelled.
+    The headers are sent with the first event, so that an earlier failure can still be answered by a
+    status. A client that reads nothing for `stalled_timeout_s` seconds is disconnected, which
+    cancels its handler.
     """
 
     def __init__(self, request: web.Request, stalled_timeout_s: float) -> None:
@@ -43,12 +44,12 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, *events: Any) -> None:
-        """Send events, each as JSON, in one piece. Waits for a client that is slow."""
+        """Send events, each as JSON, in one write. Waits for a slow client."""
         encode = self._encoder.encode
         await self._write(b"".join(b"data: %b\n\n" % encode(event) for event in events))
 
     async def end(self) -> web.StreamResponse:
-        """Send the last event, [DONE]."""
+        """Send the last event, [DONE], and return the response."""
         await self._write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
@@ -62,7 +63,7 @@ class EventStream:
         self._writing_since = None
 
     def _watch(self) -> None:
-        """Cut off a client that has stalled; else look again later."""
+        """Disconnect a client that reads nothing; else check again later."""
         since, transport = self._writing_since, self._request.transport
         if since is not None and time.monotonic() - since > self._timeout_s:
             if transport is not None:

@@ -1,4 +1,4 @@
-"""Fields of requests: each is served, neutral, or refused by name."""
+"""Fields of requests: each is served, neutral (ignored), or refused by name."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ class Neutral:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that asks for what is not served. `unless`: values that ask for nothing; without them
-    null, false, empty ones and lists of those do."""
+    """A field of a feature that is not served. `unless`: values that ask for nothing; if empty,
+    null, false, empty values and lists of these do."""
 
     remedy: str
     unless: tuple[Any, ...]
 
     @property
     def harmless(self) -> str:
-        """Values beside null that ask for nothing, as JSON."""
+        """Values besides null that ask for nothing, as JSON."""
         return " or ".join(map(json.dumps, self.unless)) or "false or empty"
 
     def takes(self, value: Any) -> bool:
-        """Whether `value` asks for nothing, so that the field may be sent with it."""
+        """Return whether `value` asks for nothing, so that the field may be sent with it."""
         if self.unless:
             return any(type(value) is type(each) and value == each for each in self.unless)
         return _asks_nothing(value)
 
 
 def neutral(reason: str) -> msgspec.Meta:
-    """Annotate a field that changes nothing, for this reason."""
+    """Return the annotation of a field that changes nothing, with the reason."""
     return msgspec.Meta(description=f"Changes nothing: {reason}", extra={_STATUS: Neutral(reason)})
 
 
 def refused(remedy: str, *unless: Any) -> msgspec.Meta:
-    """Annotate a field that is answered by 400 and the remedy; see Refused."""
+    """Return the annotation of a field that is answered by 400 and the remedy; see Refused."""
     status = Refused(remedy, unless)
     return msgspec.Meta(
         description=f"Refused, unless it is null, {status.harmless}: {remedy}",
@@ -69,8 +69,8 @@ def refused(remedy: str, *unless: Any) -> msgspec.Meta:
 
 
 class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of what is decoded from a request: an object of a body, or the query. null is absent
-    where a field takes it.
+    """Base of structs decoded from a request: an object of the body, or the query. null counts as
+    absent where a field accepts it.
 
     A field without a status is served. Raises ApiError, which names a refused field.
     """
@@ -107,10 +107,10 @@ def converted(
     """Return `given`, decoded JSON or a query, as `kind`.
 
     ignores_unknown: whether fields that `kind` lacks are ignored, each with one line in the log.
-    strict: False also takes numbers and booleans that are written as text.
+    strict: False also accepts numbers and booleans written as text.
 
     Raises ApiError, which names the field, for a value of another type, for a refused field, and
-    for an unknown field that is not ignored or resembles one of `kind`: probably a misspelling.
+    for an unknown field that is not ignored, or that resembles a field of `kind`.
     """
     with suppress(msgspec.ValidationError):  # as a rule there is nothing to leave out
         return msgspec.convert(given, kind, strict=strict, str_keys=True)

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import params_of_sample
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import MaxSequenceLengthOverflowError, RequestAbortedError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
+from rollout.step.seeds import params_of_sample
 
 # Runs of tokens that wait for a slow reader of several streams.
 _MAX_RUNS_WAITING = 64
@@ -22,9 +22,10 @@ Request = DynamicInferenceRequest
 
 
 class Generation:
-    """`n` samples of each prompt, numbered prompt by prompt. Each has a seed of its own, which is
-    that of `LLM.generate`. name: for LiveRequests. What is left when it is cancelled or closed is
-    aborted.
+    """The samples of one request, numbered prompt by prompt, `n` for each prompt.
+
+    Each sample has a seed of its own, the same as in `LLM.generate`. name: the request's name in
+    LiveRequests. Cancelling or closing aborts the unfinished samples.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Generation:
         has the tokens so far.
         """
         state = self._state
-        added = state.llm.client.add_groups(
+        added = state.llm.add_groups(
             self._groups, priority=self._priority, deadline_s=state.config.request_timeout_s
         )
         futures = [future for group in added for future in group]
@@ -79,14 +80,13 @@ class Generation:
         """Yield (index of the sample, its new tokens) as they come, and for each sample its whole
         request at last. Raises as `results`.
         """
-        client = self._state.llm.client
-        added = client.stream_groups(
+        added = self._state.llm.stream_groups(
             self._groups,
             priority=self._priority,
             deadline_s=self._state.config.request_timeout_s,
         )
         streams = [stream for group in added for stream in group]
-        futures = [client.completion_futures[stream.request_id] for stream in streams]
+        futures = [stream.future for stream in streams]
         async with AsyncExitStack() as stack:
             for stream in streams:
                 await stack.enter_async_context(aclosing(stream))

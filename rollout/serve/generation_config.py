@@ -1,4 +1,4 @@
-"""SamplingDefaults: fields that a client leaves out, by the model's generation_config.json."""
+"""SamplingDefaults: values of fields that a client leaves out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _MAX_TOKENS = "max_new_tokens"  # the file's name of max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out; without a file the neutral ones. max_tokens: of
-    chats and of tokens in and out; None is as many as the context takes.
+    """Values of fields that a request leaves out. The defaults are neutral.
+
+    max_tokens: most tokens of chats and of tokens in and out; None is as many as the context holds.
     """
 
     temperature: Temperature = 1.0
@@ -53,8 +54,8 @@ def sampling_defaults(directory: str | None, generation_config: str) -> Sampling
         defaults = SamplingDefaults(**given)
     except ConfigError as fault:
         raise ConfigError(
-            f"{directory}/{_FILE}: {fault}; mend it, or set generation_config='vllm'"
+            f"{directory}/{_FILE}: {fault}; correct it, or set generation_config='vllm'"
         ) from fault
     if given:
-        _logger.info("requests that leave a field out get that of %s: %s", _FILE, given)
+        _logger.info("defaults of sampling fields from %s: %s", _FILE, given)
     return defaults

@@ -1,4 +1,4 @@
-"""/health: whether every engine answers; /health_generate: whether a token is generated."""
+"""GET /health asks every engine for an answer, GET /health_generate for a token."""
 
 from __future__ import annotations
 
@@ -14,38 +14,31 @@ from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.limits import Access
 from rollout.serve.openapi import installed_version
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 
 _ANSWER_S = 10.0
 _GENERATE_S = 20.0
-# Before all that clients send: what waits does not tell whether the engines work.
+# Above all priorities of clients, so that a queue does not delay the answer.
 _PRIORITY = 2**31 - 1
 
 
 def health_routes() -> list[Route]:
-    health = [
-        Route(method="GET", path=path, handler=_health, access=Access.OPEN, summary="Readiness")
-        for path in ("/health", "/health/", "/ping", "/ready")
-    ]
-    generate = Route(
-        method="GET",
-        path="/health_generate",
-        handler=_Probe().answer,
-        access=Access.OPEN,
-        summary="Whether a token is generated now",
-    )
+    generates = "Whether a token is generated now"
     return [
-        *health,
-        generate,
-        Route(method="GET", path="/load", handler=_load, summary="Requests in the server now"),
-        Route(method="GET", path="/version", handler=_version, summary="Version of this server"),
+        *(
+            get_route(path, _health, "Readiness", access=Access.OPEN)
+            for path in ("/health", "/health/", "/ping", "/ready")
+        ),
+        get_route("/health_generate", _Probe().answer, generates, access=Access.OPEN),
+        get_route("/load", _load, "Requests in the server now"),
+        get_route("/version", _version, "Version of this server"),
     ]
 
 
 async def _load(request: web.Request, body: Any) -> web.Response:
-    """Answer as vLLM does: the number of requests that generate or wait for their turn."""
-    turnstile = request.app[STATE].turnstile
-    return json_response({"server_load": turnstile.num_running + turnstile.num_waiting})
+    """Answer with the number of requests that generate or wait, as vLLM does."""
+    limiter = request.app[STATE].limiter
+    return json_response({"server_load": limiter.num_running + limiter.num_waiting})
 
 
 async def _version(request: web.Request, body: Any) -> web.Response:
@@ -53,7 +46,7 @@ async def _version(request: web.Request, body: Any) -> web.Response:
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:
-    """200 if every engine answers, and has weights or is paused."""
+    """Answer 200 if every engine answers, and has weights or is paused."""
     await _stats(request.app[STATE])
     if (control := request.app.get(CONTROL)) is not None:
         await control.pausing.require_weights()
@@ -61,13 +54,13 @@ async def _health(request: web.Request, body: Any) -> web.Response:
 
 
 class _Probe:
-    """Generates a token for all clients that ask meanwhile: they may ask without a key."""
+    """Generates one token for all clients that ask at the same time, since they need no key."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
 
     async def answer(self, request: web.Request, body: Any) -> web.Response:
-        """200 if the engines generate a token. Raises ApiError, 503 with the reason."""
+        """Answer 200 if the engines generate a token. Raises ApiError 503 with the reason."""
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_task(_generate(request.app[STATE]))
         await asyncio.shield(self._running)
@@ -79,11 +72,11 @@ async def _generate(state: ServerState) -> None:
     if stats.state is not EngineState.RUNNING:
         raise ApiError(503, f"the engines are {stats.state.name}: nothing is generated")
     params = SamplingParams(num_tokens_to_generate=1)
+    ((future,),) = state.llm.add_groups(
+        [([0], [params])], priority=_PRIORITY, deadline_s=_GENERATE_S
+    )
     try:
-        record = await asyncio.wait_for(
-            state.llm.client.add_request([0], params, priority=_PRIORITY, deadline_s=_GENERATE_S),
-            _GENERATE_S,
-        )
+        record = await asyncio.wait_for(future, _GENERATE_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"no token was generated within {_GENERATE_S:g} seconds") from None
     if not record.merge().num_generated_tokens:

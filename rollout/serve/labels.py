@@ -1,4 +1,4 @@
-"""VersionLabels: clients name weights by texts, engines number them."""
+"""VersionLabels: the names that clients give to weights versions, which engines number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class VersionLabels:
         self._labels: dict[int, str] = {}
 
     def set(self, version: int, label: str) -> None:
-        """Call `version` by `label` from now on."""
+        """Set the label of `version`."""
         self._labels[version] = label
 
     def of(self, version: int) -> str:

@@ -1,4 +1,4 @@
-"""LiveRequests: the requests of clients that are not answered yet, by the names clients give."""
+"""LiveRequests: the unanswered requests of clients, by the names that clients gave them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rollout.coordinator.client.streams import RequestFuture
 
 
 class LiveRequests:
-    """`abort_sample` ends the sample with a request id of ours. `on_end` gets the samples of each
-    request that is over, whether or not they have ended.
+    """`abort_sample` aborts a sample. `on_end` gets the samples of each request that is over,
+    whether or not they have ended.
     """
 
     def __init__(
         self,
-        abort_sample: Callable[[int], None],
+        abort_sample: Callable[[RequestFuture], None],
         *,
         on_end: Callable[[Sequence[RequestFuture]], None],
     ) -> None:
@@ -34,7 +34,7 @@ class LiveRequests:
 
     @contextmanager
     def of(self, name: str, samples: Sequence[RequestFuture]) -> Iterator[None]:
-        """Know these samples by `name`, which several requests may share."""
+        """Register samples under `name`, which several requests may share, until the block ends."""
         key = self._next_key
         self._next_key += 1
         self._samples[key] = name, samples
@@ -45,8 +45,8 @@ class LiveRequests:
             self._on_end(samples)
 
     def abort(self, names: Sequence[str] | None = None) -> int:
-        """Abort requests, None: all; they are answered with the tokens that they have. Returns how
-        many samples this ends. Unknown names are ignored.
+        """Abort the requests of these names, None for all. Each is answered with its tokens so far.
+        Returns the number of aborted samples. Unknown names are ignored.
         """
         wanted = None if names is None else set(names)
         num_aborted = 0
@@ -55,6 +55,6 @@ class LiveRequests:
                 continue
             for future in futures:
                 if not future.done():
-                    self._abort_sample(future.request_id)
+                    self._abort_sample(future)
                     num_aborted += 1
         return num_aborted

@@ -1,24 +1,33 @@
-"""ServedLLM: what a server needs of an AsyncLLM."""
+"""ServedLLM: what a server needs of an LLM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rollout.config import KVCacheManagementMode
-from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.reports import (
+    EngineStats,
+    ResumeReport,
+    SuspendReport,
+    WeightChecksums,
+    WeightUpdateReport,
+)
 from rollout.control.state import EngineState
-from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.client.submission import Prompt
+from rollout.coordinator.client.fleet_stats import FleetStats
+from rollout.coordinator.client.streams import RequestFuture, RequestStream
+from rollout.errors import RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.text import Tokenizer
+from rollout.text import Prompt, Tokenizer
 from rollout.weights.update import NamedTensors
+
+Group = tuple[Prompt, Sequence[SamplingParams]]
 
 
 class ServedLLM(Protocol):
-    """The verbs of AsyncLLM that doors call, all in its event loop.
+    """An LLM behind a server, in the server's event loop: AsyncLLM over the engines of a fleet, or
+    ThreadedLLM over the engine of this process.
 
     model_directory: a directory with tokenizer files, None without one.
     """
@@ -27,17 +36,45 @@ class ServedLLM(Protocol):
     model_directory: str | None
 
     @property
-    def client(self) -> InferenceClient: ...
-
-    @property
     def state(self) -> EngineState: ...
 
     @property
     def weights_version(self) -> int: ...
 
+    # ---- requests
+
+    def add_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestFuture]]:
+        """Queue groups, each a prompt and the parameters of its samples. Returns a future per
+        sample. After `deadline_s` seconds the rest is aborted; cancelling a future aborts its
+        request, too. Raises InvalidRequestError, or fails the futures with it.
+        """
+        ...
+
+    def stream_groups(
+        self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
+    ) -> list[list[RequestStream]]:
+        """Queue groups as `add_groups` does. Returns a stream per sample."""
+        ...
+
+    def abort_request(self, future: RequestFuture) -> None:
+        """Abort a request; its future resolves to the record with the tokens so far. Does nothing
+        for a request that has ended.
+        """
+        ...
+
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
-    ) -> DynamicInferenceRequest: ...
+    ) -> DynamicInferenceRequest:
+        """Return the request of a future that is done. Without a record it is FAILED."""
+        ...
+
+    async def lost(self) -> RolloutError:
+        """Wait until no request can be answered any more. Returns the reason."""
+        ...
+
+    # ---- control
 
     async def pause(self) -> None: ...
 
@@ -58,6 +95,12 @@ class ServedLLM(Protocol):
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport: ...
 
-    async def weights_checksum(self) -> str: ...
+    async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
+        """Return a page of the weights' checksums, from the weight at `start` on, of each engine by
+        its rank.
+        """
+        ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def fleet_stats(self) -> FleetStats: ...

@@ -14,15 +14,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from rollout.control.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
-from rollout.coordinator.client.fleet_stats import engine_stats, stats_by_engine
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
 _ANSWER_S = 5.0
-# Numbers of EngineStats that say how it is now; the others only grow.
+# Fields of EngineStats that are gauges; all other numbers only grow.
 _GAUGES = {
     "weights_version",
     "max_sequence_length",
@@ -34,22 +33,22 @@ _GAUGES = {
 
 
 def metrics_routes() -> list[Route]:
-    return [Route(method="GET", path="/metrics", handler=_metrics, summary="For Prometheus")]
+    return [get_route("/metrics", _metrics, "For Prometheus")]
 
 
 async def _metrics(request: web.Request, body: Any) -> web.Response:
     state, registry = request.app[STATE], CollectorRegistry()
     try:
-        results = await asyncio.wait_for(state.llm.client.engine_stats(), _ANSWER_S)
+        fleet = await asyncio.wait_for(state.llm.fleet_stats(), _ANSWER_S)
     except asyncio.TimeoutError:
         raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
     control = request.app.get(CONTROL)
-    registry.register(_Present(state, engine_stats(results)))
+    registry.register(_Present(state, fleet.together))
     registry.register(
         VllmFamilies(
             model_name=state.served_name,
-            engines=stats_by_engine(results),
-            num_queued=results["num_queued"] + state.turnstile.num_waiting,
+            engines=fleet.engines,
+            num_queued=fleet.num_queued + state.limiter.num_waiting,
             sleeps=control is not None and control.pausing.is_asleep,
         )
     )
@@ -58,16 +57,16 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
 
 
 class _Present(Collector):
-    """The server and the engines as of now."""
+    """Collects the present state of the server and the engines."""
 
     def __init__(self, state: ServerState, stats: EngineStats) -> None:
         self._state, self._stats = state, stats
 
     def collect(self) -> Iterator[Metric]:
-        turnstile, live = self._state.turnstile, self._state.live
+        limiter, live = self._state.limiter, self._state.live
         for name, value in (
-            ("http_requests_running", turnstile.num_running),
-            ("http_requests_waiting", turnstile.num_waiting),
+            ("http_requests_running", limiter.num_running),
+            ("http_requests_waiting", limiter.num_waiting),
             ("samples_running", live.num_samples),
         ):
             yield GaugeMetricFamily(f"rollout_{name}", "As of now", value=value)
@@ -90,7 +89,7 @@ class _Present(Collector):
 
 
 def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
-    """Yield what each rank of each engine uses; the sums are left to whoever asks for them."""
+    """Yield the CPU time and memory of each rank of each engine."""
     for name in RANK_FIELDS:
         is_gauge = name.endswith("_bytes")
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily

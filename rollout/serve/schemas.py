@@ -48,7 +48,7 @@ TokensOut = Annotated[Any, refused("ask for ids with return_token_ids")]
 
 
 class SamplingFields(Fields, kw_only=True):
-    """How tokens are drawn, and what is reported with them: fields of all doors. no_stop_trim:
+    """How tokens are drawn, and what is reported with them: fields of all protocols. no_stop_trim:
     SGLang's name of include_stop_str_in_output.
     """
 

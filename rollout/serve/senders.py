@@ -15,14 +15,14 @@ from rollout.serve.config import ServeConfig, is_loopback
 from rollout.serve.errors import ApiError
 from rollout.serve.limits import Access
 
-# What pages may send to any site without asking it.
+# Content types that pages may send to any site without asking it.
 _SIMPLE_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 _OTHER_SITES = ("cross-site", "same-site")  # of Sec-Fetch-Site; other ports are the same site
 
 
 class Senders:
-    """Checks Host, Origin and Content-Type. Routes of Access.OPEN, which have no effect and tell
-    nothing of the samples, take all.
+    """Checks Host, Origin and Content-Type, except on routes of Access.OPEN, which have no effect
+    and show no samples.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -58,7 +58,7 @@ class Senders:
         return self._takes_all_names or name in self._names or is_loopback(name)
 
     def _is_same(self, origin: str, host: str) -> bool:
-        """Whether a page of `origin` was loaded from this server, or its host is allowed."""
+        """Return whether a page of `origin` was loaded from this server, or its host is allowed."""
         place = origin.partition("://")[2].lower()
         return bool(place) and (place == host.lower() or _name_of(place) in self._names)
 
@@ -80,7 +80,7 @@ def _require_json(request: web.Request) -> None:
     if request.body_exists or kind in _SIMPLE_TYPES:
         raise ApiError(
             415,
-            f"Content-Type {kind:.80} is not taken, only JSON; "
+            f"Content-Type {kind:.80} is not accepted, only JSON; "
             "send the header Content-Type: application/json"
             if kind
             else "the body has no Content-Type; send the header Content-Type: application/json",

@@ -1,4 +1,4 @@
-"""Server: the application of a served LLM on its socket, from its start to its drained end."""
+"""Server: the HTTP server of an LLM: listens, serves, drains and ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout.serve.app import make_app
 from rollout.serve.config import ServeConfig
 from rollout.serve.generation_config import sampling_defaults
 from rollout.serve.labels import VersionLabels
-from rollout.serve.limits import Turnstile
+from rollout.serve.limits import RequestLimiter
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import load_template
@@ -36,11 +36,10 @@ _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
 # How long aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
-_POLL_S = 0.02
 
 
 def require_free_address(config: ServeConfig) -> None:
-    """Raise ConfigError unless a server could listen at the address of `config` now."""
+    """Raise ConfigError unless the address of `config` is free now."""
     try:
         places = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -56,11 +55,11 @@ def require_free_address(config: ServeConfig) -> None:
 
 
 def _cannot_listen(config: ServeConfig, fault: Exception) -> ConfigError:
-    return ConfigError(f"host={config.host!r}, port={config.port} cannot be listened at: {fault}")
+    return ConfigError(f"host={config.host!r}, port={config.port} is not a free address: {fault}")
 
 
 class _ClientFaults(logging.Filter):
-    """Makes one line of what a malformed request or a cut connection raises in aiohttp."""
+    """Logs an error of a malformed request or a cut connection in one line, without traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         fault = record.exc_info[1] if record.exc_info else None
@@ -76,10 +75,10 @@ _http_logger.addFilter(_ClientFaults())
 
 
 class Server:
-    """Serves `llm`, which must be started, in its event loop."""
+    """Serves `llm`, which is started, in its event loop."""
 
     def __init__(self, llm: ServedLLM, config: ServeConfig, max_sequence_length: int) -> None:
-        """max_sequence_length: of the engines."""
+        """max_sequence_length: most tokens of a sequence in the engines."""
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
         template = load_template(llm.tokenizer, config.chat_template)
@@ -92,12 +91,10 @@ class Server:
             created=int(time.time()),
             max_model_len=min(config.max_model_len or max_sequence_length, max_sequence_length),
             labels=VersionLabels(),
-            turnstile=Turnstile(
+            limiter=RequestLimiter(
                 max_running=config.max_running_requests, max_waiting=config.max_waiting_requests
             ),
-            live=LiveRequests(
-                lambda request_id: llm.client.abort(request_id), on_end=recent.add_ended
-            ),
+            live=LiveRequests(llm.abort_request, on_end=recent.add_ended),
             texts=texts,
             tag_tokenizers=TagTokenizers(texts),
             sampling_defaults=sampling_defaults(directory, config.generation_config),
@@ -121,19 +118,19 @@ class Server:
             shutdown_timeout=_LAST_ANSWERS_S,
         )
         self._site: web.TCPSite | None = None
-        self._is_told_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.lost: RolloutError | None = None  # why the server ends by itself
 
     @property
     def is_listening(self) -> bool:
-        """Whether `address` is known: from the start to the end."""
+        """Whether the server listens at `address`."""
         return bool(self._runner.addresses)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that are listened at."""
+        """Host and port of the server."""
         host, port = self._runner.addresses[0][:2]
         return str(host), int(port)
 
@@ -170,28 +167,20 @@ class Server:
             )
 
     async def run(self) -> None:
-        """Wait until somebody calls `stop`, or the process gets SIGTERM or SIGINT. Raises the error
-        by which the engines are lost: no request could ever be answered.
+        """Wait until `stop` is called or the process gets SIGTERM or SIGINT, then stop. Raises the
+        error that ended the engines, if one did.
         """
         with self._stopping_on_signals():
-            await self._is_told_to_stop.wait()
+            await self._stop_requested.wait()
         await self.stop()
         if self.lost is not None:
             raise self.lost
 
     async def _end_when_lost(self) -> None:
-        """Stop once the client of the engines has ended, as it does when its process stood still
-        for longer than its lease: a client does not come back.
-        """
-        listener = self.state.llm.client.listener_task
-        assert listener is not None, "the LLM is started"
-        await asyncio.wait([listener])
-        try:
-            await self.state.llm.stats()
-        except RolloutError as error:  # it says why
-            self.lost = error
-            _logger.error("the server ends; start it again: %s", error)
-            await self.stop(drain_timeout_s=0.0)
+        """Stop once the engines can answer no request any more."""
+        self.lost = await self.state.llm.lost()
+        _logger.error("the server ends; start it again: %s", self.lost)
+        await self.stop(drain_timeout_s=0.0)
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
@@ -201,7 +190,7 @@ class Server:
         loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
         before = [signal.getsignal(number) for number in numbers]
         for number in numbers:
-            loop.add_signal_handler(number, self._is_told_to_stop.set)
+            loop.add_signal_handler(number, self._stop_requested.set)
         try:
             yield
         finally:
@@ -210,10 +199,10 @@ class Server:
                 signal.signal(number, handler)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Accept no connections and no requests, let those that run end, and abort them after
-        `drain_timeout_s` (None: that of the config). A second call waits for the first.
+        """Refuse new connections and requests, let running requests end, and abort them after
+        `drain_timeout_s` seconds (None: the config's). A second call waits for the first.
         """
-        self._is_told_to_stop.set()
+        self._stop_requested.set()
         if self._stopping is None:
             seconds = self.config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
             self._stopping = asyncio.ensure_future(self._stop(seconds))
@@ -222,23 +211,14 @@ class Server:
     async def _stop(self, drain_timeout_s: float) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        self.state.turnstile.close("server", "the server is shutting down")
+        self.state.limiter.close("server", "the server is shutting down")
         if self._site is not None:
             await self._site.stop()
-        if not await self._is_idle_within(drain_timeout_s):
+        if not await self.state.limiter.is_idle_within(drain_timeout_s):
             _logger.info("aborting %d requests", self.state.live.num_requests)
             with suppress(RolloutError):  # of a fleet that has ended
                 self.state.live.abort()
-            await self._is_idle_within(_LAST_ANSWERS_S)
+            await self.state.limiter.is_idle_within(_LAST_ANSWERS_S)
         self.state.feed.close()
         self.state.texts.close()
         await self._runner.cleanup()
-
-    async def _is_idle_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        turnstile = self.state.turnstile
-        while turnstile.num_running or turnstile.num_waiting:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(_POLL_S)
-        return True

@@ -1,4 +1,4 @@
-"""ServerMetrics: what a server counts itself."""
+"""ServerMetrics: counters and times of answered requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 
 class ServerMetrics:
-    """What the server counts itself, in a registry of its own."""
+    """Counters and times of answered requests, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -25,6 +25,6 @@ class ServerMetrics:
         )
 
     def add(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count a request; `path` is that of its route."""
+        """Count a request. path: the path of its route."""
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)

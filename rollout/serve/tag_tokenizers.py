@@ -11,7 +11,7 @@ from rollout.text import Tokenizer
 
 
 class TagTokenizers:
-    """Over the tokenizer of `texts`."""
+    """Tokenizers made from the tokenizer of `texts`, one for each set of tags."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts

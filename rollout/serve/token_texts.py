@@ -1,4 +1,4 @@
-"""TokenTexts: how single tokens are spelled, and prompts encoded."""
+"""TokenTexts: spells single tokens and encodes prompts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from rollout.text import HFTokenizer, Tokenizer, text_after
 # event loop serves others. A tokenizer encodes some 200,000 characters per second.
 _LONG = 2000
 _NUM_THREADS = 2  # started when the first long text comes
-_TOKENS_PER_TURN = 10_000
+_TOKENS_PER_PASS = 10_000
 _T = TypeVar("_T")
 
 
 class TokenTexts:
-    """Over the tokenizer of an LLM, which may have none. max_characters: of one text."""
+    """Spells tokens and encodes prompts by the tokenizer of an LLM, which may have none.
+
+    max_characters: most characters of one text.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, max_characters: int) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
@@ -31,19 +34,19 @@ class TokenTexts:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """Start no work in threads any more."""
+        """Cancel queued work and start no more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError without one."""
+        """The LLM's tokenizer. Raises ApiError without one."""
         if self._tokenizer is None:
             raise ApiError(400, "there is no tokenizer: send token ids")
         return self._tokenizer
 
     @property
     def verbatim(self) -> Tokenizer:
-        """The tokenizer, but decoding special tokens, too."""
+        """The tokenizer that also decodes special tokens."""
         tokenizer = self.tokenizer
         return tokenizer.verbatim if isinstance(tokenizer, HFTokenizer) else tokenizer
 
@@ -72,8 +75,8 @@ class TokenTexts:
         not Hugging Face's. The event loop serves other requests meanwhile.
         """
         tokenizer, tokens = self.tokenizer, []
-        for start in range(0, len(token_ids), _TOKENS_PER_TURN):
-            ids = token_ids[start : start + _TOKENS_PER_TURN]
+        for start in range(0, len(token_ids), _TOKENS_PER_PASS):
+            ids = token_ids[start : start + _TOKENS_PER_PASS]
             if isinstance(tokenizer, HFTokenizer):
                 tokens += tokenizer.tokens_of(ids)
             else:
@@ -83,7 +86,7 @@ class TokenTexts:
 
     @property
     def _before(self) -> list[int]:
-        """Ids with a text: a decoder may strip the space of the first token."""
+        """Ids to put before a token: a decoder may strip the space of the first token."""
         if self._anchor is None:
             self._anchor = []
             with suppress(Exception):  # the tokenizer is the user's: it may raise anything

@@ -1,1 +1,2 @@
-"""The contract between brain and muscle: a plan of integers goes down, sampled tokens come back."""
+"""The contract between scheduler and model executor: a StepPlan of integers in, a StepOutput of
+sampled tokens out."""

@@ -59,7 +59,7 @@ class StepOutput(Generic[Array]):
 
 
 def map_arrays(output: StepOutput[Array], convert: Callable[[Array], Other]) -> StepOutput[Other]:
-    """The output with `convert` of each of its arrays; the slots stay."""
+    """Return the output with each array replaced by `convert(array)`; the slots stay."""
     routing_TLK = output.routing_TLK
     return StepOutput(
         samples=SampleResult(**_converted(output.samples, convert)),

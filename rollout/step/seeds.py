@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollout.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,6 +41,16 @@ def mix_seed(seed: int, *indices: int) -> int:
     for index in indices:
         state = _finalize(state + _GOLDEN * ((index & _MASK) + 1))
     return state >> 1
+
+
+def params_of_sample(
+    params: SamplingParams, prompt_index: int, sample_index: int
+) -> SamplingParams:
+    """Return the parameters of one of several samples: a given seed is mixed with both indices, so
+    that no two samples share their noise."""
+    if params.seed is None:
+        return params
+    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
 
 
 def _finalize(z: int) -> int:

@@ -1,4 +1,4 @@
-"""LeadMuscle: the muscle of rank 0, which has the other ranks of its engine do what it does."""
+"""TensorParallelExecutor: runs each call on all ranks of an engine, from rank 0."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.served import ServedWeights
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, blaming, next_version, streamed
 from rollout.worker.kv_cache import BlockIds, KVCache
 from rollout.worker.model_runner import ModelRunner
-from rollout.worker.worker import MemoryUse, Muscle
+from rollout.worker.worker import MemoryUse, Worker
 
 _BASE = "base: "  # before the names of the weights that an adapter belongs to
 
 
-class LeadMuscle(Muscle):
+class TensorParallelExecutor(Worker):
     """Each verb is sent, then done here, then answered by all ranks, before it returns.
 
     A verb that a rank refuses is refused: its error is raised, after all ranks have answered, and a
@@ -257,7 +257,7 @@ class LeadMuscle(Muscle):
             raise self._lose(str(error)) from error
 
     def num_resident_bytes(self, *, of_weights: bool) -> int:
-        own = lambda: Muscle.num_resident_bytes(self, of_weights=of_weights)  # noqa: E731
+        own = lambda: Worker.num_resident_bytes(self, of_weights=of_weights)  # noqa: E731
         return sum(self._together("num_resident_bytes", own, of_weights))
 
     def memory_use(self) -> MemoryUse:

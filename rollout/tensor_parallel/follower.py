@@ -1,4 +1,4 @@
-"""What a rank without a brain does: the orders of rank 0, in a loop or one by one."""
+"""What a rank other than 0 does: the orders of rank 0, in a loop or one by one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.tensor_parallel.executor import digest, joined
 from rollout.weights.lora import LoraAdapter
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.worker.loading import EngineSizes, LoadedModel, runner_of
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 Verbs = Mapping[str, Callable[..., Any]]
 
 
 def follow(
-    muscle: Muscle, collectives: Collectives, channel: FollowerChannel, staging: FollowerChannel
+    worker: Worker, collectives: Collectives, channel: FollowerChannel, staging: FollowerChannel
 ) -> None:
     """Do each order of rank 0 and answer it, until rank 0 ends. Orders to stage weights are done in
     a thread of their own, beside steps.
     """
     staged: dict[int, StagedWeights] = {}
-    verbs = verbs_of(muscle, collectives, staged)
-    staging_verbs = staging_verbs_of(muscle, staging, staged)
+    verbs = verbs_of(worker, collectives, staged)
+    staging_verbs = staging_verbs_of(worker, staging, staged)
     thread = threading.Thread(
         target=_serve, args=(staging, staging_verbs), name="weight-staging", daemon=True
     )
@@ -39,28 +39,28 @@ def follow(
 
 
 def verbs_of(
-    muscle: Muscle, collectives: Collectives, staged: Mapping[int, StagedWeights]
+    worker: Worker, collectives: Collectives, staged: Mapping[int, StagedWeights]
 ) -> Verbs:
-    """What rank 0 may order of `muscle`, but for staging. `staged`: by the keys of rank 0."""
-    steps = _Steps(muscle)
+    """What rank 0 may order of `worker`, but for staging. `staged`: by the keys of rank 0."""
+    steps = _Steps(worker)
     return {
         "launch": steps.launch,
         "reset": partial(_reset, steps, collectives),
-        "commit_weights": lambda key, version: muscle.commit_weights(staged[key], version),
-        "undo_commit": lambda key: _undo(muscle, staged[key]),
-        "release_weights": lambda discard: muscle.release_weights(discard=discard),
-        "num_resident_bytes": lambda of_weights: muscle.num_resident_bytes(of_weights=of_weights),
-        "fingerprint_share": lambda names=None: muscle.weights.fingerprint_share(names),
-        **{name: getattr(muscle, name) for name in _PLAIN_VERBS},
+        "commit_weights": lambda key, version: worker.commit_weights(staged[key], version),
+        "undo_commit": lambda key: _undo(worker, staged[key]),
+        "release_weights": lambda discard: worker.release_weights(discard=discard),
+        "num_resident_bytes": lambda of_weights: worker.num_resident_bytes(of_weights=of_weights),
+        "fingerprint_share": lambda names=None: worker.weights.fingerprint_share(names),
+        **{name: getattr(worker, name) for name in _PLAIN_VERBS},
     }
 
 
 def staging_verbs_of(
-    muscle: Muscle, channel: FollowerChannel, staged: dict[int, StagedWeights]
+    worker: Worker, channel: FollowerChannel, staged: dict[int, StagedWeights]
 ) -> Verbs:
     """What rank 0 may order of updates that are to come; they lie in `staged`."""
     return {
-        "stage": _Stager(muscle, channel, staged).stage,
+        "stage": _Stager(worker, channel, staged).stage,
         "drop": lambda key: staged.pop(key, None) and None,
     }
 
@@ -102,8 +102,8 @@ def answer_to(
 class _Steps:
     """Launches plans; at most two are outstanding, as at rank 0."""
 
-    def __init__(self, muscle: Muscle) -> None:
-        self._muscle = muscle
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._in_flight: list[Callable[[], StepOutput]] = []
 
     def launch(self, plan: StepPlan) -> int | None:
@@ -111,8 +111,8 @@ class _Steps:
         ahead, rank 0 must not wait for what this rank has drawn."""
         if len(self._in_flight) == 2:
             self._in_flight.pop(0)()
-        fetch = self._muscle.launch(plan)
-        if not self._muscle.overlaps:
+        fetch = self._worker.launch(plan)
+        if not self._worker.overlaps:
             return digest(fetch())
         self._in_flight.append(fetch)
         return None
@@ -124,9 +124,9 @@ class _Steps:
 
 class _Stager:
     def __init__(
-        self, muscle: Muscle, channel: FollowerChannel, staged: dict[int, StagedWeights]
+        self, worker: Worker, channel: FollowerChannel, staged: dict[int, StagedWeights]
     ) -> None:
-        self._muscle, self._channel, self._staged = muscle, channel, staged
+        self._worker, self._channel, self._staged = worker, channel, staged
 
     def stage(
         self,
@@ -139,7 +139,7 @@ class _Stager:
         """Stage this rank's part of the tensors there. Returns the vote: its share of the
         fingerprints."""
         tensors = joined(SharedTensors(address, places), shell)
-        self._staged[key] = self._muscle.stage_weights(tensors, self._check, source_checksum)
+        self._staged[key] = self._worker.stage_weights(tensors, self._check, source_checksum)
         return self._staged[key].share
 
     def _check(self) -> None:
@@ -153,37 +153,36 @@ def _reset(steps: _Steps, collectives: Collectives) -> None:
     collectives.reset()
 
 
-def _undo(muscle: Muscle, staged: StagedWeights) -> None:
+def _undo(worker: Worker, staged: StagedWeights) -> None:
     if staged.is_spent:
-        muscle.weights.undo(staged)
+        worker.weights.undo(staged)
 
 
 # ---- the start
 
 
-def prepared_muscle(
+def prepared_worker(
     channel: FollowerChannel, loaded: LoadedModel, timeout_s: float | None = None
-) -> Muscle:
-    """Prepare the model and its memory as `prepare_ranks` of rank 0 says. Returns the muscle.
+) -> Worker:
+    """Prepare the model and its memory as `prepare_ranks` of rank 0 says. Returns the worker.
 
     `timeout_s`: for each order. Raises what fails here, when rank 0 has been told.
     """
-    answer_next(channel, lambda choices: _prepare(loaded, choices), timeout_s=timeout_s)
-    muscle: Muscle = answer_next(
+    answer_next(channel, lambda: _prepare(loaded), timeout_s=timeout_s)
+    worker: Worker = answer_next(
         channel, lambda sizes: _begin(loaded, sizes), tells=False, timeout_s=timeout_s
     )
-    return muscle
+    return worker
 
 
-def _prepare(loaded: LoadedModel, choices: Any) -> int:
-    """Prepare the model as rank 0 did. Returns the blocks that fit here."""
-    loaded.backend.ops.take_choices(choices)
+def _prepare(loaded: LoadedModel) -> int:
+    """Prepare the model. Returns the blocks that fit here."""
     loaded.model.prepare(loaded.backend)
     return loaded.sizes.num_blocks
 
 
-def _begin(loaded: LoadedModel, sizes: EngineSizes) -> Muscle:
-    return Muscle(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
+def _begin(loaded: LoadedModel, sizes: EngineSizes) -> Worker:
+    return Worker(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
 
 
 def answer_next(

@@ -10,13 +10,13 @@ import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.backends.select import device_of, use_device
 from rollout.child_process import run_child
 from rollout.config import InferenceConfig
 from rollout.parallel.channel import FollowerChannel
 from rollout.parallel.wire import SocketWire
-from rollout.tensor_parallel.follower import follow, prepared_muscle
+from rollout.tensor_parallel.follower import follow, prepared_worker
 from rollout.worker.loading import load_model
 
 
@@ -26,7 +26,7 @@ def _be_rank(
     """`place`: the rank, and where its collectives meet. `given`: as for `load_model`."""
     (rank, address), (model, config, weights_version) = place, given
     use_device(config, rank)
-    meeting = Meeting(device_of(config), config.tensor_parallel_size, address)
+    meeting = RankRendezvous(device_of(config), config.tensor_parallel_size, address)
     # Rank 0 has a deadline for the others, which end with it: they need none.
     collectives = meeting.collectives(rank, timeout_s=math.inf)
     loaded = load_model(model, config, weights_version, collectives)
@@ -35,8 +35,8 @@ def _be_rank(
     wire = SocketWire(socket.socket(fileno=os.dup(pipe.fileno())))
     staging = SocketWire(wire.receive_socket(config.tensor_parallel_start_timeout_s))
     channel = FollowerChannel(rank, wire)
-    muscle = prepared_muscle(channel, loaded)
-    follow(muscle, collectives, channel, FollowerChannel(rank, staging))
+    worker = prepared_worker(channel, loaded)
+    follow(worker, collectives, channel, FollowerChannel(rank, staging))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SpmdFollower: a rank of an engine, without a brain, in a process of a trainer."""
+"""SpmdFollower: a rank other than 0 of an engine, in a process of a trainer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollout.parallel.channel import FollowerChannel
 from rollout.parallel.collectives import Collectives
 from rollout.tensor_parallel.executor import read_along
 from rollout.tensor_parallel.follower import answer_to, staging_verbs_of, verbs_of
-from rollout.tensor_parallel.spmd_muscle import VerbCall, VerbOutcome
-from rollout.weights.staged_weights import StagedWeights
+from rollout.tensor_parallel.spmd_executor import VerbCall, VerbOutcome
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
-from rollout.worker.worker import Muscle
+from rollout.worker.worker import Worker
 
 
 class SpmdFollower:
@@ -28,7 +28,7 @@ class SpmdFollower:
     def __init__(
         self,
         rank: int,
-        muscle: Muscle,
+        worker: Worker,
         collectives: Collectives,
         channel: FollowerChannel,
         *,
@@ -36,18 +36,18 @@ class SpmdFollower:
         start_timeout_s: float,
     ) -> None:
         """`timeout_s`: for rank 0 to give the next order; `start_timeout_s`: to call a verb."""
-        self._rank, self._muscle, self._collectives = rank, muscle, collectives
+        self._rank, self._worker, self._collectives = rank, worker, collectives
         self._channel = channel
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._source: NamedTensors = {}
         staged: dict[int, StagedWeights] = {}
         self._verbs = {
-            **verbs_of(muscle, collectives, staged),
-            **staging_verbs_of(muscle, channel, staged),
+            **verbs_of(worker, collectives, staged),
+            **staging_verbs_of(worker, channel, staged),
             "read_along": lambda: read_along(self._source),
         }
         self._lost: str | None = None
-        self.state, self.weights_version = EngineState.RUNNING, muscle.weights.version
+        self.state, self.weights_version = EngineState.RUNNING, worker.weights.version
 
     def run(self, call: VerbCall, source: NamedTensors = ()) -> Any:
         """Serve within a verb. `source`: the weights, of an update. Returns rank 0's result.
@@ -108,5 +108,5 @@ class SpmdFollower:
         self.state = EngineState.STOPPED
         self._lost = f"rank {self._rank} has shut down"
         self._channel.leave("it has shut down")
-        self._muscle.close()
+        self._worker.close()
         self._collectives.close()

@@ -19,16 +19,16 @@ import msgspec
 from torch import nn
 
 from rollout.backends.group_bytes import all_gather_bytes
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.backends.select import device_of
 from rollout.config import InferenceConfig
 from rollout.errors import ConfigError, LockstepError, RolloutError, decode_error, encode_error
 from rollout.parallel.channel import FollowerChannel, LeadChannel, raise_first
 from rollout.parallel.collectives import Collectives
 from rollout.parallel.rank_sockets import RankListener, this_machine, wire_to_lead
-from rollout.tensor_parallel.follower import answer_next, prepared_muscle
+from rollout.tensor_parallel.follower import answer_next, prepared_worker
+from rollout.tensor_parallel.spmd_executor import SpmdExecutor
 from rollout.tensor_parallel.spmd_follower import SpmdFollower
-from rollout.tensor_parallel.spmd_muscle import SpmdMuscle
 from rollout.tensor_parallel.start import prepare_ranks
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of
 
@@ -58,7 +58,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def join_as_lead(
     model: Model, config: InferenceConfig, weights_version: int
-) -> tuple[LoadedModel, EngineSizes, SpmdMuscle]:
+) -> tuple[LoadedModel, EngineSizes, SpmdExecutor]:
     """Meet the other ranks of `config.pg_collection.tp` and load the model on all of them.
 
     Raises ConfigError and ModelError, of whatever rank, and LockstepError if a rank is lost.
@@ -67,10 +67,10 @@ def join_as_lead(
     size, start_s = config.tensor_parallel_size, config.tensor_parallel_start_timeout_s
     with ExitStack() as stack:
 
-        def begin() -> tuple[RankListener, Meeting]:
+        def begin() -> tuple[RankListener, RankRendezvous]:
             listener = RankListener()
             stack.callback(listener.close)
-            meeting = Meeting(device_of(config), size)
+            meeting = RankRendezvous(device_of(config), size)
             stack.callback(meeting.close)
             return listener, meeting
 
@@ -91,13 +91,13 @@ def join_as_lead(
             sizes = prepare_ranks(loaded, channel)
             runner, kv = runner_of(loaded, sizes)
             raise_first(channel.answers(timeout_s=start_s))
-        muscle = SpmdMuscle(
+        executor = SpmdExecutor(
             *(runner, kv, loaded.weights),
             collectives=collectives,
             channel=channel,
             start_timeout_s=start_s,
         )
-    return loaded, sizes, muscle
+    return loaded, sizes, executor
 
 
 def join_as_follower(model: Model, config: InferenceConfig, weights_version: int) -> SpmdFollower:
@@ -108,7 +108,7 @@ def join_as_follower(model: Model, config: InferenceConfig, weights_version: int
     wire = wire_to_lead(lead.address, rank, start_s)
     channel = FollowerChannel(rank, wire)
     try:
-        meeting = Meeting(device_of(config), config.tensor_parallel_size, lead.place)
+        meeting = RankRendezvous(device_of(config), config.tensor_parallel_size, lead.place)
         collectives: Collectives = answer_next(
             channel,
             lambda: meeting.collectives(
@@ -123,12 +123,12 @@ def join_as_follower(model: Model, config: InferenceConfig, weights_version: int
             tells=False,
             timeout_s=start_s,
         )
-        muscle = prepared_muscle(channel, loaded, start_s)
+        worker = prepared_worker(channel, loaded, start_s)
     except BaseException as error:
         channel.leave(f"it could not start: {error!r}")
         raise
     return SpmdFollower(
-        *(rank, muscle, collectives, channel),
+        *(rank, worker, collectives, channel),
         timeout_s=config.tensor_parallel_timeout_s,
         start_timeout_s=start_s,
     )
@@ -150,7 +150,7 @@ def _met(
             machine=this_machine(),
             pid=os.getpid(),
             settings=_settings(config, weights_version),
-            place="" if meeting is None else meeting.place,
+            place="" if meeting is None else meeting.address,
             address=b"" if listener is None else listener.address,
         )
     except (RolloutError, OSError) as error:

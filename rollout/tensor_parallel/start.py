@@ -1,4 +1,4 @@
-"""start_group: the processes that run one engine together, and the muscle that leads them."""
+"""start_group: the processes that run one engine together, and the executor that leads them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from rollout.backends.limits import num_usable_cpus
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.backends.select import device_of
 from rollout.child_process import ChildProcess, pickled
 from rollout.config import InferenceConfig
 from rollout.models.checkpoints.loading import spec_of, without_shards
 from rollout.parallel.channel import LeadChannel, raise_first
 from rollout.parallel.wire import SocketWire
-from rollout.tensor_parallel.executor import LeadMuscle, end_processes
+from rollout.tensor_parallel.executor import TensorParallelExecutor, end_processes
 from rollout.worker.loading import EngineSizes, LoadedModel, load_model, runner_of, sizes_of
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _MODULE = "rollout.tensor_parallel.rank_process"
 
 def start_group(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
-) -> tuple[LoadedModel, EngineSizes, LeadMuscle]:
+) -> tuple[LoadedModel, EngineSizes, TensorParallelExecutor]:
     """Start the other ranks of an engine as children of this process, which is rank 0, and load the
     model on all of them.
 
@@ -51,9 +51,9 @@ def start_group(
             (without_shards(model, config.dtype), of_followers, weights_version),
             "the model or its config",
         )
-        meeting = Meeting(device_of(config), size)
+        meeting = RankRendezvous(device_of(config), size)
         for rank, child in enumerate(children, start=1):
-            child.send(pickle.dumps((rank, meeting.place)), sent)
+            child.send(pickle.dumps((rank, meeting.address)), sent)
         del sent
         names = {f"rank {r} (process {c.pid})": c for r, c in enumerate(children, start=1)}
         collectives = meeting.collectives(0, timeout_s=timeout_s, check=lambda: channel.check())
@@ -67,7 +67,7 @@ def start_group(
         sizes = prepare_ranks(loaded, channel)
         runner, kv = runner_of(loaded, sizes)
         raise_first(channel.answers(timeout_s=start_s))
-        muscle = LeadMuscle(
+        executor = TensorParallelExecutor(
             *(runner, kv, loaded.weights),
             collectives=collectives,
             channel=channel,
@@ -76,15 +76,14 @@ def start_group(
         )
         undo.pop_all()
     logger.info("tensor parallel: rank 0 of %d, with %s", size, ", ".join(names))
-    return loaded, sizes, muscle
+    return loaded, sizes, executor
 
 
 def prepare_ranks(loaded: LoadedModel, channel: LeadChannel) -> EngineSizes:
-    """Prepare the model on all ranks, with the products that rank 0 chooses: what all ranks compute
-    alike must have the same bits. Returns the sizes that fit all ranks, which answer the last order
-    when they have memory of these sizes."""
+    """Prepare the model on all ranks. Returns the sizes that fit all ranks, which answer the last
+    order when they have memory of these sizes."""
     loaded.model.prepare(loaded.backend)
-    channel.send("prepare", loaded.backend.ops.choices())
+    channel.send("prepare")
     answers = channel.answers(timeout_s=loaded.config.tensor_parallel_start_timeout_s)
     raise_first(answers)
     sizes, num_blocks = loaded.sizes, min(loaded.sizes.num_blocks, *answers)

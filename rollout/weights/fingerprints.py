@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rollout.backends.base import Ops
-from rollout.backends.ops.fingerprint import hashed_dtype
+from rollout.backends.cpu.backend import cpu_backend
+from rollout.backends.ops.fingerprint import fingerprint, hashed_dtype
 from rollout.errors import WeightUpdateError
 from rollout.layers.shard import Shard
 from rollout.layers.weight_slot import WeightSlot, kept_of
@@ -222,11 +223,19 @@ def _own_fingerprints(
 def fetched(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
     """Return the numbers of fingerprints, with one copy to the host for each device."""
     by_device: dict[torch.device, dict[Key, Tensor]] = {}
-    for key, fingerprint in queued.items():
-        by_device.setdefault(fingerprint.device, {})[key] = fingerprint
+    for key, hashed in queued.items():
+        by_device.setdefault(hashed.device, {})[key] = hashed
     fetched: dict[Key, Fingerprint] = {}
     for device, rows in by_device.items():
         with blaming(f"checking the tensors on {device}"):
             values = torch.stack([*rows.values()]).cpu().tolist()
         fetched |= zip(rows, values, strict=True)
     return fetched
+
+
+FingerprintOf = Callable[[Tensor, torch.dtype], Tensor]
+
+
+def fingerprint_on(device: torch.device) -> FingerprintOf:
+    """`Ops.fingerprint` for tensors of the device. The first call for the host may compile it."""
+    return cpu_backend("device").ops.fingerprint if device.type == "cpu" else fingerprint

@@ -27,7 +27,6 @@ from rollout.weights.fingerprints import (
     read_source,
     sum_of,
 )
-from rollout.weights.host_stage import HostRoom, HostStage
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.lora_merge import (
     AdaptedWeights,
@@ -36,9 +35,16 @@ from rollout.weights.lora_merge import (
     check_targets,
     gathered,
 )
-from rollout.weights.memory import WeightMemory
-from rollout.weights.staged import BackupKeeper, Exchange, Overwriting, Replacement
-from rollout.weights.staged_weights import PackedCopies, Replaced, StagedWeights
+from rollout.weights.memory import HostRoom, HostStage, WeightMemory
+from rollout.weights.staged import (
+    BackupKeeper,
+    Exchange,
+    Overwriting,
+    PackedCopies,
+    Replaced,
+    Replacement,
+    StagedWeights,
+)
 from rollout.weights.update import (
     HOST_COPIES,
     Fingerprint,

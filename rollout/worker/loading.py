@@ -12,7 +12,7 @@ from torch import nn
 
 from rollout.backends.base import Backend
 from rollout.backends.select import block_size_of, create_backend
-from rollout.config import DEFAULT_MAX_REQUESTS, DEFAULT_MAX_TOKENS, GIB, InferenceConfig
+from rollout.config import DEFAULT_MAX_REQUESTS, DEFAULT_MAX_TOKENS, GIB, UNIFIED, InferenceConfig
 from rollout.errors import ConfigError
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoints.loading import open_model
@@ -117,7 +117,8 @@ def sizes_of(
     spec = model.cache_spec(block_size)
     if config.buffer_size_gb is not None:
         # In unified memory, paused requests have their buffer beside that of the others.
-        added_gb = paused_gb if config.unified_memory_level else 0.0
+        is_unified = config.unified_memory_level or config.memory_kind == UNIFIED
+        added_gb = paused_gb if is_unified else 0.0
         buffer_gb = (config.buffer_size_gb + added_gb) / num_ranks
         num_blocks = num_blocks_in(backend.attention, spec, buffer_gb)
     else:

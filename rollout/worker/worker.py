@@ -1,4 +1,4 @@
-"""Muscle: all that an engine does with tensors, on one rank."""
+"""Worker: all that an engine does with tensors, on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout.step.plan import StepPlan
 from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import checksums_of_shares
 from rollout.weights.served import ServedWeights
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
 from rollout.worker.kv_cache import BlockIds, KVCache
 from rollout.worker.model_runner import ModelRunner
@@ -45,23 +45,23 @@ class MemoryUse:
 
 
 def _on_the_device(
-    verb: Callable[Concatenate[Muscle, _P], _R],
-) -> Callable[Concatenate[Muscle, _P], _R]:
+    verb: Callable[Concatenate[Worker, _P], _R],
+) -> Callable[Concatenate[Worker, _P], _R]:
     """Have a verb's kernels launched on the engine's device: another may be the thread's own."""
 
     @functools.wraps(verb)
-    def run(self: Muscle, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def run(self: Worker, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with self._runner.as_current():
             return verb(self, *args, **kwargs)
 
     return run
 
 
-class Muscle:
+class Worker:
     """The verbs that an engine has for its runner, its KV cache and its served weights.
 
-    `kv` and `weights` are to be read. Where several ranks run one engine, LeadMuscle has them do
-    each verb as well.
+    `kv` and `weights` are to be read. Where several ranks run one engine,
+    TensorParallelExecutor has them do each verb as well.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Muscle:
 
     def rank_use(self) -> RankUse:
         """What this rank uses."""
-        use = Muscle.memory_use(self)  # not that of all ranks
+        use = Worker.memory_use(self)  # not that of all ranks
         return RankUse(
             rank=self._collectives.rank,
             kv_bytes=use.kv,

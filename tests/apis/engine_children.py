@@ -25,7 +25,7 @@ from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import Ack, AssignRequest, Commit, Message, Rollback
 from rollout.engine.engine import Engine
 from rollout.weights.source import WeightsSource
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.update import NamedTensors, by_name
 from tests.processes import PROCESSES
 

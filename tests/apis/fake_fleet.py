@@ -16,9 +16,8 @@ import pytest
 
 from rollout import LLM, SamplingParams
 from rollout.apis import async_llm
-from rollout.coordinator.client.inference_client import ClientStateError
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.errors import ClientStateError, CoordinatorLostError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status

@@ -6,13 +6,13 @@ import asyncio
 import atexit
 import shutil
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
 from rollout import AsyncLLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from tests.tiny_models import prompt_of, tiny_model
+from tests.waiting import until_async as until
 
 CONFIG = InferenceConfig(
     block_size_tokens=8, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1
@@ -52,22 +52,6 @@ def with_fleet(
             await asyncio.wait_for(work(llm), DEADLINE_S)
 
     asyncio.run(run())
-
-
-async def until(
-    is_so: Callable[[], bool | Awaitable[bool]],
-    what: str,
-    timeout_s: float = 150.0,
-    every_s: float = 0.01,
-) -> None:
-    """Let the loop go on until it is so."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        answer = is_so()
-        if answer if isinstance(answer, bool) else await answer:
-            return
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(every_s)
 
 
 class Load:

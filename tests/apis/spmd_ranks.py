@@ -125,7 +125,7 @@ def sum_ranks(llm: LLM, rank: int) -> int:
 
 def hurry(llm: Any, rank: int, timeout_s: float) -> None:
     """From now on wait only so long for another rank to call a verb."""
-    waiting = llm._ranks._rank if rank else llm._ranks._muscle
+    waiting = llm._ranks._rank if rank else llm._ranks._executor
     waiting._start_timeout_s = timeout_s
 
 

@@ -132,6 +132,7 @@ def test_a_group_computes_its_prompt_once_on_one_engine(llm: AnyLLM) -> None:
     assert after.num_forked_requests - before.num_forked_requests == 2 * 7
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_go_on_through_suspend_update_and_resume(llm: AnyLLM, mode: str) -> None:
     first = version_of(llm)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import AsyncLLM, DynamicInferenceRequest, EngineStateError, Status
-from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.errors import CoordinatorLostError
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, params, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.apis.test_child_process import is_alive

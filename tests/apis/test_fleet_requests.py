@@ -21,7 +21,7 @@ from rollout import (
     Status,
 )
 from rollout.apis.fleet_runtime import FleetRuntime
-from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.errors import CoordinatorLostError
 from tests.apis.fake_fleet import WAIT_S, FakeFleet, fake_fleet
 
 Ended = tuple[Status | None, str | None]

@@ -63,6 +63,7 @@ def test_a_refused_push_of_another_thread_does_not_disturb_generate() -> None:
         assert llm.weights_version == 0
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", ["device", "reserved"])
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
 @pytest.mark.parametrize("discard", [False, True])

@@ -20,7 +20,7 @@ from rollout import (
 )
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.weights.transports.base import WeightTransport
-from rollout.weights.transports.cuda_ipc import CudaIpcTransport
+from rollout.weights.transports.collective import CudaIpcTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet
@@ -103,6 +103,7 @@ async def served(llm: AsyncLLM) -> list[int]:
     return [stats["weights_version"] for stats in ranks.values()]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fleet_takes_pushes_by_every_transport_and_a_late_engine_gets_them(
     kind: str, tmp_path: Path

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ import hypothesis
 import pytest
 import torch
 
-from tests.run_seed import VARIABLE, run_seed
+from tests.run_kind import max_examples
+from tests.run_seed import VARIABLE, run_seed, sets_left_out
 from tests.run_seed import pytest_configure as choose_seed
 
 
@@ -41,12 +43,11 @@ def test_torch_runs_one_thread() -> None:
 
 def test_hypothesis_draws_from_the_runs_seed_alone(request: pytest.FixtureRequest) -> None:
     profile = hypothesis.settings()
-    long = os.environ.get("ROLLOUT_TEST_LONG") == "1"
     assert not profile.derandomize
     assert profile.database is None
     assert profile.print_blob
     assert profile.deadline is None
-    assert profile.max_examples == (1000 if long else 50)
+    assert profile.max_examples == max_examples()
     assert request.config.getoption("hypothesis_seed") == run_seed()
 
 
@@ -75,10 +76,13 @@ def drawn_in_a_run(directory: Path, *arguments: str) -> tuple[str, list[str]]:
     """What a run prints, and the seed and draws of each of its two tests."""
     (directory / "test_draws.py").write_text(DRAWS_AND_FAILS)
     environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plugins = ["-p", "tests.run_seed", "-p", "xdist", "-p", "_hypothesis_pytestplugin"]
     run = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-q", "-p", "tests.run_seed"), *arguments],
+        [*(sys.executable, "-m", "pytest", "-q"), *plugins, *arguments],
         cwd=directory,
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=environment,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -115,3 +119,54 @@ def test_warning_of_our_own_packages_is_an_error(module: str) -> None:
 def test_warning_of_another_package_is_none() -> None:
     with pytest.warns(UserWarning, match="theirs"):
         warnings.warn_explicit("theirs", UserWarning, "file.py", 1, module="rollouts")
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """What `sets_left_out` reads of a collected test."""
+
+    nodeid: str
+    marks: tuple[tuple[str, pytest.Mark], ...] = (("drawn", pytest.mark.drawn(2).mark),)
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return dict(self.marks).get(name)
+
+
+def left_out(items: list[Item], seed: int) -> set[str]:
+    return {item.nodeid for item in sets_left_out(items, seed)}  # type: ignore[arg-type, misc]
+
+
+@pytest.fixture
+def whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test`, whatever this run is."""
+    monkeypatch.delenv("ROLLOUT_TEST_QUICK", raising=False)
+    monkeypatch.delenv("ROLLOUT_TEST_LONG", raising=False)
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_max_examples_follows_the_kind_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [max_examples()]
+    for variable in ("ROLLOUT_TEST_QUICK", "ROLLOUT_TEST_LONG"):
+        monkeypatch.setenv(variable, "1")
+        found.append(max_examples())
+    assert found == [25, 5, 1000]
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_sets_left_out_are_all_but_as_many_as_drawn_says() -> None:
+    items = [Item(f"test_many.py::test_many[{number}]") for number in range(9)]
+    assert len(left_out(items, seed=1)) == 7
+    assert left_out(items, seed=1) == left_out(items, seed=1)
+    assert left_out(items, seed=1) != left_out(items, seed=2)
+    assert left_out(items[:2], seed=1) == set()
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_sets_left_out_has_no_skipped_set_and_no_test_without_the_mark() -> None:
+    drawn = [Item(f"test_many.py::test_many[{number}]") for number in range(3)]
+    skipped = Item(
+        "test_many.py::test_many[gpu]", (*drawn[0].marks, ("skip", pytest.mark.skip.mark))
+    )
+    unmarked = [Item(f"test_others.py::test_other[{number}]", ()) for number in range(9)]
+    (name,) = left_out([*drawn, skipped, *unmarked], seed=1)
+    assert name in {item.nodeid for item in drawn}

@@ -37,6 +37,7 @@ from rollout.backends.step_tensors import (
 from rollout.errors import EngineStateError
 from rollout.step.output import SampleResult, ScoreResult, StepOutput
 from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
+from tests.run_kind import scaled
 from tests.tiny_mixtures import own_routing, tiny_mixture
 from tests.tiny_models import (
     Margins,
@@ -166,7 +167,7 @@ class Fingerprint:
 
 
 @given(data=st.lists(steps(), min_size=1, max_size=4), num_graphs=st.sampled_from([2, 6, 20]))
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
     data: list[StepInputs[Any]], num_graphs: int
 ) -> None:
@@ -195,7 +196,7 @@ def assert_same(result: StepOutput, right: StepOutput, asks_more_S: Any) -> None
 
 
 @given(inputs=steps())
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 def test_behind_a_replay_only_the_samples_that_want_more_are_drawn_again(
     inputs: StepInputs[Any],
 ) -> None:
@@ -298,6 +299,7 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -343,6 +345,7 @@ REPORTED = (
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("asked", ASKS)
 def test_a_request_that_asks_for_more_leaves_the_batch_in_its_graphs(
     monkeypatch: pytest.MonkeyPatch, asked: str
@@ -476,6 +479,7 @@ def captures_over_cycles(
     return [*captures, executor.num_captures]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_graphs_outlive_20_suspends_where_addresses_stay(
     monkeypatch: pytest.MonkeyPatch, mode: str

@@ -36,6 +36,7 @@ def digest_of(march: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif("fma" not in processor_flags(), reason="the processor is below x86-64-v3")
 def test_every_build_of_the_kernels_gives_the_same_tokens_and_logprobs() -> None:

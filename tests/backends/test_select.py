@@ -16,7 +16,7 @@ from rollout.backends.base import Backend
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cpu.memory import DeviceMemory, ReservedMemory
 from rollout.backends.select import create_backend
-from rollout.config import InferenceConfig
+from rollout.config import MEMORY_KINDS, InferenceConfig
 from rollout.errors import ConfigError
 from rollout.parallel.collectives import ONE_RANK
 
@@ -68,10 +68,25 @@ def test_a_named_memory_kind_is_taken(name: str, kind: type) -> None:
     assert isinstance(create_backend(InferenceConfig(memory_kind=name)).memory, kind)
 
 
-@pytest.mark.parametrize("kind", ["torch_memory_saver", "vmm"])
+@pytest.mark.parametrize("kind", ["torch_memory_saver", "vmm", "unified"])
 def test_memory_kinds_of_gpus_are_refused_with_the_legal_ones(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"memory_kind='{kind}'.*'device', 'reserved'"):
         create_backend(InferenceConfig(memory_kind=kind))
+
+
+@pytest.mark.usefixtures("asked_of_cuda")
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_every_memory_kind_is_served_by_a_device_and_refused_by_name_elsewhere(kind: str) -> None:
+    refusals = {}
+    for device in ("cpu", "cuda"):
+        try:
+            create_backend(InferenceConfig(device=device, memory_kind=kind))
+        except ConfigError as error:
+            refusals[device] = str(error)
+    assert len(refusals) < 2, "no device serves it"
+    for device, message in refusals.items():
+        assert f"memory_kind='{kind}' does not exist on {device.upper()}" in message
+        assert "use 'auto' or one of ('device'," in message
 
 
 @pytest.mark.parametrize(
@@ -137,6 +152,17 @@ def test_auto_is_cuda_where_there_is_a_device(
         ({"cuda_graph_mixed_prefill_count": None}, {"max_mixed_graphs": 16}),
         ({"use_cuda_graphs_for_non_decode_steps": False}, {"max_mixed_graphs": 0}),
         ({"unified_memory_level": 1}, {"memory_kind": "unified"}),
+        ({"memory_kind": "unified"}, {"memory_kind": "unified"}),
+        ({"memory_kind": "unified", "unified_memory_level": 1}, {"memory_kind": "unified"}),
+        (
+            {
+                "memory_kind": "unified",
+                "static_kv_memory_pointers": True,
+                "kv_cache_management_mode": "offload",
+            },
+            {"memory_kind": "unified"},
+        ),
+        ({"memory_kind": "device"}, {"memory_kind": "device"}),
         ({"attention_backend": "torch_flash"}, {"attention_kind": "torch_flash"}),
         ({"memory_kind": "vmm"}, {"memory_kind": "vmm"}),
         ({"memory_kind": "torch_memory_saver"}, {"memory_kind": "torch_memory_saver"}),
@@ -159,7 +185,11 @@ def test_fields_of_cuda_reach_its_backend(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"memory_kind": "reserved"}, "memory_kind='reserved' does not exist on CUDA"),
+        (
+            {"memory_kind": "reserved"},
+            "memory_kind='reserved' does not exist on CUDA.*"
+            "'auto' or one of .'device', 'vmm', 'torch_memory_saver', 'unified'",
+        ),
         ({"use_flashinfer_fused_rope": True}, "use_flashinfer_fused_rope=True has no effect"),
         ({"deterministic": True}, "deterministic=True is not supported on CUDA"),
         ({"unified_memory_level": 1, "memory_kind": "device"}, "contradicts memory_kind='device'"),

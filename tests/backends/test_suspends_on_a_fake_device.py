@@ -42,6 +42,7 @@ def model() -> Any:
     return tiny_model("qwen3", seed=8)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_suspends_capture_again_only_what_has_moved(

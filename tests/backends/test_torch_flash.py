@@ -28,6 +28,7 @@ from tests.backends.plain_varlen import plain_flash
 from tests.backends.repeating_device import check_a_life_with_a_suspend, graph_engine
 from tests.contracts.attention_cases import make_spec
 from tests.family_cases import family_model
+from tests.run_kind import scaled
 from tests.tiny_models import tiny_model
 
 pytest.importorskip("torch.nn.attention.varlen")
@@ -68,7 +69,7 @@ def in_a_graph(batch: ForwardBatch, mix: Mix) -> ForwardBatch:
 
 
 @given(mix=mixes, window=st.sampled_from([None, None, 1, 9, 50]))
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_padding_and_host_arrays_do_not_matter(mix: Mix, window: int | None) -> None:
     """Outputs of real tokens and all of the cache, in the shape of a captured step."""
     if not mix.num_tokens:

@@ -34,6 +34,7 @@ from rollout.backends.cuda.attention import (
     program_choice,
 )
 from tests.contracts.attention_on_device import device_attention
+from tests.run_kind import scaled
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 products are wrong.
@@ -86,7 +87,7 @@ def assert_as_the_reference(
 
 @pytest.mark.device
 @given(mix=mixes, how=st.sampled_from([(None, 8), (1, 0), (2, 0), (5, 0), (40, 8), (40, 0)]))
-@settings(max_examples=14)
+@settings(max_examples=scaled(14))
 def test_padding_and_host_arrays_do_not_matter(mix: Mix, how: tuple[int | None, int]) -> None:
     """Contexts of prompts are cut as soon as that gains anything, or not at all."""
     num_programs, worth = how
@@ -102,6 +103,7 @@ def test_a_batch_of_padding_alone_has_no_output() -> None:
     assert_as_the_reference(mix, None)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.device
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 8, 64])
 def test_every_number_of_programs_gives_the_same(num_programs: int) -> None:
@@ -129,6 +131,7 @@ def test_windows_softcaps_and_sinks_hold_in_parts_and_padding(num_programs: int)
     assert_as_the_reference(mix, num_programs, traits)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.device
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("num_programs", [3, 12])
@@ -152,6 +155,7 @@ def test_prefill_behind_long_contexts_is_the_same_in_parts(
     assert_as_the_reference(mix, num_programs, PLAIN if is_plain else traits)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.device
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 64])
 def test_query_heads_of_any_group_size_share_their_kv_head(group_size: int) -> None:
@@ -193,7 +197,7 @@ def test_a_batch_of_padding_alone_is_harmless() -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=20)
+@settings(max_examples=scaled(20))
 def test_append_kv_is_norm_rotation_and_copy(
     num_tokens: int,
     heads: tuple[int, int],
@@ -320,6 +324,7 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))]
 )

@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from rollout.backends.cuda.attention import TritonPagedAttention
 from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
+from tests.run_kind import scaled
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 7
@@ -32,7 +33,7 @@ QWEN3_8B = CacheSpec(
 
 
 @pytest.mark.device
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 @given(
     layers=st.integers(1, 3),
     heads=st.integers(1, 3),

@@ -30,7 +30,7 @@ LADDER = Ladder(
 @pytest.mark.parametrize(
     ("family", "config"),
     [
-        pytest.param("qwen3", {}, id="eager prefill"),
+        pytest.param("qwen3", {}, id="eager prefill", marks=pytest.mark.slow),
         pytest.param(
             "qwen3",
             {"enable_chunked_prefill": True, "max_tokens": 16},

@@ -21,6 +21,7 @@ from rollout.backends.ops.reference import ReferenceOps
 from rollout.step.output import SampleResult
 from tests.contracts.implementations import OPS
 from tests.contracts.sampling_oracle import Draw, batch_of, kept_tokens, logprobs, probabilities
+from tests.run_kind import scaled
 
 pytest.importorskip("triton")
 
@@ -72,7 +73,7 @@ def assert_sampled_as_by_torch(
     num_masked=st.integers(0, 5000),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_rows_without_truncation_are_sampled_as_by_torch(
     rows: list[Draw], vocabulary: int, levels: int, num_masked: int, seed: int
 ) -> None:
@@ -111,7 +112,7 @@ truncating_draws = st.builds(
     mask=st.sampled_from([-torch.inf, torch.finfo(torch.float32).min]),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_truncation_without_a_sort_keeps_the_oracles_tokens(
     draw: Draw, vocabulary: int, levels: int, num_masked: int, mask: float, seed: int
 ) -> None:
@@ -129,6 +130,7 @@ def is_undecided(logits_V: np.ndarray, draw: Draw) -> bool:
     return bool(np.abs(p_V.cumsum() - np.float32(draw.top_p)).min() < BOUNDARY)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.device
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.0), (7, 0.0), (0, 0.05), (7, 0.5)])
 @pytest.mark.parametrize("spread", [0.0, 1e-30, 1e30])
@@ -167,6 +169,7 @@ def test_tokens_whose_weight_underflows_are_never_drawn(uniform: float, gap: flo
     assert result.token_ids_S.tolist() == [CHUNK + (900 if uniform == ALMOST_ONE else 5)]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.device
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of infinities
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -273,6 +276,7 @@ def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> N
     assert torch.equal(captured.logprobs_S, expected.logprobs_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "num_kernels"),
     [

@@ -33,6 +33,7 @@ from rollout.backends.cuda.attention_plan import (
     PrefillPlan,
     TritonPlan,
 )
+from tests.run_kind import scaled
 
 BALANCE = 1.3  # most work of a program over the mean
 BLOCK_N = 32
@@ -78,7 +79,7 @@ windows = st.sampled_from([None, 1, 31, 32, 100, 5000])
 )
 @example(lengths=[1], num_kv_heads=1, num_programs=264, window=None)
 @example(lengths=[131_072] + 300 * [7], num_kv_heads=8, num_programs=264, window=None)
-@settings(max_examples=12)
+@settings(max_examples=scaled(12))
 def test_decode_is_cut_into_equal_shares(
     lengths: list[int], num_kv_heads: int, num_programs: int, window: int | None
 ) -> None:
@@ -104,7 +105,7 @@ def test_decode_is_cut_into_equal_shares(
     block_q=st.sampled_from([1, 16, 128]),
     window=windows,
 )
-@settings(max_examples=12)
+@settings(max_examples=scaled(12))
 def test_query_tiles_are_all_there_the_longest_context_first(
     rows: list[tuple[int, int]], num_decode_rows: int, block_q: int, window: int | None
 ) -> None:
@@ -269,6 +270,7 @@ def test_whole_prefill_behind_long_contexts_would_leave_multiprocessors_idle() -
     assert makespan(costs, 132) < 1.1
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.device
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("prompt_len", [300, 1024, 2048, 4096, 8192])
@@ -329,6 +331,7 @@ def test_interpreted_programs_do_the_work_that_the_model_counts(
     assert max(shares) <= BALANCE * sum(shares) / num_programs
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.interpreted
 @pytest.mark.parametrize("window", [None, 1300])
 def test_interpreted_parts_of_prefill_do_the_work_that_the_model_counts(

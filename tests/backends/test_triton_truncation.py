@@ -147,6 +147,7 @@ def test_rows_with_more_candidates_than_there_is_room_for_are_searched_in_whole(
     assert_as_the_model(*random_batch(np.random.default_rng(1)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("top_k", "top_p"),

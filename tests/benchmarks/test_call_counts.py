@@ -18,6 +18,7 @@ def test_calls_are_counted_by_the_file_that_defines_them() -> None:
     assert calls.total() >= 6
 
 
+@pytest.mark.slow
 def test_each_operation_is_listed_and_counts_are_the_same_in_each_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

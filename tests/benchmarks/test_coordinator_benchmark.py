@@ -14,6 +14,7 @@ from tests.processes import PROCESSES
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_page_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # All tests share the process that is forked, which imports nothing more once it is there.
     assert PROCESSES.get_start_method() == "forkserver"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import expert_updates
 
 
+@pytest.mark.slow
 def test_both_dialects_are_measured(tmp_path: Path) -> None:
     results = expert_updates.main(["--small", "--output", str(tmp_path)])
     dialects = results["models"]["small"]["dialects"]

@@ -26,6 +26,7 @@ def written(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["W1", "W2"])
 def test_ratio_is_to_the_fastest_peer_of_the_same_round(written: dict[str, Any], name: str) -> None:
     workload = written["workloads"][name]
@@ -38,6 +39,7 @@ def test_ratio_is_to_the_fastest_peer_of_the_same_round(written: dict[str, Any],
             assert speed == pytest.approx(workload["num_tokens"] / seconds[who])
 
 
+@pytest.mark.slow
 def test_ratio_to_batches_sorted_by_length_is_kept_apart(written: dict[str, Any]) -> None:
     for played in written["workloads"]["W2"]["rounds"]:
         sorted_peers = [s for who, s in played["cpu_seconds"].items() if "sorted" in who]
@@ -46,6 +48,7 @@ def test_ratio_to_batches_sorted_by_length_is_kept_apart(written: dict[str, Any]
     assert written["workloads"]["W1"]["rounds"][0]["ratio_knowing_lengths"] is None
 
 
+@pytest.mark.slow
 def test_summary_is_of_the_rounds(written: dict[str, Any]) -> None:
     for workload in written["workloads"].values():
         ratios = [played["ratio"] for played in workload["rounds"]]
@@ -53,6 +56,7 @@ def test_summary_is_of_the_rounds(written: dict[str, Any]) -> None:
         assert workload["median_ratio"] == pytest.approx(sum(ratios) / 2)
 
 
+@pytest.mark.slow
 def test_steps_lie_above_their_floor(written: dict[str, Any]) -> None:
     assert [step["batch"] for step in written["decode_steps"]] == [1, 64]
     for step in written["decode_steps"]:
@@ -61,10 +65,12 @@ def test_steps_lie_above_their_floor(written: dict[str, Any]) -> None:
         assert workload["over_floor"] > 1
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_the_transformers_model(written: dict[str, Any]) -> None:
     assert written["largest_logprob_error"] < 1e-4
 
 
+@pytest.mark.slow
 def test_page_has_every_contestant_and_no_host_name(folder: Path, written: dict[str, Any]) -> None:
     (path,) = folder.glob("*.md")
     page = path.read_text()

@@ -77,6 +77,7 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
     return {part["name"]: part["figures"] for part in results["parts"]}
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_in_order(results: dict[str, Any]) -> None:
     parts = results["parts"]
     assert [part["error"] for part in parts] == [None] * len(parts)
@@ -94,6 +95,7 @@ def test_rehearsal_has_the_groups_and_the_kinds_of_parts_of_the_plan() -> None:
     assert all(part.needs_s > 0 for parts in planned.values() for part in parts)
 
 
+@pytest.mark.slow
 def test_page_has_a_row_for_every_part_and_fits_the_end_of_a_log(results: dict[str, Any]) -> None:
     page = gpu.as_markdown(results)
     for part in results["parts"]:
@@ -118,6 +120,7 @@ def test_what_was_not_measured_is_told_with_its_reason_and_without_figures() -> 
     assert len(row) < 300
 
 
+@pytest.mark.slow
 def test_speeds_and_shares_follow_from_the_seconds(figures: dict[str, Any]) -> None:
     floors = figures["floors"]
     memory = max(floors["device_read_bytes_per_s"], 2 * floors["device_copy_bytes_per_s"])
@@ -137,6 +140,7 @@ def test_speeds_and_shares_follow_from_the_seconds(figures: dict[str, Any]) -> N
     assert f["share_of_floor"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_context_of_a_decode_step_is_prompt_and_what_was_generated(
     figures: dict[str, Any],
 ) -> None:
@@ -146,6 +150,7 @@ def test_context_of_a_decode_step_is_prompt_and_what_was_generated(
     assert f["kv_bytes_per_step"] == 3 * f["mean_context"] * kv_bytes_per_token(TINY)
 
 
+@pytest.mark.slow
 def test_suspend_moves_the_kv_of_the_rows_or_the_weights(figures: dict[str, Any]) -> None:
     floors = figures["floors"]
     large = REHEARSAL.shapes["8B"]
@@ -165,6 +170,7 @@ def test_suspend_moves_the_kv_of_the_rows_or_the_weights(figures: dict[str, Any]
         assert f["suspend_s"] == pytest.approx((slow + quick) / 2), "the first one is apart"
 
 
+@pytest.mark.slow
 def test_update_is_of_all_weights_and_its_stall_is_beside_a_copy(figures: dict[str, Any]) -> None:
     for shape, spec in REHEARSAL.shapes.items():
         f = figures[f"update {shape}"]
@@ -173,6 +179,7 @@ def test_update_is_of_all_weights_and_its_stall_is_beside_a_copy(figures: dict[s
         assert min(f["first_stage_s"], f["stage_s"], f["first_stall_s"]) > 0
 
 
+@pytest.mark.slow
 def test_peers_are_beside_ours(figures: dict[str, Any]) -> None:
     f = figures["generate 0.6B, 2 rows"]
     seconds = f["seconds"]
@@ -183,6 +190,7 @@ def test_peers_are_beside_ours(figures: dict[str, Any]) -> None:
     assert f["ratio"] == pytest.approx(f["seconds"]["torch SDPA"] / f["seconds"]["rollout"])
 
 
+@pytest.mark.slow
 def test_host_share_is_of_one_step(figures: dict[str, Any]) -> None:
     f = figures["host 2 rows"]
     assert f["num_steps"] == 5
@@ -190,6 +198,7 @@ def test_host_share_is_of_one_step(figures: dict[str, Any]) -> None:
     assert f["cpu_s_per_step"] > 0
 
 
+@pytest.mark.slow
 def test_window_and_cycles_hold_where_the_engine_runs_ahead() -> None:
     """One step ahead, as on a GPU."""
     bench = Bench(REHEARSAL, Floors.of(dict.fromkeys(Floors.__dataclass_fields__, 1e9)))

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.host_step import PARTS, as_text, main
 
 
+@pytest.mark.slow
 def test_every_part_takes_time_and_is_shown() -> None:
     results = main(["--small"])
     assert [(case["num_rows"], case["has_log_probs"]) for case in results["cases"]] == [

@@ -43,6 +43,7 @@ def test_probabilities_of_all_sequences_add_up_to_one() -> None:
     assert float(total) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_both_tables_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("source", "limit"),
     [

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.moe import main
 
 
+@pytest.mark.slow
 def test_the_ratio_is_to_the_best_way_that_transformers_runs_experts(tmp_path: Path) -> None:
     main(["--small", "--rounds", "1", "--output", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.routing import BLOCKS_PER_PROMPT, POLICIES, hashes_of, main
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_page_and_json(tmp_path: Path) -> None:
     results = main(["--small", "--output", str(tmp_path)])
     (page,) = tmp_path.glob("*-routing-*.md")

@@ -11,6 +11,7 @@ from benchmarks import scheduling, scheduling_growth
 from benchmarks.scheduling import Workload, oracle_steps, simulate
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_page_and_json(tmp_path: Path) -> None:
     results = scheduling.main(["--small", "--output", str(tmp_path)])
     (page,) = tmp_path.glob("*-scheduling-*.md")
@@ -20,6 +21,7 @@ def test_a_small_run_writes_page_and_json(tmp_path: Path) -> None:
         assert outcome["num_generated"] <= outcome["steps"] * outcome["mean_batch"] + 1e-6
 
 
+@pytest.mark.slow
 def test_costs_are_measured_at_each_size(tmp_path: Path) -> None:
     results = scheduling_growth.main(["--small", "--output", str(tmp_path)])
     (page,) = tmp_path.glob("*-scheduling-growth-*.md")

@@ -12,6 +12,7 @@ from benchmarks.serving import main
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_page_and_json(tmp_path: Path) -> None:
     results = main(["--small", "--output", str(tmp_path), "--cache", str(tmp_path / "cache")])
     (page,) = tmp_path.glob("*-serving-*.md")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import tensor_parallel
 
 
+@pytest.mark.slow
 def test_each_engine_is_measured_at_each_batch(tmp_path: Path) -> None:
     results = tensor_parallel.main(["--small", "--output", str(tmp_path)])
     names = [contestant.name for contestant in tensor_parallel.CONTESTANTS]

@@ -11,9 +11,10 @@ pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
 from benchmarks.trl_step import compare
-from tests.examples.grpo_settings import tiny_settings
+from tests.trainer_hooks.train.grpo_settings import tiny_settings
 
 
+@pytest.mark.slow
 def test_both_kinds_of_step_are_timed(tmp_path: Path) -> None:
     settings = tiny_settings(algorithm__group_size=4, algorithm__max_new_tokens=6)
     figures = compare(settings, num_rounds=1, directory=tmp_path)

@@ -8,16 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import rollout
 from rollout import LLM, SamplingParams
 from rollout.backends.cpu.library import load_library
-from rollout.cli.explain import products_of
 from rollout.cli.main import COMMANDS, main
 from tests.apis.fleets import directory
 from tests.tiny_mixtures import tiny_mixture
@@ -306,21 +303,3 @@ def test_explain_knows_of_experts_and_of_their_record(
     assert experts["value"] == 8
     assert experts["why"] == "2 of them for a token, in 1 of 2 layers"
     assert any(fact["name"] == "routing" for fact in sections["memory"])
-
-
-def test_products_of_repacked_weights_are_shown() -> None:
-    def layer(num_outputs: int, num_inputs: int, *shape: int) -> SimpleNamespace:
-        handle = SimpleNamespace(
-            num_outputs=num_outputs, num_inputs=num_inputs, weight_NK=torch.empty(shape)
-        )
-        return SimpleNamespace(handle=handle)
-
-    layers = {"head": layer(21, 48, 21, 48), "qkv": layer(64, 48, 4, 48, 16)}
-    lines = ["weight rows product", "21x48 float32 1 a", "64x48 float32 1 b", "9x9 float32 1 c"]
-    lines.insert(1, "forward pass 1 b")
-    lines.append("21x48 float32 experts 1 d")
-    build: Any = SimpleNamespace(
-        backend=SimpleNamespace(ops=SimpleNamespace(explain=lambda: "\n".join(lines))),
-        model=SimpleNamespace(linear_layers=lambda: layers, modules=lambda: []),
-    )
-    assert products_of(build) == lines[:4]

@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rollout import AsyncLLM
+from rollout import AsyncLLM, EngineStats
 from rollout.cli.main import main
 from rollout.cli.top import view_of
+from rollout.coordinator.client.fleet_stats import FleetStats, fleet_stats
 from rollout.serve.page.fleet import FleetSnapshot, FleetView
 from tests.apis.fleets import Load, directory, with_fleet
 
@@ -87,23 +89,22 @@ def test_top_wants_one_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "ipc:///nowhere", "interval_s=0"]) == 2
 
 
-def report_of(**changes: Any) -> dict[str, Any]:
-    names = "waiting running paused blocks_used blocks_indexed blocks_total finished failed"
-    names += " evictions weight_updates sampled_tokens prefill_tokens steps"
-    counts = {f"num_{name}": 0 for name in names.split()}
-    return {"state": "RUNNING", "weights_version": 3, **counts, **changes}
+NO_ENGINES = fleet_stats({"state": "RUNNING", "weights_version": 3, "ranks": {}})
 
 
-def results_of(**reports: Any) -> dict[str, Any]:
-    ranks = {rank.removeprefix("r"): report for rank, report in reports.items()}
-    return {"state": "RUNNING", "weights_version": 3, "ranks": ranks, "lost_ranks": []}
+def stats_of(**changes: Any) -> EngineStats:
+    return replace(NO_ENGINES.together, **changes)
+
+
+def fleet_of(engines: dict[int, EngineStats], **changes: Any) -> FleetStats:
+    return replace(NO_ENGINES, engines=engines, **changes)
 
 
 def test_rates_are_differences_over_time_and_never_negative() -> None:
     view = FleetView()
-    view.snapshot(results_of(r10=report_of(), r9=report_of(num_sampled_tokens=50)), 10.0)
-    later = results_of(r10=report_of(num_sampled_tokens=30), r9=report_of(num_sampled_tokens=1))
-    snapshot = view.snapshot(later, 12.0)
+    view.snapshot(fleet_of({9: stats_of(num_sampled_tokens=50), 10: stats_of()}), 10.0)
+    engines = {9: stats_of(num_sampled_tokens=1), 10: stats_of(num_sampled_tokens=30)}
+    snapshot = view.snapshot(fleet_of(engines), 12.0)
     assert [engine["rank"] for engine in snapshot.engines] == [9, 10]
     rates = [engine["generated_tokens_per_s"] for engine in snapshot.engines]
     assert rates == [0.0, 15.0], "rank 9 was started again"
@@ -113,7 +114,7 @@ def test_rates_are_differences_over_time_and_never_negative() -> None:
 
 def test_who_was_refused_is_shown_by_reason() -> None:
     refused = {"num_unknown_keys": 1_200, "num_malformed": 0, "num_strangers": 1}
-    snapshot = FleetView().snapshot({**results_of(r0=report_of()), "refused": refused})
+    snapshot = FleetView().snapshot(fleet_of({0: stats_of()}, refused=refused))
     assert "refused: 1,200 unknown keys, 1 strangers" in shown(snapshot)
 
 

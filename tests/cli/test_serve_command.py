@@ -45,7 +45,7 @@ def test_help_tells_every_field_of_the_server_with_its_default(
         assert len(line) <= 100
     assert "  port=8000 " in shown
     assert "  api_key=none " in shown
-    assert "  doors=openai,vllm,sglang " in shown
+    assert "  protocols=openai,vllm,sglang " in shown
 
 
 def test_help_is_that_of_the_docstring_of_any_dataclass() -> None:
@@ -70,7 +70,7 @@ def test_a_port_in_use_is_found_before_an_engine_starts(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = fault_of(capsys, directory(), f"port={port}")
-        assert f"port={port} cannot be listened at: " in said
+        assert f"port={port} is not a free address: " in said
         assert "in use" in said
     with pytest.raises(StartedError):
         main(["serve", directory(), f"port={port}"])
@@ -81,7 +81,7 @@ def test_an_address_of_another_machine_is_found_before_an_engine_starts(
 ) -> None:
     keys = ("api_key=a", "admin_key=b")
     said = fault_of(capsys, directory(), "host=no.such.invalid", "port=0", *keys)
-    assert "host='no.such.invalid', port=0 cannot be listened at" in said
+    assert "host='no.such.invalid', port=0 is not a free address" in said
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_word_alone_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
         main(["serve", directory(), "port=0"])
     assert "model=/none is not a directory" in fault_of(capsys, "/none")
     assert "model is given twice" in fault_of(capsys, directory(), f"model={directory()}")
-    assert "'b' is no setting" in fault_of(capsys, "a", "b")
+    assert "'b' is not a setting" in fault_of(capsys, "a", "b")
     for command, *options in (
         ("generate", "--input", os.devnull),
         ("bench",),
@@ -123,3 +123,11 @@ def test_a_word_alone_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main([command, "/none", *options]) == 2
         assert "model=/none is not a directory" in capsys.readouterr().err, command
+
+
+def test_doors_is_taken_as_protocols_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", f"model={directory()}", "doors=front"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == "doors= is deprecated; write protocols="
+    assert "protocols" in error
+    assert "front" in error

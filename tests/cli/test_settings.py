@@ -58,7 +58,7 @@ def test_a_value_of_another_type_is_refused(text: str, kind: Any, wanted: str) -
         ("modle=3", r"modle=3 is unknown; did you mean model\?"),
         ("max_model_len=5", "max_model_len is max_sequence_length here"),
         ("zzz=1", "zzz=1 is unknown; see --help"),
-        ("model", "'model' is no setting: settings are written key=value"),
+        ("model", "'model' is not a setting: settings are written key=value"),
     ],
 )
 def test_a_word_that_is_no_setting_is_refused_with_the_remedy(word: str, message: str) -> None:

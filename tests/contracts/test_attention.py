@@ -29,6 +29,7 @@ from tests.contracts.attention_cases import (
     make_spec,
 )
 from tests.contracts.implementations import ATTENTION, is_interpreted
+from tests.run_kind import scaled
 from tests.run_seed import run_seed
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -111,6 +112,7 @@ TRAITS = {
 }
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("traits", TRAITS)
 def test_traits_change_scores_and_weights(attention: AttentionBackend, traits: str) -> None:
     """Decode rows, a chunk and a whole prompt, some within the window and some beyond it. What a
@@ -143,7 +145,7 @@ def refuses(attention: AttentionBackend, ragged: Ragged) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if not is_interpreted(name)])
 @given(ragged=ragged_batches)
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_ragged_rows_attend_causally_to_their_own_context(name: str, ragged: Ragged) -> None:
     attention = ATTENTION[name]()
     if refuses(attention, ragged):
@@ -154,7 +156,7 @@ def test_ragged_rows_attend_causally_to_their_own_context(name: str, ragged: Rag
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if is_interpreted(name)])
 @given(ragged=ragged_batches)
-@settings(max_examples=12)
+@settings(max_examples=scaled(12))
 def test_ragged_rows_attend_causally_where_kernels_are_interpreted(
     name: str, ragged: Ragged
 ) -> None:
@@ -162,6 +164,7 @@ def test_ragged_rows_attend_causally_where_kernels_are_interpreted(
     assert_rows_attend_causally(ATTENTION[name](), replace(ragged, dtype=torch.float32))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["native", "triton", "torch_flash"])
 def test_fresh_bfloat16_rows_attend_within_the_bound_at_every_width(
@@ -236,7 +239,7 @@ def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> 
     num_heads=st.sampled_from([(1, 1), (4, 1), (6, 2)]),
     dims=st.sampled_from([(16, 16), (24, 16), (48, 32), (80, 64)]),
 )
-@settings(max_examples=20)
+@settings(max_examples=scaled(20))
 def test_values_may_be_the_first_dims_of_keys(
     name: str, ragged: Ragged, num_heads: tuple[int, int], dims: tuple[int, int]
 ) -> None:

@@ -109,6 +109,7 @@ def experts_f64(
     return out_TE, (squares_TKE * weights_TKE.square()).sum(1).sqrt()
 
 
+@pytest.mark.drawn(5)
 @all_ops
 @dtypes
 @given(

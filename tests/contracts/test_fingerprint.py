@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout.backends.base import Ops
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places
 from tests.contracts.implementations import OPS, is_interpreted
+from tests.run_kind import scaled
 
 # The interpreter's casts are NumPy's, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -73,7 +74,7 @@ def assert_as_defined(ops: Ops, x: Tensor, dtype: torch.dtype) -> None:
     special=st.lists(st.sampled_from([INF, -INF, -0.0, 1e-40, 1e5, 1e39]), max_size=4),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_hash_and_count_are_those_of_the_values_after_the_cast(
     name: str, size: int, dtypes: tuple[torch.dtype, torch.dtype], special: list[float], seed: int
 ) -> None:
@@ -203,6 +204,7 @@ def test_fingerprints_of_parts_at_their_places_add_up(
     )
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64, torch.bool])
 def test_a_copy_has_the_bytes_and_the_fingerprint(

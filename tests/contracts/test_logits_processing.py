@@ -18,6 +18,7 @@ from rollout.worker.token_histories import TokenHistories
 from tests.contracts.implementations import OPS, is_interpreted
 from tests.contracts.sampling_oracle import Draw, batch_of, logprobs, processed_logits
 from tests.contracts.test_sampling import LOGPROB, assert_is_drawn, random_logits
+from tests.run_kind import scaled
 
 VOCABULARY, TOP_N = 40, 5
 ids = st.integers(0, VOCABULARY - 1)
@@ -103,7 +104,7 @@ def draw_of(params: SamplingParams, row: int) -> Draw:
 
 
 @pytest.mark.parametrize("name", OPS)
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 @given(rows=rows_of_a_step, seed=st.integers(0, 10_000))
 def test_each_row_draws_from_its_own_processed_logits_and_reports_in_its_mode(
     name: str, rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int

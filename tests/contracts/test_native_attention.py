@@ -24,6 +24,7 @@ from tests.contracts.attention_cases import (
     make_spec,
 )
 from tests.contracts.implementations import kernels
+from tests.run_kind import scaled
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -121,7 +122,7 @@ class Decoding:
 
 
 @given(forest=forests)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 def test_rows_that_share_blocks_attend_to_their_own_context(forest: Forest) -> None:
     attention = NativePagedAttention(kernels())
     decoding = Decoding(forest, attention)
@@ -137,7 +138,7 @@ def test_rows_that_share_blocks_attend_to_their_own_context(forest: Forest) -> N
 
 
 @given(forest=forests)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 def test_a_row_is_the_same_bit_by_bit_whoever_shares_its_blocks(forest: Forest) -> None:
     attention = NativePagedAttention(kernels())
     decoding = Decoding(forest, attention)
@@ -224,7 +225,7 @@ def test_float32_queries_meet_a_bfloat16_cache(deterministic: bool, tolerance: f
 
 
 @given(forest=forests)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 def test_a_decoded_token_has_the_bits_of_the_last_token_of_a_prompt(forest: Forest) -> None:
     # Products of pairs, which prefill over bfloat16 may have, round what decoding does not.
     attention = NativePagedAttention(kernels(), deterministic=forest.dtype == torch.bfloat16)

@@ -13,9 +13,7 @@ from torch import Tensor
 from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.library import load_library
 from rollout.backends.cpu.linear_ops import CpuOps
-from rollout.backends.cpu.product_cache import TimesCache
-from rollout.backends.cpu.product_selection import ProductSelection
-from rollout.backends.cpu.products import BUCKETS, LinearHandle, available_products
+from rollout.backends.cpu.products import BUCKETS, LinearHandle, ProductRule, available_products
 from tests.contracts.implementations import tuned_handle
 
 PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512", "native-dot", "native-amx")
@@ -31,7 +29,7 @@ def ops_with(name: str) -> CpuOps:
     products = available_products(None if library is None else Kernels(library))
     if name not in [product.name for product in products]:
         pytest.skip(f"no {name} on this machine")
-    return CpuOps(ProductSelection(products, name, TimesCache({})))
+    return CpuOps(ProductRule(products, name))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -77,6 +77,7 @@ def test_strided_empty_and_scalar_tensors_of_any_dtype_arrive(fleet: WeightFleet
     assert fleet.checksums() == [checksum(2)] * 2
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,13 +15,12 @@ from rollout import WeightUpdateError
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.weights.source import WeightsSource
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.transports.base import WeightTransport
-from rollout.weights.transports.collective import CollectiveTransport
-from rollout.weights.transports.cuda_ipc import CudaIpcTransport
+from rollout.weights.transports.collective import CollectiveTransport, CudaIpcTransport
 from rollout.weights.transports.delta import DeltaTransport
 from rollout.weights.transports.directory import DirectoryTransport
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.tiny_models import InspectedEngine, tiny_engine, tiny_model
 

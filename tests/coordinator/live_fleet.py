@@ -15,7 +15,7 @@ from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.coordinator.protocol.messages import Message
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from tests.tiny_models import BLOCK_SIZE, tiny_engine, tiny_model
 
 BOUND_S = 30.0

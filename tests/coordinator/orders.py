@@ -15,8 +15,7 @@ from typing import Any
 from rollout import ConfigError, EngineStateError, InvalidRequestError, WeightUpdateError
 from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.net.dealer import CoordinatorLostError
-from rollout.errors import RequestAbortedError, RolloutError
+from rollout.errors import CoordinatorLostError, RequestAbortedError, RolloutError
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.shared import SharedTransport
 from tests.coordinator.live_fleet import model

@@ -19,7 +19,7 @@ import zmq
 from hypothesis import find, given
 from hypothesis import strategies as st
 
-from rollout.coordinator.net.dealer import CoordinatorLostError, DealerSocket
+from rollout.coordinator.net.dealer import DealerSocket
 from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.router import RouterSocket
@@ -48,7 +48,7 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
     nack_of,
 )
-from rollout.errors import ConfigError, ProtocolError, RolloutError
+from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
 from tests.coordinator.message_strategies import FROM_COORDINATORS, TYPES, messages
 from tests.coordinator.scripted_router import (
     BOUND_S,

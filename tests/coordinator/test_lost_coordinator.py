@@ -13,8 +13,8 @@ import pytest
 from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link
+from rollout.errors import CoordinatorLostError
 from tests.coordinator.test_link import registration, status
 from tests.processes import PROCESSES
 

@@ -20,7 +20,7 @@ import zmq
 import zmq.auth
 
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.net.dealer import CoordinatorLostError, DealerSocket
+from rollout.coordinator.net.dealer import DealerSocket
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.link_queues import SelfPipe
 from rollout.coordinator.net.router import RouterSocket
@@ -35,7 +35,7 @@ from rollout.coordinator.net.security import (
     remove_private_address,
     server_keys_in,
 )
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, CoordinatorLostError
 from tests.coordinator.test_link import registration, status
 
 MAX_FRAME_BYTES = 2**20

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -34,7 +34,7 @@ from rollout.coordinator.protocol.messages import (
     Message,
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from tests.processes import PROCESSES
 from tests.tiny_models import (
     BLOCK_SIZE,
@@ -45,6 +45,7 @@ from tests.tiny_models import (
     tiny_engine,
     tiny_model,
 )
+from tests.waiting import until_async
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 300.0
@@ -159,13 +160,6 @@ class Heard:
         return sum(counts) - len(counts)
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        await asyncio.sleep(0.01)
-
-
 async def read(stream: RequestStream, has_begun: asyncio.Event) -> DynamicInferenceRequest:
     """The record, which must say what was streamed."""
     streamed: list[int] = []
@@ -233,7 +227,7 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
         await asyncio.wait_for(asyncio.gather(*(e.wait() for e in have_begun)), WAIT_S)
         is_held.unlink(missing_ok=True)
         hold.touch()
-        await until(is_held.exists, "the step in which it is stopped")
+        await until_async(is_held.exists, "the step in which it is stopped")
         pid = processes[stopped].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -249,11 +243,11 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             os.kill(pid, signal.SIGCONT)
         assert counters.num_engines_lost > lost
         # On a machine that is slow enough the other one may have been given up as well.
-        await until(
+        await until_async(
             lambda: counters.num_engines_joined == len(processes) + counters.num_engines_lost,
             "the registration of all that were given up",
         )
-        await until(lambda: counters.num_stale > stale, "its late words")
+        await until_async(lambda: counters.num_stale > stale, "its late words")
         await client.engine_stats()  # both engines answer behind their credit
 
     heard = Heard()

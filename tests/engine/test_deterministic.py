@@ -75,6 +75,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -99,6 +99,7 @@ def test_every_family_has_a_case() -> None:
     assert {family_of(case) for case in FAMILY_CASES} == FAMILIES.keys()
 
 
+@pytest.mark.drawn(7)
 @all_families
 def test_chunks_groups_and_prefix_hits_give_the_trainers_numbers(family: str) -> None:
     """Three rounds: nothing cached, all prompts cached, and after an update from another model,
@@ -119,6 +120,7 @@ def test_chunks_groups_and_prefix_hits_give_the_trainers_numbers(family: str) ->
     assert_like_the_trainer(new_model, list(drain(engine).values()))
 
 
+@pytest.mark.drawn(7)
 @families_and_modes
 def test_suspends_and_evictions_change_no_number(family: str, mode: str) -> None:
     """A pool too small for all requests, suspended every few steps."""
@@ -139,6 +141,7 @@ def test_suspends_and_evictions_change_no_number(family: str, mode: str) -> None
     assert_like_the_trainer(model_of(family), list(finished.values()))
 
 
+@pytest.mark.drawn(9)
 @all_families
 def test_the_compiled_decoder_gives_the_trainers_numbers(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +159,7 @@ def test_sequences_end_where_longrope_changes_all_angles() -> None:
         tiny_engine(model_of("phi3"), max_sequence_length=257)
 
 
+@pytest.mark.drawn(9)
 @all_families
 def test_bfloat16_is_as_near_to_float32_as_the_trainers_is(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +196,7 @@ def prompt_logprobs(model: Any, prompt: list[int]) -> np.ndarray:
     return logits_TV.log_softmax(-1).numpy()[range(len(prompt) - 1), prompt[1:]]
 
 
+@pytest.mark.drawn(9)
 @all_families
 def test_directories_hold_the_live_model_both_ways(family: str, tmp_path: Path) -> None:
     model = model_of(family)

@@ -174,6 +174,7 @@ def assert_broken_for_good(engine: DynamicInferenceEngine, fault: EngineStateErr
     assert not engine.kv_data_ptrs()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_within_a_call_changes_no_token_or_breaks_the_engine_by_name(
     kind: str, expected: dict[int, list[int]], num_lines: int

@@ -38,6 +38,7 @@ def live(config: dict[str, Any], inbox: list[Command]) -> list[list[object]]:
     return [values_of(d.schedule.plan) for d in decisions if d.schedule.plan is not None]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_engines_fed_one_inbox_make_equal_plans(part: int) -> None:
     num_plans = 0

@@ -35,6 +35,7 @@ def greedy(num_new: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, num_tokens_to_generate=num_new)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -22,7 +22,7 @@ from rollout.models.checkpoints.loading import build_model
 from rollout.parallel.channel import LeadChannel
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.tensor_parallel import start as ranks
-from rollout.tensor_parallel.executor import LeadMuscle
+from rollout.tensor_parallel.executor import TensorParallelExecutor
 from rollout.worker.loading import LoadedModel, load_model
 from tests.engine.inboxes import Command, random_config, random_inbox
 from tests.engine.random_engines import VOCAB
@@ -76,9 +76,9 @@ def engine_of(model: Any, size: int = 2, **config: Any) -> Iterator[InspectedEng
         engine.shutdown()
 
 
-def muscle_of(engine: InspectedEngine) -> LeadMuscle:
-    assert isinstance(engine.muscle, LeadMuscle)
-    return engine.muscle
+def executor_of(engine: InspectedEngine) -> TensorParallelExecutor:
+    assert isinstance(engine.executor, TensorParallelExecutor)
+    return engine.executor
 
 
 # ---- two ranks equal one
@@ -239,7 +239,7 @@ def test_a_forward_pass_that_fails_on_rank_0_alone_is_run_again() -> None:
 def test_a_forward_pass_that_fails_on_another_rank_alone_is_run_again() -> None:
     with engine_of(model_of(0, 0)) as engine:
         changed = change_orders(
-            muscle_of(engine)._channel,
+            executor_of(engine)._channel,
             "launch",
             lambda plan: (replace(plan, rows=plan.rows + 1_000_000),),
         )
@@ -254,7 +254,7 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine() -> None:
         add_requests(engine)
         engine.step()
         change_orders(
-            muscle_of(engine)._channel,
+            executor_of(engine)._channel,
             "launch",
             lambda plan: (replace(plan, sample_positions=plan.sample_positions + 99),),
         )
@@ -266,7 +266,7 @@ def test_a_rank_that_refuses_an_update_keeps_all_from_it() -> None:
     with engine_of(model_of(0, 0)) as engine:
         before = engine.weights_checksum()
         change_orders(
-            muscle_of(engine)._staging,
+            executor_of(engine)._staging,
             "stage",
             lambda key, _, *others: (key, "/proc/0/fd/0", *others),
         )
@@ -286,7 +286,7 @@ def test_a_commit_that_fails_on_another_rank_is_taken_back_on_all() -> None:
         before = engine.weights_checksum()
         staged = engine.stage_weights(model_of(0, 1))
         change_orders(
-            muscle_of(engine)._channel, "commit_weights", lambda key, version: (key + 99, version)
+            executor_of(engine)._channel, "commit_weights", lambda key, version: (key + 99, version)
         )
         with pytest.raises(RemoteError, match="KeyError: rank 1"):
             engine.commit_weights(staged, in_flight=True)
@@ -324,7 +324,7 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_loses_no_request() ->
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()
-        (pid,) = muscle_of(engine).pids
+        (pid,) = executor_of(engine).pids
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(LockstepError, match=rf"rank 1 \(process {pid}\) is lost"):
             drain(engine)
@@ -346,7 +346,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_at_the_deadline() -> None:
     with engine_of(model_of(0, 0), tensor_parallel_timeout_s=4.0) as engine:
         add_requests(engine)
         engine.step()
-        (pid,) = muscle_of(engine).pids
+        (pid,) = executor_of(engine).pids
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(LockstepError, match=r"\b4 s"):
             drain(engine)
@@ -357,7 +357,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_at_the_deadline() -> None:
 def test_a_rank_that_is_killed_while_nothing_runs_is_noticed() -> None:
     with engine_of(model_of(0, 0)) as engine:
         engine.check_ranks()
-        (pid,) = muscle_of(engine).pids
+        (pid,) = executor_of(engine).pids
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(LockstepError, match="is lost"):
@@ -370,6 +370,6 @@ def test_a_shutdown_ends_all_ranks() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()
-        (pid,) = muscle_of(engine).pids
+        (pid,) = executor_of(engine).pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

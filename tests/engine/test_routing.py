@@ -48,6 +48,7 @@ def assert_is_of_model(model: Any, requests: Sequence[DynamicInferenceRequest]) 
     assert num_others <= MAX_ROUNDED_ROWS * num_rows, f"{num_others} of {num_rows} rows differ"
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "config",

@@ -35,6 +35,7 @@ def test_the_readmes_program_learns_in_a_shell() -> None:
     check_learned(done.stdout)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
-from tests.examples.grpo_settings import TINY
 from tests.launch.clusters import has_submitit
+from tests.trainer_hooks.train.grpo_settings import TINY
 from trainer_hooks.metrics import read_jsonl
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -16,13 +16,15 @@ from examples.store import (
     store_tokenizer,
     tasks,
 )
-from examples.train_grpo import run_seed
-from tests.examples.test_own_data import settings_of, task_of
+from tests.trainer_hooks.train.test_own_data import task_of
 from trainer_hooks.environments import ModelTurn
 from trainer_hooks.metrics import read_jsonl
+from trainer_hooks.train.job import JobSettings, compose_settings
+from trainer_hooks.train.main import run_seed
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [
-    "data=store", "logger=quiet", "trainer.num_threads=1", "trainer.num_steps=2",
+    "logger=quiet", "trainer.num_threads=1", "trainer.num_steps=2",
     "warmup.max_steps=2", "warmup.first_check=2", "warmup.target_reward=-1",
     "warmup.check_prompts=2", "warmup.batch_size=4", "model.hidden_size=16",
     "model.intermediate_size=16", "model.num_hidden_layers=1", "data.options.num_held_out=2",
@@ -31,8 +33,13 @@ TINY = [
 ]  # fmt: skip
 
 
+def store_settings(*overrides: str) -> JobSettings:
+    """The settings of `rollout train --config-dir examples --config-name store`."""
+    return compose_settings(overrides, "store", EXAMPLES)
+
+
 def test_a_job_in_an_environment_logs_its_states_and_reward_terms(tmp_path: Path) -> None:
-    summary = run_seed(tmp_path / "store", settings_of(*TINY), seed=0)
+    summary = run_seed(tmp_path / "store", store_settings(*TINY), seed=0)
     assert summary["num_steps"] == 2
     steps = [row for row in read_jsonl(tmp_path / "store" / "metrics.jsonl") if "reward" in row]
     for row in steps:
@@ -80,7 +87,7 @@ def test_the_store_wants_its_price_once() -> None:
 
 
 def test_random_weights_have_the_range_that_the_job_names() -> None:
-    policy = task_of(settings_of("data=store")).new_policy()
+    policy = task_of(store_settings()).new_policy()
     embeddings = policy.state_dict()["model.embed_tokens.weight"]
     assert float(embeddings.std()) == pytest.approx(0.1, rel=0.05)
 
@@ -93,7 +100,7 @@ def test_the_rows_held_out_are_not_trained_on_in_the_same_order() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_model_learns_which_price_to_ask_for(tmp_path: Path, seed: int) -> None:
-    settings = settings_of("data=store", "logger=quiet", "trainer.num_threads=1")
+    settings = store_settings("logger=quiet", "trainer.num_threads=1")
     summary = run_seed(tmp_path / "store", settings, seed)
     assert summary["greedy_reward_before"] < 0.4, "the warm-up is as careless as the pupil"
     assert summary["greedy_gain"] >= 0.5

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
-from examples.settings import JobSettings
 from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
-from tests.examples.grpo_settings import tiny_settings
+from tests.trainer_hooks.train.grpo_settings import tiny_settings
+from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
 

@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 from rollout.launch.local import LocalLauncher
 from rollout.launch.ray import RayLauncher
 from trainer_hooks.train import FunctionSettings
-from trainer_hooks.train.selection import LOCAL_LAUNCHER, new_launcher
+from trainer_hooks.train.task import LOCAL_LAUNCHER, new_launcher
 
 
 def test_a_launcher_is_made_with_its_options() -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples import async_minimal
-from examples.train_grpo import run_seed
 from rollout import AsyncLLM, ConfigError
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
@@ -39,12 +38,13 @@ from tests.apis.test_fleet_losses import (
     frozen_amid_work,
     served,
 )
-from tests.examples.grpo_settings import tiny_settings
 from tests.launch.clusters import ray_launcher
 from tests.launch.test_supervised_process import waited_for
 from tests.tiny_models import prompt_of
+from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks import AsyncRolloutProducer
 from trainer_hooks.metrics import read_jsonl
+from trainer_hooks.train.main import run_seed
 
 pytestmark = pytest.mark.distributed
 OUTSIDER = """

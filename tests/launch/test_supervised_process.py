@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from rollout.child_process import ChildProcess, pickled
 from rollout.errors import ConfigError
 from rollout.launch import supervised_process
 from rollout.launch.supervised_process import SupervisedProcess
+from tests.waiting import until
 
 WAIT_S = 120.0
 
@@ -49,13 +48,6 @@ def end(process: SupervisedProcess) -> None:
     process.join()
 
 
-def waited_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_killed_child_is_followed_by_another_which_is_begun_the_same_way() -> None:
     script = Script(("echo", "first"))
     process = supervised(script, max_restarts=1)
@@ -63,7 +55,7 @@ def test_a_killed_child_is_followed_by_another_which_is_begun_the_same_way() -> 
         assert process.started.result(WAIT_S) == ("echo", "first")
         pid = process.pid
         script.children[0].kill()
-        waited_for(lambda: len(script.children) == 2)
+        until(lambda: len(script.children) == 2, "a second child")
         assert process.pid != pid
     finally:
         end(process)
@@ -89,7 +81,7 @@ def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.Monkey
         process.started.result(WAIT_S)
         for number in range(1, 4):
             script.children[-1].kill()
-            waited_for(lambda number=number: len(script.children) > number)
+            until(lambda number=number: len(script.children) > number, "another child")
         assert ends == []
     finally:
         end(process)
@@ -153,7 +145,7 @@ def test_the_end_does_not_wait_for_a_pause(
     process = supervised(script, max_restarts=1)
     process.started.result(WAIT_S)
     script.children[0].kill()
-    waited_for(lambda: "it is started again in" in caplog.text)
+    until(lambda: "it is started again in" in caplog.text, "the line about the start")
     process.end_restarts()
     process.join(WAIT_S)
     assert len(script.children) == 1

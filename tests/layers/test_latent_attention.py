@@ -12,6 +12,7 @@ from rollout.backends.cpu.backend import cpu_backend
 from rollout.layers.latent_attention import LatentAttention, LatentAttentionSpec, LatentDims
 from rollout.layers.rope import RopeSpec, RotaryTable
 from tests.contracts.attention_cases import Row, causal_attention, make_batch, make_cache
+from tests.run_kind import scaled
 
 HIDDEN_SIZE, BLOCK_SIZE, EPS = 24, 8, 1e-6
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def turned(x_THP: Tensor, rope: RopeSpec) -> Tensor:
 
 
 @given(spec=specs, cuts=st.sets(st.integers(1, 26), max_size=3), seed=st.integers(0, 1000))
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_queries_that_meet_latents_give_what_keys_and_values_of_heads_give(
     spec: LatentAttentionSpec, cuts: set[int], seed: int
 ) -> None:

@@ -37,12 +37,14 @@ oracle = pytest.mark.skipif(
 SAMPLE = 60  # variants of each family; about one in eight is accepted, and compared
 
 
+@pytest.mark.drawn(20)
 @oracle
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_gives_the_logits_of_transformers(name: str) -> None:
     assert outcome_of(PUBLISHED[name], run_seed()) == (ACCEPTED, "")
 
 
+@pytest.mark.drawn(8)
 @oracle
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_variants_of_configs_are_refused_or_give_the_logits_of_transformers(

@@ -25,6 +25,7 @@ from rollout.models.checkpoints.dequantized import Dequantized
 from rollout.models.checkpoints.reader import Checkpoint
 from rollout.models.quantization import FP8, MXFP4, quant_method_of
 from tests.models.hf_models import hf_model
+from tests.run_kind import scaled
 from tests.tiny_models import Margins, generate_all, prompt_of, tiny_engine, tiny_model
 
 Tensors = dict[str, Tensor]
@@ -120,7 +121,7 @@ def test_a_live_model_that_was_dequantized_is_taken(directory: Path) -> None:
     assert torch.equal(build_model(live).read_weights()[Q_PROJ], live.state_dict()[Q_PROJ])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(data=st.data())
 def test_fp8_values_of_any_shape_are_scaled_by_their_block(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -292,7 +293,7 @@ def test_experts_without_their_scales_are_refused_by_name(gpt_oss: Path) -> None
         build_model(gpt_oss)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(data=st.data())
 def test_mxfp4_values_are_what_transformers_unpacks(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -135,6 +135,7 @@ def logits_on_ranks(source: Any, size: int, **how: Any) -> list[Tensor]:
 # ---- what all ranks compute
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_logits_of_all_ranks_are_those_of_one(case: str, size: int) -> None:
@@ -150,6 +151,7 @@ def test_ranks_may_attend_by_torchs_function_and_its_cache(case: str) -> None:
     assert_as_one(logits, logits_on_ranks(source, 1)[0])
 
 
+@pytest.mark.drawn(8)
 @needs_compiler
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", FUSED_CASES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout.errors import WeightUpdateError
 from rollout.parallel.shared_tensors import SharedTensors, write_shared
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rollout.backends.meeting import Meeting
+from rollout.backends.process_groups import RankRendezvous
 from rollout.launch import torchrun
 from rollout.parallel.stores import connect_store, open_store
 from rollout.weights.transports.collective import CollectiveTransport
@@ -49,10 +49,10 @@ def of_a_transport() -> Iterator[int]:
 
 
 @contextmanager
-def of_a_meeting() -> Iterator[int]:
-    meeting = Meeting("cuda", 2)
-    yield int(meeting.place)
-    meeting.close()
+def of_a_rendezvous() -> Iterator[int]:
+    rendezvous = RankRendezvous("cuda", 2)
+    yield int(rendezvous.address)
+    rendezvous.close()
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def of_rank_0_without_an_agent() -> Iterator[int]:
         del store
 
 
-@pytest.mark.parametrize("opened", [of_a_transport, of_a_meeting, of_rank_0_without_an_agent])
+@pytest.mark.parametrize("opened", [of_a_transport, of_a_rendezvous, of_rank_0_without_an_agent])
 def test_a_store_listens_at_loopback_alone(opened: Callable[[], Any]) -> None:
     with opened() as port:
         assert {address for address, number in listeners() if number == port} == {LOOPBACK}

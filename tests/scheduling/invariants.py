@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollout.scheduling.output import SchedulerOutput
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.sequence import Phase
-from tests.fakes import FakeMuscle
+from tests.fakes import FakeWorker
 from tests.scheduling.oracle import Known, Sizes, in_phase
 
 
@@ -186,7 +186,7 @@ def _check_hits(
 ) -> None:
     """What is shared may be: its versions are right, and the last token is not in it.
 
-    That the blocks hold it, and under these versions, is the muscle's to say.
+    That the blocks hold it, and under these versions, is the worker's to say.
     """
     children = {id(child) for step in scheduler.in_flight for _, child in step.forks}
     num_hits = 0
@@ -210,13 +210,13 @@ def _check_hits(
     assert schedule.num_prefix_hit_tokens == num_hits
 
 
-def check_contents(scheduler: Scheduler, muscle: FakeMuscle) -> None:
-    """The blocks hold what each sequence thinks they hold. No plan may wait for the muscle."""
+def check_contents(scheduler: Scheduler, worker: FakeWorker) -> None:
+    """The blocks hold what each sequence thinks they hold. No plan may wait for the worker."""
     for sequence in scheduler.running:
         if not sequence.num_computed:
             continue
-        muscle.check_row(sequence.table.row)
-        versions = muscle.versions(sequence.table.row)
+        worker.check_row(sequence.table.row)
+        versions = worker.versions(sequence.table.row)
         spans = scheduler.kv_spans(sequence.request_id)
         assert spans.to_array().tolist() == versions[: len(spans)]
         if not sequence.num_in_flight:

@@ -1,4 +1,4 @@
-"""Rig: a scheduler with a fake muscle, checked at every step against the naive model."""
+"""Rig: a scheduler with a fake worker, checked at every step against the naive model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.scheduling.stopping import StopRule, StopWord
 from rollout.step.output import StepOutput
 from rollout.step.plan import StepPlan
 from rollout.version_spans import VersionSpans
-from tests.fakes import FakeMuscle
+from tests.fakes import FakeWorker
 from tests.scheduling import invariants
 from tests.scheduling.oracle import (
     Known,
@@ -50,7 +50,7 @@ class Rig:
 
     def __init__(self, sizes: Sizes, version: int = 0) -> None:
         self.sizes, self.version = sizes, version
-        self.muscle = FakeMuscle(
+        self.worker = FakeWorker(
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             num_rows=sizes.num_rows,
@@ -145,9 +145,9 @@ class Rig:
         return schedule.plan
 
     def run(self) -> None:
-        """Let the muscle do the oldest plan that waits for it."""
+        """Let the worker do the oldest plan that waits for it."""
         plan = self.planned.popleft()
-        self.ran.append((plan, self.muscle.run(plan)))
+        self.ran.append((plan, self.worker.run(plan)))
 
     def commit(self) -> StepUpdate:
         """Take in the oldest result and check it against the naive model."""
@@ -157,7 +157,7 @@ class Rig:
         self._apply(plan, output, update)
         invariants.check_blocks(self.scheduler)
         if not self.planned:
-            invariants.check_contents(self.scheduler, self.muscle)
+            invariants.check_contents(self.scheduler, self.worker)
         return update
 
     def step(self) -> StepUpdate | None:
@@ -256,7 +256,7 @@ class Rig:
         self.ran.clear()
         self._enter_requeued(self.scheduler.abandon())
         invariants.check_blocks(self.scheduler)
-        invariants.check_contents(self.scheduler, self.muscle)
+        invariants.check_contents(self.scheduler, self.worker)
 
     # ---- the naive model
 
@@ -297,7 +297,7 @@ class Rig:
             assert known.phase in ("running", "paused")
             assert token_id == output.samples.token_ids_S[index]
             known.generated.append(token_id)
-            context = self.muscle.ran[plan.step_id].contexts[index]
+            context = self.worker.ran[plan.step_id].contexts[index]
             assert len(context) == len(known.prompt) + len(known.generated) - 1
             ended = finished.get(request_id)
             spans = self.scheduler.kv_spans(request_id) if ended is None else ended.kv_spans

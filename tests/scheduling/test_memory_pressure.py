@@ -9,6 +9,7 @@ from benchmarks.scheduling import POOL_FRACTIONS, Workload, measure, workloads
 from rollout.scheduling.forecast import OutputLengthEstimator
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("fraction", POOL_FRACTIONS)
 @pytest.mark.parametrize("workload", workloads(256), ids=lambda workload: workload.name)
 def test_a_small_pool_costs_few_steps_and_little_is_computed_twice(

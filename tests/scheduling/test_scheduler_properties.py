@@ -43,6 +43,7 @@ def test_every_request_gets_its_tokens_with_plans_made_ahead(small: Sizes, work:
     assert phases(run_to_the_end(small, work)) <= ENDED
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("part", range(5))
 def test_crowded_engines_keep_every_promise(depth: int, part: int) -> None:
@@ -52,6 +53,7 @@ def test_crowded_engines_keep_every_promise(depth: int, part: int) -> None:
         assert phases(rig) <= ENDED
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("seed", range(100 if IS_LONG else 30))
 def test_two_schedulers_fed_one_inbox_make_equal_plans(seed: int) -> None:
     depth = 1 + seed % 2

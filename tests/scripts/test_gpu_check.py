@@ -104,6 +104,7 @@ def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
     ]
 
 
+@pytest.mark.slow
 def test_again_runs_the_tests_of_the_list_alone_and_names_those_that_are_gone(
     tree: Path, tmp_path: Path
 ) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from rollout import AsyncLLM, ServeConfig
-from tests.serve.served import CONFIG, Served
+from rollout import ServeConfig
+from tests.serve.served import CONFIG, OwnEngine, Served
 from tests.tiny_models import tiny_model
 
 START, END, STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -64,4 +64,4 @@ def directory() -> str:
 
 
 def served_chat(**fields: object) -> Served:
-    return Served(lambda: AsyncLLM(directory(), None, CONFIG), ServeConfig(port=0, **fields))
+    return Served(lambda: OwnEngine(directory(), None, CONFIG), ServeConfig(port=0, **fields))

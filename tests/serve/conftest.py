@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from rollout import AsyncLLM, ServeConfig
+from rollout import ServeConfig
 from tests.apis.fleets import directory
 from tests.serve import chat_model
-from tests.serve.served import CONFIG, Served, served_directory
+from tests.serve.served import CONFIG, OwnEngine, Served, served_directory
 from tests.serve.test_vllm_updates import tensors_of
 
 
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint_server(checkpoint: Path) -> Iterator[Served]:
-    make = partial(AsyncLLM, directory(), None, CONFIG)
+    make = partial(OwnEngine, directory(), None, CONFIG)
     config = ServeConfig(port=0, checkpoint_roots=(str(checkpoint),))
     with closing(Served(make, config)) as server:
         yield server

@@ -1,4 +1,4 @@
-"""A tiny random model behind an AsyncLLM with a server, in an event loop on its own thread."""
+"""A tiny random model with a server, in an event loop on its own thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollout import AsyncLLM, InferenceConfig, ServeConfig
+from rollout import LLM, InferenceConfig, ServeConfig
+from rollout.apis.serving import Serving
+from rollout.apis.threaded_llm import ThreadedLLM
 from tests.apis.fleets import directory
 
 CONFIG = InferenceConfig(
@@ -37,14 +39,36 @@ class Answer:
         return json.loads(self.body)
 
 
+class OwnEngine(ThreadedLLM):
+    """An LLM of this process that is served as an AsyncLLM is; its arguments are those of LLM."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(LLM(*arguments))
+        self.serving = Serving(self)
+
+    async def serve(self, config: ServeConfig, *, blocking: bool) -> None:
+        await self.serving.start(config, blocking=blocking)
+
+    async def stop_serving(self, drain_timeout_s: float | None = None) -> None:
+        await self.serving.stop(drain_timeout_s)
+
+    async def shutdown(self) -> None:
+        await self.stop_serving(0.0)
+        await self.aclose()
+        self._llm.shutdown()
+
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+
 class Served:
     """`llm` serves at `url` until `close`. `do` runs a coroutine in its event loop."""
 
-    def __init__(self, make_llm: Callable[[], AsyncLLM], config: ServeConfig | None = None) -> None:
+    def __init__(self, make_llm: Callable[[], Any], config: ServeConfig | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self.llm = make_llm()
+        self.llm: Any = make_llm()
         self.do(self.llm.serve(config or ServeConfig(port=0), blocking=False))
         address = self.llm.serving.address
         assert address is not None
@@ -117,5 +141,5 @@ class Served:
 
 
 def served_directory(config: ServeConfig | None = None, tokenizer: Any = None) -> Served:
-    """The tiny model of `tests.apis.fleets`, in one engine."""
-    return Served(lambda: AsyncLLM(directory(), tokenizer, CONFIG), config)
+    """The tiny model of `tests.apis.fleets`, in an engine of this process."""
+    return Served(lambda: OwnEngine(directory(), tokenizer, CONFIG), config)

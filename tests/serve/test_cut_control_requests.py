@@ -8,7 +8,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.run_seed import run_seed
 from tests.serve.raw_client import connected, request_bytes
 from tests.serve.served import Served
 from tests.tiny_models import prompt_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.distributed
 
@@ -63,13 +63,6 @@ def operations(root: Path) -> list[tuple[str, Any]]:
         ("/update_weights_from_disk", {"model_path": str(root)}),
     ]
     return paths
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.01)
 
 
 def cut(served: Served, path: str, body: Any, seconds: float) -> None:
@@ -165,6 +158,7 @@ def test_the_server_works_after_control_requests_that_are_cut_at_any_time(
     assert served.get("/health_generate").status == 200
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("path", "state"),
     [

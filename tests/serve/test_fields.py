@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.serve import app
-from rollout.serve.config import DOORS
+from rollout.serve.config import PROTOCOLS
 from rollout.serve.fields import Fields, Neutral, Refused, nested, statuses
 from rollout.serve.state import Route
 from tests.serve.served import Served
@@ -145,8 +144,8 @@ BESIDE_OF: dict[str, Any] = {
 def routes() -> dict[str, list[Route]]:
     """All routes by method and path; two protocols may have one path."""
     found: dict[str, list[Route]] = {}
-    for doors in (DOORS, *((door,) for door in DOORS)):
-        for route in app.routes_of(doors):
+    for protocols in (PROTOCOLS, *((protocol,) for protocol in PROTOCOLS)):
+        for route in app.routes_of(protocols):
             found.setdefault(f"{route.method} {route.path}", []).append(route)
     return found
 
@@ -539,13 +538,13 @@ def test_priorities_reach_the_engines_as_their_servers_order_them(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
-    add_groups = InferenceClient.add_groups
+    add_groups = served.llm.add_groups
 
     def recorded(*groups: Any, priority: int, **rest: Any) -> Any:
         given.append(priority)
         return add_groups(*groups, priority=priority, **rest)
 
-    monkeypatch.setattr(InferenceClient, "add_groups", recorded)
+    monkeypatch.setattr(served.llm, "add_groups", recorded)
     for route in (COMPLETION, CHAT, TOKENS, GENERATE):
         assert served.post(path_of(route), BODIES[route] | {"priority": 7}).status == 200
     # Of vLLM lower ones go first, of SGLang and the engines higher ones.

@@ -9,7 +9,7 @@ import pytest
 
 from rollout import ServeConfig
 from rollout.serve.app import routes_of
-from rollout.serve.config import DOORS
+from rollout.serve.config import PROTOCOLS
 from rollout.serve.limits import Access
 from tests.serve.raw_client import connected, read_all
 from tests.serve.served import Served, served_directory
@@ -52,7 +52,7 @@ def guarded() -> list[tuple[str, str]]:
     """Method and path of every route that is not open to all."""
     return [
         (route.method, route.path.replace("{name:.+}", "model"))
-        for route in routes_of(DOORS)
+        for route in routes_of(PROTOCOLS)
         if route.access is not Access.OPEN
     ]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout import AsyncLLM, ConfigError, ServeConfig
+from rollout import ConfigError, ServeConfig
 from rollout.serve.generation_config import SamplingDefaults, sampling_defaults
 from tests.serve import chat_model
-from tests.serve.served import CONFIG, Served
+from tests.serve.served import CONFIG, OwnEngine, Served
 
 pytestmark = pytest.mark.distributed
 
@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server_with(directory: Path, generation_config: str | None) -> Served:
     fields = {} if generation_config is None else {"generation_config": generation_config}
     config = ServeConfig(port=0, **fields)
-    return Served(lambda: AsyncLLM(str(directory), None, CONFIG), config)
+    return Served(lambda: OwnEngine(str(directory), None, CONFIG), config)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from rollout import ServeConfig
 from tests.serve.raw_client import connected, read_all, read_until, request_bytes
 from tests.serve.served import Served, served_directory
 from tests.tiny_models import prompt_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +26,6 @@ PATH = "/v1/completions"
 # sent to engines that are paused.
 LONG = {"prompt": prompt_of(4), "max_tokens": 500, "ignore_eos": True, "n": 8}
 STREAM = LONG | {"stream": True}
-WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,6 @@ def served() -> Iterator[Served]:
         yield server
     finally:
         server.close()
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.02)
 
 
 def num_in_engines(served: Served) -> int:
@@ -83,7 +76,7 @@ def test_a_client_that_goes_away_ends_its_requests(served: Served, body: dict[st
         client = begin(served, body)
     client.close()
     until(lambda: num_in_engines(served) == 0, "the engines are idle")
-    assert served.llm.client.completion_futures == {}
+    assert not served.llm.has_unfinished()
 
 
 def test_too_many_requests_are_told_to_come_back(served: Served) -> None:
@@ -173,7 +166,7 @@ def test_an_end_aborts_what_still_runs_and_answers_it() -> None:
         reply = json.loads(whole.partition(b"\r\n\r\n")[2])
         assert {choice["finish_reason"] for choice in reply["choices"]} == {"abort"}
         until(lambda: num_in_engines(served) == 0, "the engines are idle")
-        assert served.llm.client.completion_futures == {}
+        assert not served.llm.has_unfinished()
     finally:
         served.close()
 
@@ -214,7 +207,7 @@ def test_many_streams_of_which_some_are_cut_leave_nothing() -> None:
             thread.join()
         assert len(complete) == 180
         until(lambda: num_in_engines(served) == 0, "the engines are idle")
-        assert served.llm.client.completion_futures == {}
+        assert not served.llm.has_unfinished()
         until(lambda: served.do(num_tasks()) <= tasks, "all tasks have ended")
         until(lambda: num_open() <= descriptors, "all descriptors are closed")
     finally:

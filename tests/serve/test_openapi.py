@@ -1,5 +1,5 @@
-"""The OpenAPI document of each door: no request that is made from it gets a 5xx, or an answer that
-the document does not name."""
+"""The OpenAPI document of each protocol: no request made from it gets a 5xx, or an answer that the
+document does not name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     server = served_directory(
         ServeConfig(
             port=0,
-            doors=(request.param,),
+            protocols=(request.param,),
             api_key=KEY,
             admin_key=KEY,
             max_n=2,

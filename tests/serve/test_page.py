@@ -16,6 +16,7 @@ import pytest
 
 from rollout import ServeConfig
 from rollout.cli.main import main
+from rollout.coordinator.client.fleet_stats import FleetStats, fleet_stats
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.serve.page import feed, recent
 from rollout.serve.page.feed import FleetFeed
@@ -133,13 +134,13 @@ class CountingFleet:
     """An LLM whose only verb is to be asked for counters."""
 
     def __init__(self) -> None:
-        self.client, self.num_asked = self, 0
+        self.num_asked = 0
         self.answer_delay_s = 0.0
 
-    async def engine_stats(self) -> Any:
+    async def fleet_stats(self) -> FleetStats:
         self.num_asked += 1
         await asyncio.sleep(self.answer_delay_s)
-        return {"state": "RUNNING", "weights_version": 0, "ranks": {}}
+        return fleet_stats({"state": "RUNNING", "weights_version": 0, "ranks": {}})
 
 
 def test_the_engines_are_asked_only_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:

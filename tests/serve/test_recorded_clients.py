@@ -65,7 +65,7 @@ READ = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that clients shared with the server, as the scripts of the doors fill it."""
+    """The directory that clients shared with the server, as the scripts in tests/doors fill it."""
     root = tmp_path_factory.mktemp("root")
     for name in ("", "step_1", "step_2"):
         shutil.copytree(chat_model.directory(), root / name, dirs_exist_ok=True)

@@ -22,7 +22,7 @@ from rollout import (
     SamplingParams,
     ServeConfig,
 )
-from rollout.coordinator.net.dealer import CoordinatorLostError
+from rollout.errors import CoordinatorLostError
 from tests.apis.fleets import directory, weights
 from tests.serve.served import CONFIG
 from tests.tiny_models import prompt_of
@@ -73,16 +73,7 @@ def test_tokens_are_those_of_generation_before_and_after(llm: LLM) -> None:
     assert llm.generate([PROMPT], params)[0].generated_tokens == expected
 
 
-def test_an_engine_has_measured_a_step_before_requests_come() -> None:
-    with LLM(directory(), None, CONFIG) as own:
-        engine = own.engine
-        assert engine.longest_step_s == 0.0
-        own.serve(ServeConfig(port=0), blocking=False)
-        assert engine.longest_step_s > 0.0
-        assert own.stats().num_steps == 0
-
-
-def test_verbs_of_the_llm_and_of_its_doors_meet(served: LLM) -> None:
+def test_methods_of_the_llm_and_routes_of_its_server_meet(served: LLM) -> None:
     served.pause()
     assert served.state is EngineState.PAUSED
     version = served.update_weights(weights(1).state_dict()).version

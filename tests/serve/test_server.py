@@ -62,7 +62,7 @@ def test_keys_open_what_they_are_for_and_the_end_leaves_no_socket() -> None:
     [
         ({"host": "0.0.0.0"}, "api_key"),
         ({"host": "0.0.0.0", "api_key": "a"}, "admin_key"),
-        ({"doors": ("openai", "front")}, "front"),
+        ({"protocols": ("openai", "front")}, "front"),
         ({"port": 70000}, "port"),
         ({"max_n": 0}, "max_n"),
         ({"drain_timeout_s": -1.0}, "drain_timeout_s"),
@@ -72,3 +72,11 @@ def test_keys_open_what_they_are_for_and_the_end_leaves_no_socket() -> None:
 def test_a_config_that_cannot_work_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**fields)
+
+
+def test_doors_is_the_deprecated_name_of_protocols() -> None:
+    with pytest.warns(DeprecationWarning, match="write protocols="):
+        config = ServeConfig(doors=("openai",))  # type: ignore[call-arg]
+    assert config.protocols == ("openai",)
+    with pytest.raises(TypeError, match="give protocols alone"):
+        ServeConfig(doors=("openai",), protocols=("vllm",))  # type: ignore[call-arg]

@@ -16,7 +16,7 @@ from tests.serve.raw_client import connected, read_all, request_bytes
 pytestmark = pytest.mark.distributed
 
 COMMAND = [sys.executable, "-m", "rollout", "serve", "--json", f"model={directory()}", "port=0"]
-SETTINGS = ["num_threads=1", "max_sequence_length=512", "drain_timeout_s=0.2", "doors=openai"]
+SETTINGS = ["num_threads=1", "max_sequence_length=512", "drain_timeout_s=0.2", "protocols=openai"]
 
 
 def test_a_terminated_server_answers_its_streams_and_exits() -> None:

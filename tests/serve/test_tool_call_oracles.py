@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.tool_calls import format_of, read_reply
+from tests.run_kind import scaled
 from tests.serve.reply_formats import ADD, FORMATS, WEATHER, Call, Written, tokenizer_with
 
 BY_NAME = {written.name: written for written in FORMATS}
@@ -129,9 +130,10 @@ def replies(written: Written, calls: list[Call], text: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ORACLES)
 @given(arguments=ARGUMENTS, text=WORDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=scaled(15), deadline=None)
 def test_whole_replies_are_read_as_renderers_reads_them(
     name: str, arguments: dict[str, Any], text: str
 ) -> None:

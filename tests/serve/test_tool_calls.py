@@ -24,6 +24,7 @@ from rollout.tool_calls import (
     format_of,
     read_reply,
 )
+from tests.run_kind import scaled
 from tests.serve.reply_formats import (
     ADD,
     END,
@@ -139,6 +140,7 @@ def wrong_when_cut(written: Written) -> list[str]:
     return wrong
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("written", FORMATS, ids=lambda each: each.name)
 def test_replies_of_each_format_are_read_whole_and_at_every_token(
     written: Written, record_property: Any
@@ -359,9 +361,10 @@ _FRAGMENTS = [
 ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS[2:])
 @given(drawn=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 def test_where_a_text_of_markup_is_cut_does_not_matter(name: str, drawn: st.DataObject) -> None:
     thoughts = drawn.draw(st.sampled_from(["none", "think", "mistral"]))
     reply_format = format_of(None, tool_call_parser=name, reasoning_parser=thoughts)

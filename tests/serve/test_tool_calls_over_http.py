@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollout import AsyncLLM, ServeConfig
+from rollout import ServeConfig
 from tests.serve import chat_model
 from tests.serve.reply_formats import ADD, FORMATS, TOOLS, WEATHER, Written
-from tests.serve.served import CONFIG, Served
+from tests.serve.served import CONFIG, OwnEngine, Served
 from tests.serve.told_model import END, save_told_model
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("told")
     save_told_model(directory, REPLIES, TAGS, TEMPLATE % BY_NAME["hermes"].template)
     config = ServeConfig(port=0, trust_request_chat_template=True)
-    server = Served(lambda: AsyncLLM(str(directory), None, CONFIG), config)
+    server = Served(lambda: OwnEngine(str(directory), None, CONFIG), config)
     try:
         yield server
     finally:

@@ -1,4 +1,4 @@
-"""The vllm door's pauses, sleep, aborts and the prefix cache."""
+"""The vllm protocol's pauses, sleep, aborts and the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from rollout import AsyncLLM, DynamicInferenceEngine, ServeConfig
+from rollout import DynamicInferenceEngine, ServeConfig
 from tests.apis.fleets import directory
-from tests.serve.served import CONFIG, Answer, Served
+from tests.serve.served import CONFIG, Answer, OwnEngine, Served
 from tests.serve.test_vllm_updates import tensors_of
 from tests.tiny_models import prompt_of
 
@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("checkpoint")
     save_file(tensors_of(0), root / "model.safetensors")
     config = replace(CONFIG, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
-    make = partial(AsyncLLM, directory(), None, config)
+    make = partial(OwnEngine, directory(), None, config)
     server = Served(make, ServeConfig(port=0, checkpoint_roots=(str(root),)))
     try:
         yield server

@@ -1,4 +1,4 @@
-"""The vllm door's updates: rounds over a gloo group from another process, and from directories."""
+"""Updates of the vllm protocol: over a gloo group from another process, and from directories."""
 
 from __future__ import annotations
 

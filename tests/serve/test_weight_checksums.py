@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from rollout.control.reports import WeightChecksums
 from rollout.serve.control.checksums import weight_checksums
 from rollout.serve.errors import ApiError
 
 ALL = {f"w{i}": f"{i:016x}" for i in range(5)}
 
 
-class Client:
+class Engines:
     """Engines with pages of two weights. `versions`: of each page in turn."""
 
     def __init__(
@@ -22,28 +23,21 @@ class Client:
     ) -> None:
         self._engines, self._versions = engines, iter(versions)
 
-    def weight_checksums(self, start: int) -> asyncio.Future[dict[str, Any]]:
+    async def weight_checksums(self, start: int) -> dict[int, WeightChecksums]:
         version = next(self._versions)
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        ranks = {
-            str(rank): {
-                "checksums": dict(list(weights.items())[start : start + 2]),
-                "num_weights": len(weights),
-                "version": version,
-            }
+        return {
+            rank: WeightChecksums(
+                checksums=dict(list(weights.items())[start : start + 2]),
+                num_weights=len(weights),
+                version=version,
+            )
             for rank, weights in enumerate(self._engines)
         }
-        answer.set_result({"ranks": {**ranks, "9": None}})
-        return answer
 
 
 def asked(*engines: Mapping[str, str], versions: Sequence[int] = (1,) * 3) -> dict[str, str]:
-    client: Any = Client(engines, versions)
-
-    async def ask() -> dict[str, str]:
-        return await weight_checksums(client)
-
-    return asyncio.run(ask())
+    llm: Any = Engines(engines, versions)
+    return asyncio.run(weight_checksums(llm))
 
 
 def test_weight_checksums_are_those_of_all_pages() -> None:

@@ -19,7 +19,7 @@ from trainer_hooks import (
     UpdateSettings,
     accumulate_gradients,
     collate_rollouts,
-    fixed_logprobs,
+    compute_logprobs,
 )
 
 NUM_LAYERS, TOP_K = 2, 2
@@ -115,7 +115,7 @@ def test_passes_of_an_update_use_the_rollouts_experts(is_packed: bool) -> None:
     own, other = batch_of(model, 0), batch_of(model, 1)
 
     def logprobs(batch: RolloutBatch, how: UpdateSettings) -> torch.Tensor:
-        return fixed_logprobs(model, batch, how)[batch.mask_BT]
+        return compute_logprobs(model, batch, how)[batch.mask_BT]
 
     torch.testing.assert_close(logprobs(own, settings), logprobs(own, plain), rtol=0, atol=1e-4)
     whole = UpdateSettings(replay_routing=True)
@@ -128,7 +128,7 @@ def test_a_reference_routes_by_itself() -> None:
     model = tiny_mixture()
     batch, settings = batch_of(model, 1), UpdateSettings(replay_routing=True)
     logprobs_BT = ReferencePolicy.copy_of(model).logprobs(batch, settings)
-    assert torch.equal(logprobs_BT, fixed_logprobs(model, batch, UpdateSettings()))
+    assert torch.equal(logprobs_BT, compute_logprobs(model, batch, UpdateSettings()))
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "layers run again"])
@@ -154,9 +154,9 @@ def test_replay_without_rows_or_without_a_module_is_refused() -> None:
     model, settings = tiny_mixture(), UpdateSettings(replay_routing=True)
     without = collate_rollouts([request_of([1], [2], None)], [1.0], 0)
     with pytest.raises(ConfigError, match="collate it with routing=True"):
-        fixed_logprobs(model, without, settings)
+        compute_logprobs(model, without, settings)
     with pytest.raises(ConfigError, match="wants a module, not a function"):
-        fixed_logprobs(lambda **given: model(**given), batch_of(model, 0), settings)
+        compute_logprobs(lambda **given: model(**given), batch_of(model, 0), settings)
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
@@ -168,7 +168,9 @@ def test_rollouts_that_all_failed_before_their_first_pass_route_by_themselves(
     batch = collate_rollouts([cut, cut], [None, None], 0, routing=True)
     settings = UpdateSettings(is_packed=is_packed, replay_routing=True)
     plain = UpdateSettings(is_packed=is_packed)
-    assert torch.equal(fixed_logprobs(model, batch, settings), fixed_logprobs(model, batch, plain))
+    assert torch.equal(
+        compute_logprobs(model, batch, settings), compute_logprobs(model, batch, plain)
+    )
     columns = {"advantages_BT": torch.zeros(batch.tokens_BT.shape)}
     metrics = accumulate_gradients(model, batch, columns, PolicyLossConfig(kind="grpo"), settings)
     assert metrics["loss"] == 0.0

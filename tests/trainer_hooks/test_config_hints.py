@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
-from examples.settings import JobSettings
 from rollout.errors import ConfigError
-from trainer_hooks.train import ProducerSettings, checked_overrides, config_hints, load_dataclass
-from trainer_hooks.train.config_loading import dataclass_of, init_field_types
+from rollout.keyword_hints import field_types
+from trainer_hooks.train import ProducerSettings, checked_overrides, config_loading, load_dataclass
+from trainer_hooks.train.config_loading import dataclass_of
+from trainer_hooks.train.job import JobSettings
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_a_key_that_nobody_has_is_refused_with_the_nearest_of_ours() -> None:
 
 def all_keys(kind: Any, path: str = "") -> set[str]:
     keys = set()
-    for name, inner in init_field_types(kind).items():
+    for name, inner in field_types(kind).items():
         part = dataclass_of(inner)
         keys |= {path + name} if part is None else all_keys(part, f"{path}{name}.")
     return keys
@@ -73,5 +74,6 @@ def test_the_hints_name_settings_that_exist() -> None:
 
 def source_of_targets() -> str:
     """What stands on the right-hand sides of the tables."""
-    source = inspect.getsource(config_hints)
-    return re.sub(r'^ +"[\w.]+": ', "", source[: source.index("def ")], flags=re.MULTILINE)
+    source = inspect.getsource(config_loading)
+    tables = source[source.index("_GROUP_SIZE = ") : source.index("def hint_for")]
+    return re.sub(r'^ +"[\w.]+": ', "", tables, flags=re.MULTILINE)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError
-from trainer_hooks import Curriculum, PromptHistory, PromptLedger, PromptTicket, learnability
+from trainer_hooks import Curriculum, PromptHistory, PromptLedger, learnability_weight
+from trainer_hooks.prompts.ledger import PromptTicket
 
 PROMPTS = [[number] for number in range(1, 21)]
 
@@ -125,7 +126,7 @@ def test_the_weights_are_those_of_the_histories_when_the_last_batch_was_trained(
     """The order in which the groups of a batch finish changes nothing."""
     rows = []
     for order in (1, -1):
-        ledger = PromptLedger(PROMPTS, curriculum=Curriculum(weight=learnability))
+        ledger = PromptLedger(PROMPTS, curriculum=Curriculum(weight=learnability_weight))
         tickets = issued(ledger, 6)
         for ticket in tickets[::order]:
             ledger.consume(ticket, "filtered" if ticket.position < 2 else "trained", 0.25, 0)
@@ -139,7 +140,7 @@ def test_a_resumed_run_draws_the_very_prompts_of_one_that_was_never_killed(
     with_replacement: bool, seed: int, num_before: int, num_out: int
 ) -> None:
     def new_ledger() -> PromptLedger:
-        curriculum = Curriculum(weight=learnability, with_replacement=with_replacement)
+        curriculum = Curriculum(weight=learnability_weight, with_replacement=with_replacement)
         return PromptLedger(PROMPTS, seed, curriculum=curriculum, max_histories=12)
 
     whole, killed = new_ledger(), new_ledger()
@@ -154,7 +155,7 @@ def test_a_resumed_run_draws_the_very_prompts_of_one_that_was_never_killed(
 
 def test_learnability_is_greatest_for_new_prompts_and_those_half_solved() -> None:
     def weight(reward: float | None) -> float:
-        return learnability(0, PromptHistory(last_reward=reward))
+        return learnability_weight(0, PromptHistory(last_reward=reward))
 
     assert weight(None) == weight(0.5) == 0.26
     assert weight(0.0) == weight(1.0) == weight(-1.0) == weight(7.0) == 0.01
@@ -168,7 +169,7 @@ def test_a_weight_that_is_none_is_refused(bad: float) -> None:
 
 
 def test_a_curriculum_draws_the_order_and_a_state_of_another_order_is_refused() -> None:
-    by_weight = Curriculum(weight=learnability)
+    by_weight = Curriculum(weight=learnability_weight)
     with pytest.raises(ConfigError, match="shuffle=False with a curriculum"):
         PromptLedger(PROMPTS, shuffle=False, curriculum=by_weight)
     with pytest.raises(ConfigError, match="of a run without a curriculum, and this run is with"):
@@ -178,13 +179,13 @@ def test_a_curriculum_draws_the_order_and_a_state_of_another_order_is_refused() 
     state = PromptLedger(PROMPTS, curriculum=by_weight).state_dict()
     with pytest.raises(ConfigError, match="of a run with a curriculum, and this run is without"):
         PromptLedger(PROMPTS).load_state_dict(state)
-    other = Curriculum(weight=learnability, with_replacement=True)
+    other = Curriculum(weight=learnability_weight, with_replacement=True)
     with pytest.raises(ConfigError, match="with_replacement=False instead of True"):
         PromptLedger(PROMPTS, curriculum=other).load_state_dict(state)
 
 
 def test_a_group_whose_rollouts_all_failed_has_no_reward_in_its_history() -> None:
-    ledger = PromptLedger([[1]], curriculum=Curriculum(weight=learnability))
+    ledger = PromptLedger([[1]], curriculum=Curriculum(weight=learnability_weight))
     for reward in (0.25, float("nan"), 0.75):
         (ticket,) = issued(ledger, 1)
         ledger.consume(ticket, "trained", reward, 3)

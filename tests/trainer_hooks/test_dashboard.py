@@ -17,7 +17,7 @@ from trainer_hooks import MetricsLogger
 from trainer_hooks.metrics.stage_clock import minutes
 from trainer_hooks.train import Dashboard, write_run_picture
 from trainer_hooks.train.charts import curve_lines, share_bar
-from trainer_hooks.train.dashboard_picture import main
+from trainer_hooks.train.report import main
 
 NUM_STEPS = 200
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"
@@ -246,9 +246,9 @@ def test_the_pictures_of_the_docs_are_of_this_dashboard_and_small() -> None:
 
 
 def test_a_picture_can_be_drawn_from_a_file_of_metrics(tmp_path: Path, monkeypatch: Any) -> None:
-    with MetricsLogger(jsonl=tmp_path / "m.jsonl") as logger:
+    with MetricsLogger(jsonl=tmp_path / "metrics.jsonl") as logger:
         logger.log({"reward": 0.5}, step=1, version=0)
-    monkeypatch.setattr("sys.argv", ["x", str(tmp_path / "m.jsonl"), str(tmp_path / "d.svg")])
+    monkeypatch.setattr("sys.argv", ["x", str(tmp_path), "--dashboard", str(tmp_path / "d.svg")])
     main()
     assert "reward" in (tmp_path / "d.svg").read_text()
 

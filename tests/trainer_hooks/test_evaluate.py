@@ -19,7 +19,7 @@ from tests.tiny_models import IS_LONG, prompt_of
 from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.producer.test_bound import check_bound
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.producer import AsyncRolloutProducer, ScopedLLM
+from trainer_hooks.producer import AsyncRolloutProducer, RolloutLLM
 from trainer_hooks.rewards import RewardFunctionError
 from trainer_hooks.rollouts import Rollout
 
@@ -203,7 +203,7 @@ def test_more_samples_than_are_drawn_cannot_pass() -> None:
 
 
 def test_turns_of_different_prompts_have_different_seeds() -> None:
-    async def two_turns(llm: ScopedLLM, prompt: Any) -> Rollout:
+    async def two_turns(llm: RolloutLLM, prompt: Any) -> Rollout:
         first = await llm.generate(prompt)
         second = await llm.generate([*prompt, *first.generated_tokens])
         return Rollout([first, second], reward=float(len(prompt)))

@@ -21,7 +21,7 @@ from trainer_hooks import (
     UpdateSettings,
     update_policy,
 )
-from trainer_hooks.doctor.files import load_rollouts
+from trainer_hooks.doctor.command import load_rollouts
 from trainer_hooks.weight_sync.trainer_ranks import TrainerRanks
 
 

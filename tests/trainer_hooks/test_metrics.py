@@ -21,7 +21,7 @@ from trainer_hooks.metrics import (
     rollout_metrics,
 )
 from trainer_hooks.metrics.wandb_run import declare_axes
-from trainer_hooks.train.curve import running_mean, write_reward_curve
+from trainer_hooks.train.report import running_mean, write_reward_curve
 
 
 class FakeWandbRun:

@@ -23,9 +23,9 @@ from trainer_hooks.losses.reference import ReferencePolicy
 from trainer_hooks.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
-    fixed_logprobs,
+    compute_logprobs,
     split_among_ranks,
-    split_by_tokens,
+    split_micro_batches,
     update_policy,
 )
 
@@ -82,6 +82,7 @@ def gradients(policy: Any) -> list[torch.Tensor]:
     return [p.grad.clone() for p in policy.parameters() if p.grad is not None]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [None, 33, 60])
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "gspo", "sapo"])
@@ -157,7 +158,7 @@ def test_reference_log_probs_are_those_of_the_copy_however_the_batch_is_cut(
         expected_BT = token_logprobs(policy(batch.tokens_BT).logits, batch.tokens_BT)
     assert_close(values_BT[batch.mask_BT], expected_BT[batch.mask_BT], **EXACT)
     assert not values_BT.requires_grad
-    own_BT = fixed_logprobs(changed, batch, settings)
+    own_BT = compute_logprobs(changed, batch, settings)
     assert not torch.allclose(own_BT[batch.mask_BT], values_BT[batch.mask_BT])
 
 
@@ -178,7 +179,7 @@ def test_a_reference_may_be_the_policy_with_its_adapter_off(policy: Any) -> None
 
     batch, adapted = random_batch(), Adapted()
     values_BT = ReferencePolicy.without_adapter(adapted).logprobs(batch, UpdateSettings())
-    assert_close(values_BT, fixed_logprobs(policy, batch, UpdateSettings()))
+    assert_close(values_BT, compute_logprobs(policy, batch, UpdateSettings()))
     assert adapted.is_on
 
 
@@ -191,7 +192,7 @@ def test_each_row_is_in_one_part_and_no_part_is_above_the_budget(
     lengths: list[int], room: int, is_packed: bool
 ) -> None:
     max_tokens = max(lengths) + room
-    parts = split_by_tokens(torch.tensor(lengths), max_tokens, is_packed)
+    parts = split_micro_batches(torch.tensor(lengths), max_tokens, is_packed)
     assert sorted(row for part in parts for row in part.tolist()) == list(range(len(lengths)))
     for part in parts:
         own = [lengths[row] for row in part.tolist()]
@@ -200,7 +201,7 @@ def test_each_row_is_in_one_part_and_no_part_is_above_the_budget(
 
 def test_a_rollout_that_is_longer_than_the_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens=8 is less than the 9 tokens of a rollout"):
-        split_by_tokens(torch.tensor([3, 9]), 8)
+        split_micro_batches(torch.tensor([3, 9]), 8)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -209,7 +210,7 @@ def test_rollouts_without_a_turn_cost_no_pass(policy: Any, is_packed: bool) -> N
     turn = finished_request([1, 2], [3, 4, 5], versions=[0] * 3, logprobs=[-4.0] * 3)
     batch = collate_rollouts([failed, turn, failed], [None, 1.0, None], train_version=0)
     settings = UpdateSettings(max_tokens=5, is_packed=is_packed)
-    logprobs_BT = fixed_logprobs(policy, batch, settings)
+    logprobs_BT = compute_logprobs(policy, batch, settings)
     assert (logprobs_BT != 0.0).sum(dim=1).tolist() == [0, 4, 0]
 
 

@@ -14,7 +14,7 @@ from rollout.errors import ConfigError
 from tests.tiny_models import randomize, tiny_model
 from tests.trainer_hooks.test_micro_batches import columns_of, random_batch
 from trainer_hooks import PolicyLossConfig, UpdateSettings, accumulate_gradients, update_policy
-from trainer_hooks.micro_batches import fixed_logprobs
+from trainer_hooks.micro_batches import compute_logprobs
 from trainer_hooks.packing import require_separate_rollouts
 
 PACKED = UpdateSettings(is_packed=True)
@@ -28,7 +28,7 @@ def gpt_oss() -> Any:
 def test_gpt_oss_is_refused_packed_and_taken_padded() -> None:
     policy, batch = gpt_oss(), random_batch()
     with pytest.raises(ConfigError, match=r"is_packed=True with GptOssForCausalLM .*is_packed=F"):
-        fixed_logprobs(policy, batch, PACKED)
+        compute_logprobs(policy, batch, PACKED)
     with pytest.raises(ConfigError, match=r"is_packed=True with GptOssForCausalLM"):
         accumulate_gradients(policy, batch, columns_of(batch), PolicyLossConfig(), PACKED)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
@@ -36,7 +36,7 @@ def test_gpt_oss_is_refused_packed_and_taken_padded() -> None:
     with pytest.raises(ConfigError, match=r"is_packed=True with GptOssForCausalLM"):
         update_policy(policy, optimizer, batch, columns_of(batch), PolicyLossConfig(), PACKED)
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
-    assert fixed_logprobs(policy, batch, PADDED).isfinite().all()
+    assert compute_logprobs(policy, batch, PADDED).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "mpt"])
@@ -57,7 +57,7 @@ def test_other_families_whose_mask_takes_no_position_ids_are_refused(family: str
 def test_models_that_pack_right_are_taken(family: str, attention: str, dtype: torch.dtype) -> None:
     policy, batch = tiny_model(family, std=0.2).to(dtype).train(), random_batch()
     policy.set_attn_implementation(attention)
-    packed, padded = (fixed_logprobs(policy, batch, how) for how in (PACKED, PADDED))
+    packed, padded = (compute_logprobs(policy, batch, how) for how in (PACKED, PADDED))
     assert policy.training
     wide = 1e-4 if dtype is torch.float32 else 2.0
     assert torch.allclose(packed[batch.mask_BT], padded[batch.mask_BT], atol=wide)
@@ -66,9 +66,9 @@ def test_models_that_pack_right_are_taken(family: str, attention: str, dtype: to
 def test_a_model_is_asked_once() -> None:
     policy, batch, calls = tiny_model("qwen3", std=0.2), random_batch(), []
     policy.register_forward_hook(lambda *_: calls.append(1))
-    fixed_logprobs(policy, batch, PACKED)
+    compute_logprobs(policy, batch, PACKED)
     num_first = len(calls)
-    fixed_logprobs(policy, batch, PACKED)
+    compute_logprobs(policy, batch, PACKED)
     assert len(calls) - num_first == num_first - 3
 
 
@@ -77,4 +77,4 @@ def test_a_function_that_mixes_rollouts_is_refused() -> None:
         return SimpleNamespace(logits=input_ids.cumsum(1)[..., None] * torch.linspace(0, 1, 64))
 
     with pytest.raises(ConfigError, match=r"is_packed=True with function .*attend to each other"):
-        fixed_logprobs(mixes, random_batch(), PACKED)
+        compute_logprobs(mixes, random_batch(), PACKED)

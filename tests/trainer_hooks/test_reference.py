@@ -18,7 +18,7 @@ from trainer_hooks import (
     ReferenceSettings,
     UpdateSettings,
     collate_rollouts,
-    fixed_logprobs,
+    compute_logprobs,
 )
 
 
@@ -98,7 +98,7 @@ def test_a_peft_models_reference_is_its_base() -> None:
         for length in (2, 5, 9)
     ]
     batch = collate_rollouts(requests, [1.0, 0.0, 1.0], train_version=0)
-    before_BT = fixed_logprobs(base, batch, UpdateSettings())
+    before_BT = compute_logprobs(base, batch, UpdateSettings())
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -108,4 +108,4 @@ def test_a_peft_models_reference_is_its_base() -> None:
     for settings in (UpdateSettings(), UpdateSettings(max_tokens=13, is_packed=True)):
         values_BT = reference.logprobs(batch, settings)
         assert_close(values_BT[batch.mask_BT], before_BT[batch.mask_BT], rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(fixed_logprobs(adapted, batch, UpdateSettings()), before_BT)
+    assert not torch.allclose(compute_logprobs(adapted, batch, UpdateSettings()), before_BT)

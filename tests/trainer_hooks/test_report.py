@@ -16,8 +16,7 @@ from tests.serve.chromium import PROGRAM, open_tab
 from trainer_hooks import MetricsLogger
 from trainer_hooks.metrics import JsonlWriter
 from trainer_hooks.train import report
-from trainer_hooks.train.report import report_page, write_report
-from trainer_hooks.train.report_samples import chosen_samples, samples_section
+from trainer_hooks.train.report import chosen_samples, report_page, samples_section, write_report
 from trainer_hooks.train.svg_charts import line_chart, stacked_chart, ticks
 
 

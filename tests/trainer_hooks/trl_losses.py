@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,10 @@ from tests.trainer_hooks.loss_batches import Batch
 from trainer_hooks import PolicyLossConfig, policy_loss
 
 MAX_LENGTH = 20
+_TRAINERS = {
+    "GRPOTrainer": "trl.trainer.grpo_trainer",
+    "RLOOTrainer": "trl.trainer.rloo_trainer",
+}
 
 
 class OneProcess:
@@ -35,9 +40,13 @@ class StandIn(SimpleNamespace):
 
 
 def trl_loss(
-    trainer: type, batch: Batch, inputs: dict[str, Any], **settings: Any
+    trainer_name: str, batch: Batch, inputs: dict[str, Any], **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, list[float]]]:
-    """TRL's loss, its gradient to the log-probs, and the metrics it logged."""
+    """Return TRL's loss, its gradient to the log-probs, and the metrics it logged.
+
+    `trainer_name` is a key of `_TRAINERS`. Imported here: TRL's trainers take seconds to import.
+    """
+    trainer = getattr(import_module(_TRAINERS[trainer_name]), trainer_name)
     logprobs_BT = batch.logprobs_BT.clone().requires_grad_()
     stand_in = StandIn(
         logprobs_BT=logprobs_BT,

@@ -8,8 +8,8 @@ from typing import Any
 
 from rollout.cli.main import main
 from rollout.coordinator.agent.agent import EngineAgent
-from rollout.weights.transports.fetching import WeightFetcher
-from rollout.weights.transports.paths import Broadcasts
+from rollout.weights.transports.buckets import Broadcasts
+from rollout.weights.transports.registry import WeightFetcher
 
 NUM_STEPS_BEFORE_THE_CUT = 20
 # Where an engine takes a push: before it reads a directory, and once it is in the group of a

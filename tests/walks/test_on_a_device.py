@@ -53,11 +53,6 @@ def model() -> Any:
     return tiny_model("qwen3", seed=12, head_dim=16)
 
 
-def memory(kind: str) -> dict[str, Any]:
-    """The fields that ask for it."""
-    return {"unified_memory_level": 1} if kind == "unified" else {"memory_kind": kind}
-
-
 def params(seed: int, num_tokens: int = 24, **changes: Any) -> SamplingParams:
     return SamplingParams(
         num_tokens_to_generate=num_tokens, seed=seed, temperature=(0.0, 1.0)[seed % 2], **changes
@@ -130,7 +125,7 @@ def assert_oracles(finished: dict[int, DynamicInferenceRequest]) -> None:
 @pytest.mark.parametrize(("device", "kind"), KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_suspend_and_resume_change_no_token(device: str, kind: str, mode: str) -> None:
-    engine = tiny_engine(model(), device=device, **memory(kind))
+    engine = tiny_engine(model(), device=device, memory_kind=kind)
 
     def cycle() -> None:
         engine.pause()
@@ -176,7 +171,7 @@ def test_a_stream_is_served_and_taken_back_on_a_device(device: str) -> None:
     assert engine.weights_checksum() == before
     engine.commit_weights(staged, in_flight=True)
     assert engine.weights_checksum() == staged.checksum != before
-    engine.muscle.weights.undo(staged)
+    engine.executor.weights.undo(staged)
     assert engine.weights_checksum() == before
     engine.commit_weights(staged, in_flight=True)
     drain(engine)
@@ -194,7 +189,7 @@ def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mo
     engine = tiny_engine(
         trained,
         device=device,
-        **memory(kind),
+        memory_kind=kind,
         kv_cache_management_mode=mode,
         static_kv_memory_pointers=True,
         max_requests=4,
@@ -228,7 +223,7 @@ def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mo
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_the_driver_gets_what_the_report_says(kind: str, mode: str) -> None:
     """Within 5%, at suspend and at resume, of a pool of 512 MiB."""
-    engine = tiny_engine(model(), device="cuda", **memory(kind), buffer_size_gb=0.5)
+    engine = tiny_engine(model(), device="cuda", memory_kind=kind, buffer_size_gb=0.5)
     request_id = engine.add_request(prompt_of(30), params(0, 20))
     engine.step()
     engine.pause()

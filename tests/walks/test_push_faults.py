@@ -76,6 +76,7 @@ def damage(root: Path, random: Random) -> None:
             file.write(bytes([byte[0] ^ (1 << random.randrange(8))]))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_random_faults_leave_one_committed_version_everywhere(kind: str, tmp_path: Path) -> None:
     random = Random(f"{run_seed()} {kind}")

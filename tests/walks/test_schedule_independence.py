@@ -163,6 +163,7 @@ GROUP_POOLS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("config", GROUP_POOLS, ids=str)
 @pytest.mark.parametrize("length", [1, 8, 21, 40])
 def test_samples_of_a_group_are_those_of_single_requests(

@@ -6,7 +6,7 @@ Hosts are network namespaces, so what travels between them are packets, and noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ import pytest
 from examples import async_minimal
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import ENGINE, create_key_folder
-from tests.apis.fleets import DEADLINE_S, directory
+from tests.apis.fleets import directory
 from tests.apis.shells import ENGINE_WORDS
+from tests.waiting import until
 from tests.walks.doors_elsewhere import a_coordinator, strangers
 from tests.walks.engines_elsewhere import a_held_engine, an_engine
 from tests.walks.network_hosts import Host, Remote, network_of
@@ -134,7 +135,7 @@ def test_strangers_of_another_host_are_refused_counted_and_logged_once(
 
     peers = hosts[1].start(strangers, coordinator.hear(), tmp_path / "keys")
     assert peers.hear() == "a frame is sent"
-    until_equal(lambda: count()[2], 1)
+    until(lambda: count()[2] == 1, "one engine is there")
     refused = {
         "num_unknown_keys": 3,
         "num_without_keys": 3,
@@ -142,17 +143,10 @@ def test_strangers_of_another_host_are_refused_counted_and_logged_once(
         "num_replayed_frames": 0,
         "num_malformed": 0,
     }
-    until_equal(count, (refused, 3, 1))
+    until(lambda: count() == (refused, 3, 1), "three peers are refused")
     peers.pipe.send("it is heard")
     assert peers.hear() == "a frame is repeated"
-    until_equal(count, ({**refused, "num_replayed_frames": 1}, 4, 1))
+    replayed = {**refused, "num_replayed_frames": 1}
+    until(lambda: count() == (replayed, 4, 1), "a replayed frame is refused")
     peers.pipe.send("it is counted")
     assert peers.hear() == "done"
-
-
-def until_equal(ask: Callable[[], object], wanted: object) -> None:
-    """Ask until the answer is this one."""
-    deadline = time.monotonic() + DEADLINE_S
-    while (answer := ask()) != wanted:
-        assert time.monotonic() < deadline, f"{answer} is not {wanted}"
-        time.sleep(0.02)

@@ -43,6 +43,7 @@ def device() -> Iterator[FakeDevice]:
         yield device
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("walk", "arguments"), WALKS, ids=[f"{w.__name__}-{'-'.join(a)}" for w, a in WALKS]
 )

@@ -110,6 +110,7 @@ def assert_same(given: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("size", [1, 2])
 @all_families
 def test_an_exchange_serves_what_a_host_would_and_leaves_what_served(case: str, size: int) -> None:

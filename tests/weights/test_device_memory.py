@@ -25,9 +25,8 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoints.loading import open_model
 from rollout.models.spec import ModelSpec
 from rollout.models.weights import copy_weights
-from rollout.weights.host_stage import HostRoom
 from rollout.weights.lora_merge import Merger
-from rollout.weights.memory import WeightMemory
+from rollout.weights.memory import HostRoom, WeightMemory
 from rollout.weights.served import ServedWeights
 from rollout.weights.staged import BackupKeeper, HostBackup
 from tests.device_bytes import DeviceBytes

@@ -73,6 +73,7 @@ def spoil(given: Weights, weights: Dialects, rng: np.random.Generator) -> None:
         given.setdefault(name, changed)
 
 
+@pytest.mark.drawn(4)
 @all_mixtures
 def test_names_of_both_kinds_are_taken_if_each_number_comes_and_none_differs(
     family: str, tmp_path: Path
@@ -103,6 +104,7 @@ def test_names_of_both_kinds_are_taken_if_each_number_comes_and_none_differs(
 # ---- what is refused, by name
 
 
+@pytest.mark.drawn(3)
 @stacked_mixtures
 def test_half_a_stack_of_experts_is_refused_by_the_names_that_lack(family: str) -> None:
     saved = dialects(family, 1).saved
@@ -113,6 +115,7 @@ def test_half_a_stack_of_experts_is_refused_by_the_names_that_lack(family: str) 
     assert_refused(family, without(experts[4])(saved), f"lacks 1 of .*'{re.escape(experts[4])}'")
 
 
+@pytest.mark.drawn(3)
 @stacked_mixtures
 def test_a_stack_that_lacks_wholly_is_named_as_the_live_module_names_it(family: str) -> None:
     live = dialects(family, 1).live

@@ -101,6 +101,7 @@ def test_an_adapter_equals_the_merged_full_update(dtype: torch.dtype) -> None:
     check()
 
 
+@pytest.mark.drawn(5)
 @needs_compiler
 @pytest.mark.parametrize("tune", ["plain", "native", "mkl", "1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

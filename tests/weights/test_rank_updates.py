@@ -28,7 +28,7 @@ from rollout.weights.fingerprints import (
 )
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.served import ServedWeights
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, checksum_of
 from tests.family_cases import FAMILY_CASES, family_model
 from tests.lora_adapters import linear_modules, random_adapter
@@ -119,6 +119,7 @@ def own_checksum(tensors: Mapping[str, Tensor]) -> str:
     )
 
 
+@pytest.mark.drawn(9)
 @sizes
 @all_families
 def test_checksums_of_a_group_are_those_of_one_process(case: str, size: int) -> None:
@@ -135,6 +136,7 @@ def test_checksums_of_a_group_are_those_of_one_process(case: str, size: int) -> 
     assert {rank.version for rank in group.ranks} == {1}
 
 
+@pytest.mark.drawn(9)
 @all_families
 def test_each_rank_has_its_parts_of_the_weights_and_each_expert_is_on_one(case: str) -> None:
     whole = group_of(trainer(case, 1), 1).models[0].read_weights()
@@ -290,6 +292,7 @@ def test_released_parts_come_back() -> None:
 # ---- adapters
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", ["qwen3", "olmo2", "phi3", "deepseek_v3"])
 @pytest.mark.parametrize("has_base", [False, True])
 def test_an_adapter_on_ranks_serves_what_it_does_in_one_process(case: str, has_base: bool) -> None:

@@ -25,7 +25,7 @@ from rollout import (
 from rollout.models import CausalLM, build_model
 from rollout.models.checkpoints.loading import without_shards
 from rollout.models.plain_tensors import is_sharded
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.family_cases import family_model
 from tests.processes import PROCESSES

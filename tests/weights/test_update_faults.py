@@ -252,6 +252,7 @@ def assert_refused(
     assert engine.stats().num_weight_updates == before[1]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("state", STATES)
 def test_no_fault_changes_anything_and_each_names_its_culprit(state: str) -> None:
     engine = engine_in(state)

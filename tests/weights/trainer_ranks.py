@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from trainer_hooks.weight_sync import full_tensors
 

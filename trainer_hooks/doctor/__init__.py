@@ -4,8 +4,8 @@
 a batch in a file. `python -m trainer_hooks.doctor` examines the files of a run.
 """
 
+from trainer_hooks.doctor.command import BatchFiles, SavedRollouts, load_rollouts, save_rollouts
 from trainer_hooks.doctor.diagnosis import Diagnosis, Finding, diagnose
-from trainer_hooks.doctor.files import BatchFiles, SavedRollouts, load_rollouts, save_rollouts
 from trainer_hooks.doctor.report import report
 
 __all__ = [

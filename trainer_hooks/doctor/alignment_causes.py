@@ -11,10 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.doctor.forward import row_logits
-from trainer_hooks.doctor.hypotheses import Case, Hypothesis
-from trainer_hooks.doctor.noise import rms_of
-from trainer_hooks.doctor.recompute import chosen_logprobs, model_logprobs
+from trainer_hooks.doctor.forward import chosen_logprobs, model_logprobs, row_logits
+from trainer_hooks.doctor.hypotheses import Case, Hypothesis, rms_of
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
 _SHIFT_REMEDY = (

@@ -5,6 +5,7 @@ Shape letters: N tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.collate import RolloutBatch
-from trainer_hooks.doctor.noise import Tolerance, rms_of
 from trainer_hooks.doctor.reference import Reference
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
@@ -138,3 +138,46 @@ def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
         return tried.is_whole and tells_values, tried.is_main_cause, share
 
     return sorted(explanations, key=quality, reverse=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """What rounding explains, in nats. `noise_rms`: the measured error of one computation.
+
+    `rms`, `largest`: bounds on the root mean square and on the largest of N differences.
+    """
+
+    noise_rms: float
+    rms: float
+    largest: float
+
+    def covers(self, gap_N: Tensor) -> bool:
+        """Whether rounding explains all of the gap."""
+        if not len(gap_N):
+            return True
+        return rms_of(gap_N) <= self.rms and float(gap_N.abs().max()) <= self.largest
+
+
+def rms_of(values_N: Tensor) -> float:
+    """Root mean square; 0 of nothing."""
+    return math.sqrt(float(values_N.double().square().mean())) if len(values_N) else 0.0
+
+
+def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> Tolerance:
+    """The bounds that follow from the measured errors `noise_N` and the longest sum.
+
+    The largest of N Gaussian differences is sqrt(2 ln 2N) times their deviation; errors with longer
+    tails show in the largest one that was measured. A log-prob is handed over in float32.
+    """
+    factor = math.sqrt(1.0 + longest_sum / math.log2(max(longest_sum, 2)))
+    handed_over = torch.finfo(torch.float32).eps * max(1.0, largest_logprob)
+    noise = math.hypot(rms_of(noise_N), handed_over)
+    gaussian = noise * math.sqrt(2.0 * math.log(2.0 * max(len(noise_N), 1)))
+    largest = max(gaussian, float(noise_N.abs().max()) if len(noise_N) else 0.0)
+    return Tolerance(noise_rms=noise, rms=factor * noise, largest=factor * largest)
+
+
+def longest_sum_of(model: nn.Module, tokens: ExaminedTokens) -> int:
+    """The most products that one number of a pass is the sum of."""
+    widths = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
+    return max([*widths, *(len(row) for row in tokens.rows)])

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.requests import DynamicInferenceRequest
-from trainer_hooks.doctor.forward import replayed_logits
-from trainer_hooks.doctor.recompute import chosen_logprobs, model_logits
+from trainer_hooks.doctor.forward import chosen_logprobs, model_logits, replayed_logits
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
 # The mean of KV versions is a ratio of integers in float32 (a batch) or float64 (a request).

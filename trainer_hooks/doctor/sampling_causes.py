@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout.backends.ops.truncation import keep_mask
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.collate import RolloutBatch, reshaping_text
+from trainer_hooks.doctor.forward import chosen_logprobs
 from trainer_hooks.doctor.hypotheses import Case, Hypothesis
-from trainer_hooks.doctor.recompute import chosen_logprobs
 from trainer_hooks.doctor.reference import Reference
 from trainer_hooks.doctor.tokens import ExaminedTokens
 

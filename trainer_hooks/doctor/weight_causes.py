@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.doctor.forward import (
+    chosen_logprobs,
     evaluation_copy,
     head_in,
     head_of_embeddings,
+    model_logprobs,
     replayed_logits,
 )
-from trainer_hooks.doctor.hypotheses import Case, Hypothesis
-from trainer_hooks.doctor.noise import rms_of
-from trainer_hooks.doctor.recompute import chosen_logprobs, model_logprobs
+from trainer_hooks.doctor.hypotheses import Case, Hypothesis, rms_of
 
 LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 

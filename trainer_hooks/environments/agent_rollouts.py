@@ -11,7 +11,7 @@ from typing_extensions import Self
 from rollout.errors import ConfigError
 from trainer_hooks.environments.chat_session import ChatSession
 from trainer_hooks.environments.faults import EnvironmentFault, FaultCounter, in_time
-from trainer_hooks.producer.groups import ScopedLLM
+from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.prompts.ledger import PromptItem
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rollouts import Rollout
@@ -75,7 +75,7 @@ class AgentRollouts(ABC):
     async def aclose(self) -> None:  # noqa: B027 - most share nothing
         """Release what is shared between rollouts. Twice is fine."""
 
-    async def __call__(self, llm: ScopedLLM, prompt: Any) -> Rollout:
+    async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
         """One sample. Raises what the llm raises, ConfigError of `run` and for what the environment
         asks and no turn of the policy can be, EnvironmentFailed where no rollout has succeeded.
         """

@@ -13,7 +13,7 @@ from rollout.errors import ConfigError, MaxSequenceLengthOverflowError, RolloutE
 from rollout.requests import DynamicInferenceRequest
 from trainer_hooks.environments.conversation import Conversation
 from trainer_hooks.environments.protocol import Message, ModelTurn
-from trainer_hooks.producer.groups import ScopedLLM
+from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.rollouts import Rollout
 
 # Settings that change the distribution a token is drawn from, with what OpenAI's and vLLM's
@@ -84,7 +84,7 @@ class ChatSession:
 
     def __init__(
         self,
-        llm: ScopedLLM,
+        llm: RolloutLLM,
         tokenizer: Any,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:

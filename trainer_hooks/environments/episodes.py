@@ -22,7 +22,7 @@ from trainer_hooks.environments.protocol import (
     ToolCallError,
     ToolSchema,
 )
-from trainer_hooks.producer.groups import ScopedLLM
+from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.rollouts import Rollout
 
 
@@ -81,7 +81,7 @@ class EnvironmentRollouts:
         self._pool = EnvironmentPool(make, max_environments)
         self._faults = FaultCounter(str(getattr(make, "__name__", make)), max_first_failures)
 
-    async def __call__(self, llm: ScopedLLM, prompt: Any) -> Rollout:
+    async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
         """One rollout. Raises what generation raises, ConfigError of the environment's,
         EnvironmentFailed for one that has never succeeded.
         """
@@ -135,7 +135,7 @@ class Episode:
     def __init__(
         self,
         environment: HostedEnvironment,
-        llm: ScopedLLM,
+        llm: RolloutLLM,
         messages: list[Message],
         limits: EpisodeLimits,
         converse: Callable[[Sequence[ToolSchema]], Conversation],

@@ -17,7 +17,7 @@ from rollout.errors import ConfigError
 from rollout.ranges import PositiveInt, PositiveSeconds, check_fields
 from trainer_hooks.environments import sandboxed_python
 from trainer_hooks.environments.sandboxed_python import PROTECTIONS
-from trainer_hooks.rewards.turns import Turns
+from trainer_hooks.rewards.limiter import CallLimiter
 
 _PROBE_TIMEOUT_S, _END_TIMEOUT_S = 60.0, 5.0
 _KILLED_STATUS = 128 + signal.SIGKILL
@@ -96,7 +96,7 @@ class PythonTool:
         self.limits = limits or PythonLimits()
         self.protections = _protections(self.limits)
         self._required = required
-        self._turns = Turns(num_processes)
+        self._limiter = CallLimiter(num_processes)
         if missing := [name for name in required if name not in self.protections]:
             raise ConfigError(
                 f"this kernel does not protect {', '.join(missing)} from the model's programs; run "
@@ -106,12 +106,12 @@ class PythonTool:
 
     async def run(self, program: str) -> PythonResult:
         """Run `program` to its end. Cancelling ends it. Raises OSError if none can be started."""
-        turn = await self._turns.take()
+        permit = await self._limiter.acquire()
         try:
             with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
                 return await self._run_in(directory, program)
         finally:
-            self._turns.give_back(turn)
+            self._limiter.release(permit)
 
     async def python(self, code: str) -> str:
         """Run Python code. Returns what it prints.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import refuses_with_hints
 from rollout.ranges import (
     Choices,
     Interval,
@@ -144,6 +145,29 @@ class OffPolicyCorrection:
         )
 
 
+_CLIP = "epsilon_low and epsilon_high"
+# Keywords of TRL, verl, OpenRLHF and slime, and what they are called here.
+LOSS_HINTS = {
+    **dict.fromkeys(("loss_type", "loss_mode", "importance_sampling_level"), "kind"),
+    **dict.fromkeys(("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps"), _CLIP),
+    **dict.fromkeys(("eps_clip", "clip_epsilon"), _CLIP),
+    **dict.fromkeys(("clip_ratio_low", "eps_clip_low", "clip_eps_low"), "epsilon_low"),
+    **dict.fromkeys(("clip_ratio_high", "eps_clip_high", "clip_eps_high"), "epsilon_high"),
+    **dict.fromkeys(("delta", "clip_ratio_c", "eps_clip_c"), "dual_clip"),
+    "loss_agg_mode": "aggregation",
+    "loss_scale_factor": "max_completion_length",
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "kl_coefficient"),
+    **dict.fromkeys(("kl_loss_type", "kl_penalty"), "kl_estimator"),
+    **dict.fromkeys(("entropy_coef", "entropy_coeff", "ent_coef"), "entropy_coefficient"),
+    "off_policy_mask_threshold": "max_sequence_kl",
+    "vllm_importance_sampling_cap": "correction=OffPolicyCorrection(mode='truncate', high=...)",
+    "tis_imp_ratio_cap": "correction=OffPolicyCorrection(mode='truncate', high=...)",
+    "scale_rewards": "the argument normalize of group_advantages",
+    "temperature": "UpdateSettings.temperature",
+}
+
+
+@refuses_with_hints(LOSS_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
     """The policy loss and its constants; a field left at None takes the value of the kind's paper.

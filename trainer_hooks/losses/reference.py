@@ -12,12 +12,21 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import refuses_with_hints
 from rollout.ranges import PositiveFraction, PositiveInt, check_fields
 from trainer_hooks.collate import RolloutBatch
-from trainer_hooks.micro_batches import UpdateSettings, fixed_logprobs
+from trainer_hooks.micro_batches import UpdateSettings, compute_logprobs
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
+# Keywords of TRL, and what they are called here.
+REFERENCE_HINTS = {
+    "sync_ref_model": "set by sync_interval",
+    "ref_model_sync_steps": "sync_interval",
+    "ref_model_mixup_alpha": "sync_weight",
+}
 
+
+@refuses_with_hints(REFERENCE_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
     """Whether the reference follows the policy, and how.
@@ -82,7 +91,7 @@ class ReferencePolicy:
         """
         own = replace(settings, replay_routing=False)
         with self._adapter_off():
-            return fixed_logprobs(self._model, batch, own, ranks)
+            return compute_logprobs(self._model, batch, own, ranks)
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, step: int) -> bool:

@@ -1,7 +1,7 @@
 """Rollouts made while the trainer trains, none older than a bound."""
 
 from trainer_hooks.producer.batches import ProducerError, TrainingBatch
-from trainer_hooks.producer.groups import ScopedLLM, ScoredGroup
+from trainer_hooks.producer.groups import RolloutLLM, ScoredGroup
 from trainer_hooks.producer.producer import AsyncRolloutProducer
 from trainer_hooks.producer.staleness import EssBound
 
@@ -9,7 +9,7 @@ __all__ = [
     "AsyncRolloutProducer",
     "EssBound",
     "ProducerError",
-    "ScopedLLM",
+    "RolloutLLM",
     "ScoredGroup",
     "TrainingBatch",
 ]

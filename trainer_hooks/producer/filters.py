@@ -24,7 +24,7 @@ def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardBounds:
+class RewardRangeFilter:
     """Filters groups whose mean reward is below `low` (too_hard) or above `high` (too_easy).
 
     None is no bound. Raises ConfigError for bounds that leave nothing between them.

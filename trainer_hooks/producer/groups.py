@@ -32,7 +32,7 @@ class GeneratesAsync(Protocol):
     ) -> Any: ...
 
 
-class ScopedLLM:
+class RolloutLLM:
     """Generates the turns of one sample, with the producer's sampling and a seed for each turn.
 
     `tokenizer`: for text that a tool adds. Never decode and encode generated tokens again.
@@ -141,7 +141,7 @@ class ScoredGroup:
 
 
 Turns = Rollout | DynamicInferenceRequest | Sequence[DynamicInferenceRequest]
-RolloutFunction = Callable[[ScopedLLM, Any], Awaitable[Turns]]
+RolloutFunction = Callable[[RolloutLLM, Any], Awaitable[Turns]]
 Result = TypeVar("Result")
 
 
@@ -230,7 +230,7 @@ class GroupMaker:
         prompt = encoded_for(self._llm, item.prompt, self._tokenizer)
         if self._rollout_fn is not None:
             scoped = [
-                ScopedLLM(self._llm, params, item, i, self._tokenizer)
+                RolloutLLM(self._llm, params, item, i, self._tokenizer)
                 for i in range(self._group_size)
             ]
             return await sample_turns(self._rollout_fn, scoped, prompt)
@@ -240,11 +240,11 @@ class GroupMaker:
 
 
 async def sample_turns(
-    rollout_fn: RolloutFunction, scoped: Sequence[ScopedLLM], prompt: Any
+    rollout_fn: RolloutFunction, scoped: Sequence[RolloutLLM], prompt: Any
 ) -> list[Rollout]:
     """A rollout of each scoped llm. If one raises, the others are cancelled."""
 
-    async def sample(llm: ScopedLLM) -> Rollout:
+    async def sample(llm: RolloutLLM) -> Rollout:
         turns = await rollout_fn(llm, prompt)
         if isinstance(turns, (Rollout, DynamicInferenceRequest)):
             return as_rollout(turns)

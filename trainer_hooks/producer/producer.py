@@ -141,7 +141,7 @@ class AsyncRolloutProducer:
     too old meanwhile are sampled again, with other seeds, and a prompt that grew too old
     `max_reissues` times is waited for. It favours short rollouts: see docs/producer.md.
     `reward_fn`: None where the rollouts of `rollout_fn` have rewards of their own.
-    `rollout_fn`: async, (ScopedLLM, prompt) -> the requests of one sample, a turn each, or a
+    `rollout_fn`: async, (RolloutLLM, prompt) -> the requests of one sample, a turn each, or a
     Rollout of them; an EnvironmentRollouts is one.
     `temperature`: the trainer's; None takes that of `sampling_params`, whose `logprobs_mode`,
     `temperature` or `processed`, is what the batches have (`collate_rollouts`). `routing`: they

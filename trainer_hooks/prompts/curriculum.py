@@ -37,7 +37,7 @@ class Curriculum:
         check_fields(self, ConfigError)
 
 
-def learnability(index: int, history: PromptHistory) -> float:
+def learnability_weight(index: int, history: PromptHistory) -> float:
     """p (1 - p) and a little, where p is the last mean reward, held within [0, 1].
 
     It is the variance of a reward of 0 or 1, and so how much the group can teach. Prompts that

@@ -11,11 +11,10 @@ from typing import Any
 from rollout.errors import ConfigError
 from trainer_hooks.rewards.calling import (
     RewardFunction,
-    arguments_for,
+    call_reward,
     is_async,
     name_of,
     numbers_of,
-    rewards_of,
 )
 from trainer_hooks.rewards.failures import FailureLog
 
@@ -86,9 +85,8 @@ class WeightedRewards:
         results: list[Any] = [None] * len(self._functions)
         # Async ones last: one that raises before them leaves no coroutine behind.
         for i in sorted(range(len(results)), key=lambda i: is_async(self._functions[i])):
-            function = self._functions[i]
-            args, named = arguments_for(function, prompts, completions, completion_ids, columns)
-            results[i] = rewards_of(function, args, named)
+            given = prompts, completions, completion_ids, columns
+            results[i] = call_reward(self._functions[i], *given)
         waiting = [i for i, result in enumerate(results) if hasattr(result, "__await__")]
         if waiting:
             return self._when_awaited(results, waiting, len(completions))
@@ -152,8 +150,7 @@ class ConversationalReward:
         """What the function returns."""
         chats = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
         answers = [[{"role": "assistant", "content": text}] for text in completions]
-        args, named = arguments_for(self._function, chats, answers, completion_ids, columns)
-        return rewards_of(self._function, args, named)
+        return call_reward(self._function, chats, answers, completion_ids, columns)
 
 
 class VerlReward:

@@ -21,7 +21,7 @@ def arguments_for(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments for `reward_fn(prompts, completions, completion_ids, ...)`.
+    """Return the arguments of `reward_fn(prompts, completions, completion_ids, ...)`, by kind.
 
     They go by name where the function names any of the three, in this order otherwise. Of the
     columns it gets those that it names, or all with `**columns`.
@@ -54,8 +54,20 @@ def arguments_for(
     return positional, {k: v for k, v in offered.items() if takes_all or k in named}
 
 
+def call_reward(
+    reward_fn: RewardFunction,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> Any:
+    """Call the function with the arguments that it names; return what `rewards_of` returns."""
+    args, named = arguments_for(reward_fn, prompts, completions, completion_ids, columns)
+    return rewards_of(reward_fn, args, named)
+
+
 def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """What the function returns for these arguments; as a list if it can be iterated.
+    """Return what the function returns for these arguments, as a list if it can be iterated.
 
     A generator runs here, so that the result can be sent to another process.
     """
@@ -68,7 +80,7 @@ def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[
 
 
 def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
-    """The rewards that the function returned, as numbers; NaN for None.
+    """Return the rewards that the function returned as numbers; NaN for None.
 
     A float of another class stays what it is: a WeightedReward keeps its terms.
     Raises ConfigError if they are not one number per completion.
@@ -89,11 +101,11 @@ def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) ->
 
 
 def name_of(reward_fn: RewardFunction) -> str:
-    """The name of the function in messages."""
+    """Return the name of the function in messages."""
     return str(getattr(reward_fn, "__name__", type(reward_fn).__name__))
 
 
 def is_async(reward_fn: RewardFunction) -> bool:
-    """Whether its calls are to be awaited."""
+    """Return whether calls of the function are to be awaited."""
     call = getattr(reward_fn, "__call__", None)  # noqa: B004 - its kind is asked for
     return inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)

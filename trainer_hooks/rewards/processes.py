@@ -14,7 +14,7 @@ from rollout.child_process import ChildProcess, pickled
 from rollout.errors import RolloutError
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rewards.failures import RewardFailed, RewardProcessesClosed
-from trainer_hooks.rewards.turns import Turns
+from trainer_hooks.rewards.limiter import CallLimiter
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 2.0
@@ -65,7 +65,7 @@ class RewardProcesses:
 
     def __init__(self, reward_fn: RewardFunction, num_workers: int) -> None:
         self._reward_fn = reward_fn
-        self._turns = Turns(num_workers)
+        self._limiter = CallLimiter(num_workers)
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._is_closed = False
@@ -78,21 +78,23 @@ class RewardProcesses:
         timeout_s: float | None,
         watch: Watch = nullcontext,
     ) -> Any:
-        """What the function returns, as `rewards_of` gives it. Raises ConfigError if it does.
+        """Call the function in a process; return what `rewards_of` returns there.
 
-        `watch`: a context around the call, once it has its turn.
-
-        Raises RewardFailed, caused by the function's own traceback where it raised; the process is
-        replaced if it must be. Raises RewardProcessesClosed for those who wait when this is closed.
+        `watch`: a context around the call, entered when a process is free.
+        Raises ConfigError if the function does. Raises RewardFailed, caused by the function's own
+        traceback where it raised; a process that hangs or died is replaced. Raises
+        RewardProcessesClosed for calls that still wait when the processes are closed.
         """
-        turn = await self._turns.take()
+        permit = await self._limiter.acquire()
         try:
             if self._is_closed:
-                raise RewardProcessesClosed("the reward's processes were closed before its turn")
+                raise RewardProcessesClosed(
+                    "the reward's processes were closed before the call began"
+                )
             with watch():
                 return await self._call_one(args, named, timeout_s)
         finally:
-            self._turns.give_back(turn)
+            self._limiter.release(permit)
 
     async def _call_one(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
@@ -133,9 +135,9 @@ class _Worker:
     def call(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
     ) -> tuple[Any, Exception | None]:
-        """What the function returned, and the error to raise if it raised one. Blocks.
+        """Return what the function returned, and the error to raise if it raised one. Blocks.
 
-        Raises RewardFailed if the process is gone, or silent for too long.
+        Raises RewardFailed if the process ended, or did not reply within `timeout_s`.
         """
         pipe = self._process.pipe
         try:
@@ -147,10 +149,10 @@ class _Worker:
             if not pipe.poll(timeout_s):
                 raise RewardFailed(f"no reward within {timeout_s:g} s")
             rewards, error, cause = pipe.recv()
-        except (EOFError, OSError, RolloutError) as lost:
-            if isinstance(lost, RewardFailed):
+        except (EOFError, OSError, RolloutError) as fault:
+            if isinstance(fault, RewardFailed):
                 raise
-            raise RewardFailed(f"the reward's process ended: {lost!r}") from lost
+            raise RewardFailed(f"the reward's process ended: {fault!r}") from fault
         if error is not None:
             error.__cause__ = cause  # which no pickle of the error carries
         return rewards, error
@@ -159,4 +161,4 @@ class _Worker:
         self._process.kill()
         with contextlib.suppress(TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
-        # Its end is gone, so a thread that still waits at this end wakes up by itself.
+        # The child's pipe end is closed, so a thread blocked in recv() gets EOFError.

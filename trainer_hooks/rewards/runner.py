@@ -30,8 +30,8 @@ from trainer_hooks.rewards.failures import (
     SlowCallWarnings,
     place_of,
 )
+from trainer_hooks.rewards.limiter import CallLimiter, Permit
 from trainer_hooks.rewards.processes import RewardProcesses, Watch, in_thread
-from trainer_hooks.rewards.turns import Turn, Turns
 
 WARN_AFTER_S = 60.0
 
@@ -79,7 +79,7 @@ class RewardRunner:
             _check_picklable(reward_fn)
         self._reward_fn, self._num_workers, self._timeout_s = reward_fn, workers, timeout_s
         self._processes: RewardProcesses | None = None
-        self._turns = Turns(1)
+        self._limiter = CallLimiter(1)
         self._max_attempts, self._max_first_failures = max_attempts, max_first_failures
         self._has_succeeded, self._num_first_failures = False, 0
         self._slow = SlowCallWarnings(name_of(reward_fn), warn_after_s)
@@ -169,48 +169,48 @@ class RewardRunner:
         named: dict[str, Any],
         watch: Watch,
     ) -> Any:
-        """`watch`: entered when the function is called, not while the call waits for its turn."""
+        """Run one attempt. `watch`: entered when the function is called, not before."""
         if processes is not None:
             return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
             with watch():
                 return await self._in_time(self._reward_fn(*args, **named))
-        result = await self._in_turn(args, named, watch)
+        result = await self._in_thread(args, named, watch)
         # A plain function that returns an awaitable, such as a partial of an async one.
         if not hasattr(result, "__await__"):
             return result
         with watch():
             return await self._in_time(result)
 
-    async def _in_turn(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
-        turn, has_ended = await self._turns.take(), threading.Event()
+    async def _in_thread(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
+        permit, has_ended = await self._limiter.acquire(), threading.Event()
 
         def work() -> Any:
             try:
                 return rewards_of(self._reward_fn, args, named)
             finally:
                 has_ended.set()
-                self._turns.give_back(turn)
+                self._limiter.release(permit)
 
         try:
             with watch():
                 return await self._in_time(in_thread(work))
         except asyncio.CancelledError:
-            self._give_back_late(turn, has_ended)
+            self._release_late(permit, has_ended)
             raise
         except Exception as error:  # it took too long, or could not begin
-            self._turns.give_back(turn)
+            self._limiter.release(permit)
             if isinstance(error, RewardFailed) and not has_ended.is_set():
                 raise RewardCallStillRuns(str(error)) from error
             raise
 
-    def _give_back_late(self, turn: Turn, has_ended: threading.Event) -> None:
+    def _release_late(self, permit: Permit, has_ended: threading.Event) -> None:
         # In a thread, as the event loop may be closed before the function returns.
         def wait() -> None:
             has_ended.wait(self._timeout_s)
-            self._turns.give_back(turn)
+            self._limiter.release(permit)
 
-        threading.Thread(target=wait, name="reward-turn", daemon=True).start()
+        threading.Thread(target=wait, name="reward-permit", daemon=True).start()
 
     async def _in_time(self, work: Any) -> Any:
         try:

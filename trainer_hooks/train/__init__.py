@@ -7,10 +7,9 @@ jobs.report and jobs.dashboard_picture are programs as well.
 """
 
 from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.curve import write_reward_curve, write_run_picture
-from trainer_hooks.train.dashboard import Dashboard
+from trainer_hooks.train.dashboard import Dashboard, watch_step
 from trainer_hooks.train.hydra_job import checked_overrides, run_hydra_job, wandb_names
-from trainer_hooks.train.live_view import watch_step
+from trainer_hooks.train.report import write_reward_curve, write_run_picture
 from trainer_hooks.train.run_files import (
     begin_directory,
     locked_run,

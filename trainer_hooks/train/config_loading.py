@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rollout.errors import ConfigError
-from trainer_hooks.train.config_hints import hint_for
+from rollout.keyword_hints import field_types, is_union
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: str = "") -> T:
     """`kind(**values)`; a field that is itself a dataclass takes a nested mapping.
 
-        settings = load_dataclass(JobSettings, hydra.compose("train_grpo"))
+        settings = load_dataclass(JobSettings, hydra.compose("train"))
 
     `path`: where `values` stand in the whole config, for error messages.
     Raises ConfigError for an unknown key (with our name of a key of TRL, verl or Megatron-LM, or
@@ -33,12 +33,6 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
     return _load(kind, values, path)
 
 
-def init_field_types(kind: type) -> dict[str, Any]:
-    """The names of the fields that a dataclass is made from, with their types."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
-
-
 def dataclass_by_name(kind: Any) -> type | None:
     """The dataclass of a field `Mapping[str, dataclass]`; None for any other type."""
     is_mapping = typing.get_origin(kind) is Mapping
@@ -47,16 +41,16 @@ def dataclass_by_name(kind: Any) -> type | None:
 
 def dataclass_of(kind: Any) -> type | None:
     """`kind` if it is a dataclass, or the dataclass in `X | None`; None for any other type."""
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    options = typing.get_args(kind) if is_union(kind) else (kind,)
     found = (o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o))
     return next(found, None)
 
 
 def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
-    field_types = init_field_types(kind)
+    types_by_name = field_types(kind)
     for name in given:
-        if name not in field_types:
-            raise unknown_key_error(_first_leaf(name, given[name]), field_types, path)
+        if name not in types_by_name:
+            raise unknown_key_error(_first_leaf(name, given[name]), types_by_name, path)
     # A key that YAML leaves open, as ???, counts as absent.
     given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
@@ -70,7 +64,7 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
         raise ConfigError(f"{_join(path, missing[0])} is missing; {kind.__name__} has no default")
     return kind(
         **{
-            name: _convert(field_types[name], value, _join(path, name))
+            name: _convert(types_by_name[name], value, _join(path, name))
             for name, value in given.items()
         }
     )
@@ -85,7 +79,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
     parts = {name: dataclass_of(inner) for name, inner in known.items()}
-    below = [n for n, part in parts.items() if part and key in init_field_types(part)]
+    below = [n for n, part in parts.items() if part and key in field_types(part)]
     if below:
         places = " or ".join(_join(path, f"{name}.{key}") for name in below)
         return ConfigError(f"unknown config key {_join(path, key)}; did you mean {places}?")
@@ -100,7 +94,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 def as_plain(value: Any) -> Any:
     """A loaded config as YAML can hold it: mappings, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: as_plain(getattr(value, name)) for name in init_field_types(type(value))}
+        return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
         return {str(name): as_plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,10 +125,6 @@ def _first_leaf(name: str, value: Any) -> str:
     return name
 
 
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 def _is_left_open(value: Any) -> bool:
     return isinstance(value, str) and value == MISSING
 
@@ -142,7 +132,7 @@ def _is_left_open(value: Any) -> bool:
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a plain value can stand for `kind`; enums and the like check theirs themselves."""
     origin = typing.get_origin(kind)
-    if _is_union(kind):
+    if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
     if origin is typing.Literal:
         return value in typing.get_args(kind)
@@ -163,3 +153,131 @@ def _type_name(kind: Any) -> str:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+_GROUP_SIZE = "algorithm.group_size"
+_GROUPS_PER_STEP = "algorithm.groups_per_step"
+_NUM_MINIBATCHES = "algorithm.num_minibatches"
+_MAX_NEW_TOKENS = "algorithm.max_new_tokens"
+_TEMPERATURE = "algorithm.temperature"
+_NORMALIZATION = "algorithm.advantage_normalization"
+_KIND = "the kind of loss, chosen with its group: algorithm=grpo, dapo, dr_grpo, gspo, cispo, ..."
+_EPSILON = "algorithm.loss.epsilon_low and algorithm.loss.epsilon_high"
+_EPSILON_HIGH = "algorithm.loss.epsilon_high"
+_KL = "algorithm.loss.kl_coefficient"
+_DUAL_CLIP = "algorithm.loss.dual_clip"
+_LEARNING_RATE = "trainer.learning_rate"
+_WARMUP_STEPS = "trainer.warmup_steps"
+_NUM_STEPS = "trainer.num_steps"
+_GRAD_NORM = "trainer.max_grad_norm"
+_NUM_ITERATIONS = "algorithm.num_iterations"
+_ENTROPY = "algorithm.loss.entropy_coefficient"
+_REWARD_KL = "algorithm.reward_kl_coefficient"
+_SYNC_INTERVAL = "algorithm.reference.sync_interval"
+_SCHEDULER = "trainer.scheduler.path, with trainer.scheduler.options,"
+_CHECKPOINTS = "trainer.checkpoint_interval"
+
+_TRL = {
+    "num_generations": _GROUP_SIZE,
+    "generation_batch_size": f"{_GROUPS_PER_STEP}, times algorithm.group_size rollouts,",
+    "per_device_train_batch_size": f"{_GROUPS_PER_STEP}, split by {_NUM_MINIBATCHES},",
+    "steps_per_generation": _NUM_MINIBATCHES,
+    "gradient_accumulation_steps": _NUM_MINIBATCHES,
+    "loss_type": _KIND,
+    "importance_sampling_level": _KIND,
+    "epsilon": _EPSILON,
+    "epsilon_high": f"{_EPSILON_HIGH} (for cispo the cap less 1)",
+    "delta": _DUAL_CLIP,
+    "num_iterations": _NUM_ITERATIONS,
+    "mask_truncated_completions": "algorithm.mask_truncated_completions",
+    "entropy_coef": _ENTROPY,
+    "off_policy_mask_threshold": "algorithm.loss.max_sequence_kl",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_target_modules": "model.lora.target_modules",
+    "sync_ref_model": f"set by {_SYNC_INTERVAL}",
+    "ref_model_sync_steps": _SYNC_INTERVAL,
+    "ref_model_mixup_alpha": "algorithm.reference.sync_weight",
+    "lr_scheduler_type": _SCHEDULER,
+    "beta": _KL,
+    "temperature": _TEMPERATURE,
+    "max_completion_length": _MAX_NEW_TOKENS,
+    "scale_rewards": f"{_NORMALIZATION}=std or none",
+    "learning_rate": _LEARNING_RATE,
+    "warmup_steps": _WARMUP_STEPS,
+    "max_steps": _NUM_STEPS,
+    "max_grad_norm": _GRAD_NORM,
+    "save_steps": _CHECKPOINTS,
+    "max_staleness": "producer.max_staleness_versions",
+}
+_VERL = {
+    "rollout.n": _GROUP_SIZE,
+    "rollout.temperature": _TEMPERATURE,
+    "actor.clip_ratio": _EPSILON,
+    "actor.clip_ratio_low": "algorithm.loss.epsilon_low",
+    "actor.clip_ratio_high": _EPSILON_HIGH,
+    "actor.clip_ratio_c": _DUAL_CLIP,
+    "actor.kl_loss_coef": _KL,
+    "actor.policy_loss.loss_mode": _KIND,
+    "actor.loss_agg_mode": "algorithm.loss.aggregation, which the kind of loss chooses,",
+    "actor.loss_scale_factor": "algorithm.loss.max_completion_length",
+    "actor.grad_clip": _GRAD_NORM,
+    "actor.entropy_coeff": _ENTROPY,
+    "actor.ppo_epochs": _NUM_ITERATIONS,
+    "actor.ppo_max_token_len_per_gpu": "algorithm.max_tokens_per_forward",
+    "actor.optim.lr_scheduler_type": _SCHEDULER,
+    "model.lora_rank": "model.lora.rank",
+    "model.lora_alpha": "model.lora.alpha",
+    "model.target_modules": "model.lora.target_modules",
+    "model.use_remove_padding": "algorithm.is_packed",
+    "algorithm.use_kl_in_reward": f"set by {_REWARD_KL}",
+    "algorithm.kl_ctrl.kl_coef": _REWARD_KL,
+    "actor.optim.lr": _LEARNING_RATE,
+    "actor.optim.lr_warmup_steps": _WARMUP_STEPS,
+    "actor.ppo_mini_batch_size": f"{_NUM_MINIBATCHES}, a number of parts,",
+    "algorithm.adv_estimator": (
+        f"{_NORMALIZATION}, algorithm.advantage_baseline and algorithm.advantage_estimator"
+    ),
+    "algorithm.norm_adv_by_std_in_grpo": f"{_NORMALIZATION}=std or none",
+    "data.train_batch_size": _GROUPS_PER_STEP,
+    "data.max_response_length": _MAX_NEW_TOKENS,
+    "data.filter_overlong_prompts": "data.on_bad_row=skip",
+    "data.max_prompt_length": "engine.max_sequence_length, of prompt and answer together,",
+    "data.prompt_key": "data.prompt_column",
+    "trainer.total_training_steps": _NUM_STEPS,
+    "trainer.save_freq": _CHECKPOINTS,
+    "trainer.project_name": "logger.wandb_project",
+    "trainer.experiment_name": "run_name",
+}
+_MEGATRON = {
+    "grpo_group_size": _GROUP_SIZE,
+    "grpo_prompts_per_step": _GROUPS_PER_STEP,
+    "grpo_clamp_eps_lower": "algorithm.loss.epsilon_low",
+    "grpo_clamp_eps_upper": _EPSILON_HIGH,
+    "grpo_kl_beta": _KL,
+    "rl_default_temperature": _TEMPERATURE,
+    "rl_importance_sampling_truncation_coef": (
+        "algorithm.loss.correction.high, with its mode=truncate and algorithm.decoupled=true,"
+    ),
+    "lr": _LEARNING_RATE,
+    "clip_grad": _GRAD_NORM,
+    "train_iters": _NUM_STEPS,
+    "save_interval": _CHECKPOINTS,
+    "global_batch_size": f"{_NUM_MINIBATCHES}, a number of parts,",
+}
+_BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON}
+
+
+def hint_for(key: str) -> str | None:
+    """A sentence with our name for `key` of another system; None if no system has it.
+
+    A key may stand inside a part of a config ("algorithm.num_generations"), and those of verl below
+    "actor_rollout_ref".
+    """
+    names = key.removeprefix("actor_rollout_ref.").split(".")
+    for start in range(len(names)):
+        name = ".".join(names[start:])
+        for system, hints in _BY_SYSTEM.items():
+            if name in hints:
+                return f"{name} ({system}) is {hints[name]} here"
+    return None

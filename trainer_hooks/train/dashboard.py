@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,11 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollout import AsyncLLM
+from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.control.reports import EngineStats
+from rollout.coordinator.client.fleet_stats import stats_by_engine
+from trainer_hooks.metrics import TimeAccount
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.stage_clock import StageClock
+from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.train.charts import (
     EngineRates,
     curve_lines,
@@ -290,3 +297,43 @@ class Dashboard:
 
 def _panel(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, border_style="blue")
+
+
+@asynccontextmanager
+async def watch_step(
+    view: Dashboard,
+    llm: ThreadedLLM | AsyncLLM,
+    producer: AsyncRolloutProducer,
+    account: TimeAccount | None = None,
+    interval_s: float = 0.5,
+) -> AsyncIterator[None]:
+    """In the block, show the engines and how many rollouts the next batch has, every `interval_s`.
+
+    `account`: that of the trainer, which says what it does meanwhile.
+    Without a terminal there is nothing to redraw, and nobody is asked. A question that the engines
+    cannot answer ends the view of them, not the run.
+    """
+
+    async def look() -> None:
+        while True:
+            view.show_progress(*producer.progress, "" if account is None else account.current)
+            view.show_engines(await _engines(llm))
+            await asyncio.sleep(interval_s)
+
+    if not view.is_live:
+        yield
+        return
+    task = asyncio.create_task(look(), name="view")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _engines(llm: ThreadedLLM | AsyncLLM) -> dict[str, EngineStats]:
+    """Each engine of a fleet by its rank, or the trainer's own."""
+    if not isinstance(llm, AsyncLLM):
+        return {"own": await llm.stats()}
+    results = await llm.client.engine_stats()
+    return {str(rank): stats for rank, stats in stats_by_engine(results).items()}

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.syntax import Syntax
 
 from rollout.errors import ConfigError
+from rollout.keyword_hints import field_types
 from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.guarded_step import NonFiniteGradientError
 from trainer_hooks.rewards import RewardFunctionError
@@ -21,7 +22,6 @@ from trainer_hooks.train.config_loading import (
     as_plain,
     dataclass_by_name,
     dataclass_of,
-    init_field_types,
     load_dataclass,
     unknown_key_error,
 )
@@ -40,7 +40,7 @@ def run_hydra_job(
 ) -> None:
     """Compose the config from the command line, print it, and call `job` with it as a `kind`.
 
-    `config_path`: where the YAML is, as hydra.main takes it; "pkg://conf" works in any directory.
+    `config_path`: the directory of the YAML files, as hydra.main takes it.
     `shows_config`: whether a loaded config is printed at the start.
     `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
     So do gradients that are not finite, and a reward function or an environment that never
@@ -109,11 +109,11 @@ def _checked_override(argument: str, kind: type) -> list[str]:
             part, by_name = by_name, None
             continue
         assert part is not None
-        field_types = init_field_types(part)
-        if name not in field_types:
+        types_by_name = field_types(part)
+        if name not in types_by_name:
             path, rest = ".".join(names[:position]), ".".join(names[position:])
-            raise unknown_key_error(rest, field_types, path)
-        part, by_name = dataclass_of(field_types[name]), dataclass_by_name(field_types[name])
+            raise unknown_key_error(rest, types_by_name, path)
+        part, by_name = dataclass_of(types_by_name[name]), dataclass_by_name(types_by_name[name])
         if part is None and by_name is None:
             return [f"++{argument}"]
     if part is not None and ":" in value and hasattr(part, "overrides_of"):

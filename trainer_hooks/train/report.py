@@ -1,28 +1,45 @@
-"""A run as one HTML page: curves, staleness, where the time went, samples coloured by version.
+"""A run as one HTML page (curves, staleness, time, samples coloured by version) and as pictures.
 
-python -m trainer_hooks.train.report outputs/train_grpo/demo/seed_0
+python -m trainer_hooks.train.report outputs/train/demo/seed_0
 """
 
 from __future__ import annotations
 
 import argparse
 import html
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import io
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+from rich.console import Console
+
+from rollout.control.reports import EngineStats
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
 from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
 from trainer_hooks.metrics.stage_clock import minutes
-from trainer_hooks.train.report_samples import NUM_STEPS, SAMPLE_STYLE, samples_section, spread
+from trainer_hooks.train.dashboard import Dashboard
+from trainer_hooks.train.sample_text import (
+    Sample,
+    best_worst_or_middle,
+    reward_text,
+    terms_text,
+    versions_text,
+    visible,
+)
 from trainer_hooks.train.samples import FILE_NAME
 from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
 
+T = TypeVar("T")
+
 REPORT_NAME = "report.html"
+PICTURE_WIDTH = 110  # columns of a terminal
+SMOOTHING_STEPS = 5
 WINDOW_STEPS = 10  # at both ends of a run, over which its reward is a mean
 # Title -> metrics of one chart, in the order of the page; a chart without values is left out.
 CURVES = {
@@ -65,6 +82,27 @@ table { border-collapse: collapse; }
 td, th { padding: .15rem .8rem .15rem 0; text-align: left; font-weight: 400; vertical-align: top; }
 th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
 .note { color: var(--quiet); }
+"""
+
+NUM_STEPS, SAMPLES_PER_STEP = 8, 3
+_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer one is left out
+_SUMMARY_CHARACTERS = 110
+_AGES = ("0 versions", "1", "2", "3 or more")
+SAMPLE_STYLE = """
+:root { --age0: #d7efd7; --age1: #fff1b8; --age2: #ffd8a8; --age3: #ffc9c9; --tool: #e6e6e6; }
+@media (prefers-color-scheme: dark) {
+  :root { --age0: #1f4a2a; --age1: #57490f; --age2: #6b3d0e; --age3: #6e2626; --tool: #3a3d42; } }
+article { border-left: 3px solid var(--rule); padding-left: .8rem; margin: 1rem 0; }
+article p { margin: .2rem 0; font-size: .9rem; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; max-height: 26em;
+  overflow: auto; font-size: 13px; unicode-bidi: plaintext; }
+summary { cursor: pointer; overflow-wrap: anywhere; } h3 { font-size: 1rem; display: inline; }
+.prompt { color: var(--quiet); font-size: .9rem; }
+.age0, .age1, .age2, .age3, .tool { border-radius: 3px; padding: 0 1px; color: var(--text); }
+.age0 { background: var(--age0); } .age1 { background: var(--age1); }
+.age2 { background: var(--age2); } .age3 { background: var(--age3); }
+.tool { background: var(--tool); font-style: italic; border-bottom: 2px dotted currentColor; }
+sup { font-size: .7em; margin-right: 2px; user-select: none; }
 """
 
 
@@ -266,16 +304,248 @@ def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
 
 
+# ---- samples
+
+
+def samples_section(samples: Sequence[Sample]) -> str:
+    """Samples of steps that are spread over the run; the last step is open. "" without any."""
+    by_step: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_step[sample[TRAINER_STEP]].append(sample)
+    steps = spread(sorted(by_step), NUM_STEPS)
+    if not steps:
+        return ""
+    parts = [_age_legend()]
+    for step in reversed(steps):
+        is_open = ' open="open"' if step == steps[-1] else ""
+        shown = "".join(map(_article, chosen_samples(by_step[step], SAMPLES_PER_STEP)))
+        summary = f"<summary><h3>step {step:,}</h3></summary>"
+        parts.append(f"<details{is_open}>{summary}{shown}</details>")
+    return "\n".join(parts)
+
+
+def chosen_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`count` samples of a step, of groups evenly spread: in turn the best of its group, the worst,
+    and one between. A failed one is the worst.
+    """
+    groups: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample["group"]].append(sample)
+    chosen = []
+    for i, group in enumerate(spread(list(groups), count)):
+        order = sorted(groups[group], key=_reward, reverse=True)
+        chosen.append(best_worst_or_middle(order, i))
+    return chosen
+
+
+def _reward(sample: Sample) -> float:
+    return float("-inf") if sample["reward"] is None else float(sample["reward"])
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """`count` of the items, evenly spread, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def _age_legend() -> str:
+    boxes = " ".join(f'<span class="age{i}">{name}</span>' for i, name in enumerate(_AGES))
+    return (
+        '<p class="note">In each step the best of one group, the worst of another and one between. '
+        f"The colour is how much older than the trained weights those are that sampled: {boxes} "
+        '<span class="tool">not trained on: of tools, users, a failed rollout</span></p>'
+    )
+
+
+def _article(sample: Sample) -> str:
+    advantage, lag = sample["advantage"], sample["mean_lag"]
+    source, state = sample.get("data_source"), sample.get("state")
+    figures = [
+        "" if source is None else html.escape(str(source)),
+        f"<b>{html.escape(reward_text(sample))}</b>",
+        html.escape(terms_text(sample)) if len(sample["rewards"]) > 1 else "",
+        "" if advantage is None else f"advantage {advantage:+.3f}",
+        f"versions {versions_text(sample)}, trained at {sample['train_version']}",
+        "" if lag is None else f"lag {lag:.2f}",
+        f"{sample['num_tokens']:,} tokens, {html.escape(str(sample['finish_reason']))}",
+    ]
+    parts = [f"<p>{' · '.join(filter(None, figures))}</p>", _prompt(sample["prompt"])]
+    text = f'<pre tabindex="0" aria-label="completion">{_spans(sample)}</pre>'
+    if state:
+        shown = f"<pre>{_text(json.dumps(state, indent=1, ensure_ascii=False))}</pre>"
+        text += f'<details class="prompt"><summary>state</summary>{shown}</details>'
+    return f"<article>{''.join(parts)}{text}</article>"
+
+
+def _prompt(prompt: str) -> str:
+    text = prompt.strip()
+    if len(text) <= _SUMMARY_CHARACTERS and "\n" not in text:
+        return f'<p class="prompt">{_text(text)}</p>'
+    end = "… " + " ".join(text[-_SUMMARY_CHARACTERS:].split())
+    shown = _text(_cut(text, _MAX_CHARACTERS))
+    return f'<details class="prompt"><summary>{_text(end)}</summary><pre>{shown}</pre></details>'
+
+
+def _spans(sample: Sample) -> str:
+    """The completion, a span for each run of a version, which is named where there are several."""
+    train_version, spans = sample["train_version"], sample["spans"]
+    names_versions = len({version for version, _ in spans}) > 1
+    limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)
+    parts = []
+    for version, text in spans:
+        if version is None:
+            kind, name = "tool", ""
+        else:
+            age = min(max(train_version - version, 0), len(_AGES) - 1)
+            kind, name = f"age{age}", f"<sup>v{version}</sup>" if names_versions else ""
+        parts.append(f'<span class="{kind}">{name}{_text(_cut(text, limit))}</span>')
+    return "".join(parts)
+
+
+def _cut(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    half, left_out = length // 2, len(text) - length
+    return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"
+
+
+def _text(text: str) -> str:
+    return html.escape(visible(text))
+
+
+# ---- pictures
+
+
+def write_reward_curve(
+    path: Path | str, rewards: Sequence[float], title: str, ylabel: str = "mean sampled reward"
+) -> None:
+    """Draw the reward of steps 1, 2, ... and its running mean to `path` (PNG, SVG, PDF by suffix).
+
+    Raises ConfigError if matplotlib is not installed.
+    """
+    figure = _canvas(width=7.0)
+    axes = figure.add_subplot()
+    _draw_rewards(axes, list(range(1, len(rewards) + 1)), rewards)
+    axes.set(title=title, ylabel=ylabel)
+    _legend_below(axes)
+    figure.savefig(path, dpi=150)
+
+
+def write_run_picture(path: Path | str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw a run from its metrics: reward with held-out points, tokens by lag, seconds by part.
+
+    `rows`: of metrics.jsonl. Raises ConfigError if matplotlib is not installed.
+    """
+    figure = _canvas(width=15.0)
+    figure.suptitle(title)
+    steps = [row for row in rows if row.get("reward") is not None]
+    numbers = [row[TRAINER_STEP] for row in steps]
+    reward, lag, parts = figure.subplots(1, 3)
+    _draw_rewards(reward, numbers, [row["reward"] for row in steps])
+    held_out = [row for row in rows if row.get("eval/greedy_reward") is not None]
+    reward.plot(
+        [row[TRAINER_STEP] for row in held_out],
+        [row["eval/greedy_reward"] for row in held_out],
+        "o",
+        color="tab:red",
+        label="held out, greedy",
+    )
+    reward.set(title="reward", ylabel="mean reward")
+    _legend_below(reward)
+    ages: Counter[int] = Counter()
+    for row in steps:
+        ages.update(read_histogram(row, "policy_staleness"))
+    lag.bar([str(age) for age in sorted(ages)], [ages[age] for age in sorted(ages)])
+    lag.set(title="tokens trained on, by lag", xlabel="versions behind", ylabel="tokens")
+    _draw_seconds(parts, numbers, steps)
+    figure.savefig(path, dpi=150)
+
+
+def _canvas(width: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("drawing a curve needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, 4.0), layout="constrained")
+
+
+def _draw_rewards(axes: Any, steps: Sequence[int], rewards: Sequence[float]) -> None:
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1.0, label="each step")
+    axes.plot(steps, running_mean(rewards), color="tab:blue", label=f"mean of {SMOOTHING_STEPS}")
+    axes.set(xlabel="training step")
+    axes.grid(alpha=0.3)
+
+
+def _draw_seconds(axes: Any, numbers: Sequence[int], steps: Sequence[Mapping[str, Any]]) -> None:
+    """Seconds of each step by part of the time account, one upon the other; the largest first."""
+    prefix = "timing_share/"
+    names = dict.fromkeys(
+        name.removeprefix(prefix) for row in steps for name in row if name.startswith(prefix)
+    )
+    seconds = {name: [row.get(f"timing_s/{name}") or 0.0 for row in steps] for name in names}
+    total = sum(map(sum, seconds.values()))
+    shown = [name for name in names if sum(seconds[name]) >= 0.01 * total]
+    shown.sort(key=lambda name: -sum(seconds[name]))
+    if shown:
+        axes.stackplot(numbers, *(seconds[name] for name in shown), labels=shown, step="mid")
+    axes.set(title="seconds of a step, by part", xlabel="training step", ylabel="seconds")
+    if shown:
+        _legend_below(axes)
+
+
+def _legend_below(axes: Any) -> None:
+    """Beside the curves, which a legend between them would hide."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
+
+
+def running_mean(values: Sequence[float], window: int = SMOOTHING_STEPS) -> list[float]:
+    """Mean of each value and up to `window - 1` before it."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def write_dashboard_picture(
+    path: Path | str,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    title: str = "training",
+    num_steps: int | None = None,
+    engines: Mapping[str, EngineStats] | None = None,
+) -> None:
+    """Draw to `path` (SVG) what a Dashboard shows after `rows`."""
+    # A file, not a terminal: nothing is drawn before the end.
+    dashboard = Dashboard(Console(file=io.StringIO()), title, num_steps)
+    for row in rows:
+        dashboard.show(row)
+    dashboard.show_engines(engines or {})
+    recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
+    recorder.print(dashboard.render(PICTURE_WIDTH))
+    # A fixed id: the same rows give the same file.
+    recorder.save_svg(str(path), title=title, unique_id="dashboard")
+
+
 def main() -> None:
-    """Write the report of the run named on the command line."""
+    """Write the report of the run named on the command line, and with --dashboard its dashboard."""
     parser = argparse.ArgumentParser(description="the HTML report of a run")
-    parser.add_argument("directory", type=Path, help="the run's, with metrics.jsonl in it")
+    parser.add_argument("directory", type=Path, help="the run's directory, with metrics.jsonl")
     parser.add_argument("--title")
+    parser.add_argument("--dashboard", type=Path, help="also draw the dashboard to this SVG file")
     arguments = parser.parse_args()
     try:
         print(write_report(arguments.directory, arguments.title))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
+    if arguments.dashboard is not None:
+        rows = read_jsonl(arguments.directory / "metrics.jsonl")
+        write_dashboard_picture(arguments.dashboard, rows, title=arguments.title or "training")
+
+
+if __name__ == "__main__":
+    main()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,12 @@ from transformers import (
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
+from rollout.launch.launcher import Launcher
 from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.pretrained import load_pretrained
-from trainer_hooks.producer.groups import GeneratesAsync, ScopedLLM
+from trainer_hooks.producer.groups import GeneratesAsync, RolloutLLM
 from trainer_hooks.prompts.chat_format import ChatFormat
 from trainer_hooks.prompts.checks import (
     CheckedRows,
@@ -35,6 +36,7 @@ from trainer_hooks.prompts.checks import (
     SelectedRows,
     check_rows,
 )
+from trainer_hooks.prompts.curriculum import Curriculum
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.rewards import ConversationalReward, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.train.environment import EnvironmentSettings, environment_rollouts
@@ -47,9 +49,12 @@ from trainer_hooks.train.prompts import (
     without_prompts,
 )
 from trainer_hooks.train.settings import (
+    CurriculumSettings,
     DataSettings,
     EvaluationSettings,
+    FunctionSettings,
     ModelSettings,
+    ProducerSettings,
     RewardSettings,
     RewardTerm,
     SourceSettings,
@@ -189,7 +194,7 @@ class Task:
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
-            scoped = ScopedLLM(llm, greedy, item, 0, as_tokenizer(self.tokenizer))
+            scoped = RolloutLLM(llm, greedy, item, 0, as_tokenizer(self.tokenizer))
             if self.rollout_fn is None:
                 ids = (await llm.generate(item.prompt, greedy)).generated_tokens
             else:
@@ -313,3 +318,40 @@ def reward_function(name: str, term: RewardTerm) -> Any:
     function = import_function(term.path, term.options, f"reward.terms.{name}")
     adapter = {"text": None, "chat": ConversationalReward, "verl": VerlReward}[term.convention]
     return function if adapter is None else adapter(function)
+
+
+LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
+TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
+
+
+def producer_options(settings: ProducerSettings) -> dict[str, Any]:
+    """The settings as arguments of AsyncRolloutProducer, with functions in place of their paths.
+
+    Raises ConfigError for a path that names none.
+    """
+    options = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    filters = [
+        import_function(own.path, own.options, f"producer.group_filters.{name}")
+        for name, own in settings.group_filters.items()
+    ]
+    return {**options, "group_filters": filters, "curriculum": _curriculum(settings.curriculum)}
+
+
+def new_launcher(settings: FunctionSettings) -> Launcher:
+    """What starts the engines of one fleet. Raises ConfigError for a path that names none, and for
+    options that it does not take."""
+    kind = import_object(settings.path, "launcher.path")
+    try:
+        launcher: Launcher = kind(**settings.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"launcher.options={dict(settings.options)}: {settings.path}: {error}"
+        ) from error
+    return launcher
+
+
+def _curriculum(settings: CurriculumSettings | None) -> Curriculum | None:
+    if settings is None:
+        return None
+    weight = import_function(settings.path, settings.options, "producer.curriculum")
+    return Curriculum(weight=weight, with_replacement=settings.with_replacement)

@@ -1,6 +1,6 @@
 """A trainer's weights on their way into engines: what they are read from, and the push."""
 
-from trainer_hooks.weight_sync.sources import full_tensors, merged_tensors, take_part, weights_of
+from trainer_hooks.weight_sync.sources import full_tensors, join_push, merged_tensors, weights_of
 from trainer_hooks.weight_sync.weight_sync import (
     InProcessWeightSync,
     NamedParameters,
@@ -17,6 +17,6 @@ __all__ = [
     "WeightSync",
     "full_tensors",
     "merged_tensors",
-    "take_part",
+    "join_push",
     "weights_of",
 ]

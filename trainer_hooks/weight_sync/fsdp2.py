@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollout.models.plain_tensors import full_tensor, is_sharded
 from trainer_hooks.checkpoint import SavesPretrained
-from trainer_hooks.weight_sync import full_tensors, take_part
+from trainer_hooks.weight_sync import full_tensors, join_push
 
 
 def shard(policy: nn.Module) -> None:
@@ -46,7 +46,7 @@ def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
     if is_kept:
         tensors.update(full_tensors(policy))
     else:
-        take_part(policy)
+        join_push(policy)
     return _Gathered(policy, tensors)
 
 

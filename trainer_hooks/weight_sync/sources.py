@@ -36,13 +36,13 @@ def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
 
     Where ranks hold parts, reading is a collective: all of them read to the end, and their sources
     are of one kind. A rank without an engine takes part in the push of another by
-    `take_part(policy)`. What is gathered is a copy of its own here, which a push does without.
+    `join_push(policy)`. What is gathered is a copy of its own here, which a push does without.
     Raises WeightUpdateError naming what cannot be read.
     """
     return map(_kept_pair, streamed(weights_of(source)))
 
 
-def take_part(source: NamedTensors) -> None:
+def join_push(source: NamedTensors) -> None:
     """Gather with the rank that pushes `source`, which is of the same kind there, and keep nothing.
 
     Raises WeightUpdateError naming what cannot be read.

@@ -58,7 +58,7 @@ class WeightSync:
         of names to tensors; any iterator of both. Of a PEFT model it is the active adapter, which
         the engines put on their own base: a LoraAdapter is taken, too. Tensors are read only, and
         not kept. Where ranks hold parts (FSDP, ZeRO-3), they are gathered one after the other, so
-        all ranks push at the same time; a rank without an engine calls `take_part`.
+        all ranks push at the same time; a rank without an engine calls `join_push`.
         Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
         misshapen or not finite, or if `version` is not above the current one; the other ranks are
         not kept waiting then. An update that failed because an engine was lost is tried again with

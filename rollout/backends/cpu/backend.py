@@ -13,7 +13,7 @@ from rollout.backends.cpu.attention import NativePagedAttention
 from rollout.backends.cpu.decoder import native_decoder
 from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.library import load_library
-from rollout.backends.cpu.linear_ops import CpuOps, default_selection
+from rollout.backends.cpu.linear_ops import CpuOps, rule_of_environment
 from rollout.backends.cpu.memory import DeviceMemory, MappedHostArena, ReservedMemory
 from rollout.backends.cpu.ops import NativeOps
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
@@ -45,7 +45,7 @@ def cpu_backend(
         attention: AttentionBackend = TorchSdpaAttention(ops)
     else:
         kernels = Kernels(library)
-        ops = NativeOps(kernels, default_selection(kernels, native_only=deterministic))
+        ops = NativeOps(kernels, rule_of_environment(kernels, native_only=deterministic))
         attention = NativePagedAttention(kernels, ops, deterministic=deterministic)
         fuse_decoder = partial(native_decoder, kernels, deterministic=deterministic)
     return Backend(

@@ -101,12 +101,10 @@ class NativeDecoder:
         self.handles: Sequence[LinearHandle] = [
             handle for layer in layers for handle in _handles(layer)
         ]
-        self.num_other_calls = sum(map(_num_other_calls, layers))
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
         self._floats: list[Tensor] = []  # copies of norms and biases
         self._seen: Any = None
-        self._allowed = frozenset(range(len(BUCKETS)))
         self._products: Mapping[int, NativeProduct] = {}  # of the buckets that run here
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
@@ -132,10 +130,6 @@ class NativeDecoder:
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
-    def allow(self, buckets: Collection[int]) -> None:
-        """Run no passes but those with these numbers of rows."""
-        self._allowed, self._seen = frozenset(buckets), None
-
     def explain(self) -> str:
         """Such as "for 1 to 64 rows; for others the layers run one by one, as ..."."""
         if not self.handles:
@@ -149,11 +143,12 @@ class NativeDecoder:
         return f"for {_rows_of(buckets)} rows; for others {others}"
 
     def _find_products(self) -> dict[int, NativeProduct]:
-        """By bucket, of those allowed, the compiled product that serves all weights. A weight has
-        one packed copy: all these products share it.
+        """Return, by bucket, the compiled product that serves all weights.
+
+        A weight has one packed copy, which all these products share.
         """
         products = {}
-        for bucket in self._allowed:
+        for bucket in range(len(BUCKETS)):
             serving = {handle.products[bucket] for handle in self.handles}
             product = serving.pop() if len(serving) == 1 else None
             if isinstance(product, NativeProduct):
@@ -348,12 +343,6 @@ def _hidden_size(parts: DecoderParts) -> int:
 
 def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
-
-
-def _num_other_calls(layer: DecoderLayerParts) -> int:
-    """Norms, two rotations, writing K and V, attention and activation, called from Python."""
-    norms = *layer.attention_norms_E, *layer.mlp_norms_E, *layer.head_norms
-    return sum(norm is not None for norm in norms) + 2 * (layer.rope is not None) + 3
 
 
 def _is_supported(parts: DecoderParts) -> bool:

@@ -7,25 +7,16 @@ experts, E hidden size, F expert size, G = 2 F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from ctypes import addressof
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights
 from rollout.backends.cpu.kernels import TYPES, ExpertsArgs, Kernels
-from rollout.backends.cpu.product_timing import Stopwatch
-from rollout.backends.cpu.products import BUCKETS
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # the enum of experts.c
 WIDEST = 0
-
-_MAX_ROUNDS = 4
-_NUM_SAMPLED = 4  # experts, each cut to _SAMPLE_BYTES
-_SAMPLE_BYTES = 3 << 20
 
 _ROWS = 8  # of a weight, which are multiplied together
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
@@ -46,13 +37,6 @@ def can_run(experts: ExpertWeights) -> bool:
         and experts.activation.kind in ACTIVATIONS
         and all(t is None or (t.is_cpu and t.dtype == dtype and t.is_contiguous()) for t in tensors)
     )
-
-
-def key_of(experts: ExpertWeights) -> str:
-    """What the choice of a product for experts of this shape goes by."""
-    _, hidden_size, expert_size = experts.down_NEF.shape
-    dtype = str(experts.down_NEF.dtype).removeprefix("torch.")
-    return f"{hidden_size}x{expert_size} {dtype} experts"
 
 
 def run_experts(
@@ -98,45 +82,3 @@ def weight_pointers(experts: ExpertWeights) -> tuple[int | None, ...]:
         *(experts.gate_up_bias_NG, experts.down_bias_NE),
     )
     return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
-Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights], Tensor]
-
-
-@torch.no_grad()
-def measure(
-    experts: ExpertWeights, implementations: Sequence[Experts], stopwatch: Stopwatch
-) -> list[list[list[float]]]:
-    """Return each implementation's seconds by bucket, a number of tokens for each expert.
-
-    A part of a few experts is measured, in rounds that are interleaved.
-    """
-    sample = _sample(experts)
-    num_experts, hidden_size, _ = sample.down_NEF.shape
-    seconds: list[list[list[float]]] = [[[] for _ in BUCKETS] for _ in implementations]
-    for _ in range(_MAX_ROUNDS):
-        for bucket, num_tokens in enumerate(BUCKETS):
-            x_TE = torch.ones(num_tokens, hidden_size, dtype=sample.down_NEF.dtype)
-            ids_TK = torch.arange(num_experts).repeat(num_tokens, 1)
-            weights_TK = torch.ones(num_tokens, num_experts)
-            for rounds, run in zip(seconds, implementations, strict=True):
-                call = partial(run, x_TE, ids_TK, weights_TK, sample)
-                rounds[bucket].append(stopwatch.seconds_of(call))
-        if stopwatch.is_over():
-            break
-    return seconds
-
-
-def _sample(experts: ExpertWeights) -> ExpertWeights:
-    """A copy of the first experts, cut so that each has few bytes, without biases."""
-    down_NEF = experts.down_NEF[:_NUM_SAMPLED]
-    _, hidden_size, expert_size = down_NEF.shape
-    limit = max(1, _SAMPLE_BYTES // (3 * hidden_size * down_NEF.itemsize) // 16) * 16
-    size = min(expert_size, limit)
-    return replace(
-        experts,
-        gate_up_NGE=experts.gate_up_NGE[:_NUM_SAMPLED, : 2 * size].clone(),
-        down_NEF=down_NEF[:, :, :size].contiguous(),
-        gate_up_bias_NG=None,
-        down_bias_NE=None,
-    )

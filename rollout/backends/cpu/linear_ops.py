@@ -1,4 +1,4 @@
-"""CpuOps: the reference, with the fastest matrix product of this machine for each weight.
+"""CpuOps: the reference, with a matrix product of this machine for each weight.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ from torch import Tensor
 from rollout.backends.base import ExpertWeights, RepackedWeight
 from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.mapping import trim_heap
-from rollout.backends.cpu.product_cache import TimesCache, describe_machine
-from rollout.backends.cpu.product_selection import SWITCH, ProductSelection
 from rollout.backends.cpu.products import (
     BUCKETS,
     PLAIN,
+    SWITCH,
     LinearHandle,
+    ProductRule,
     available_products,
     bucket_of,
+    summary,
 )
 from rollout.backends.fused_decoder import FusedDecoder
 from rollout.backends.ops.reference import TorchOps
@@ -35,14 +36,15 @@ logger = logging.getLogger(__name__)
 class CpuOps(TorchOps):
     """Implements `Ops` on CPU."""
 
-    def __init__(self, products: ProductSelection | None = None) -> None:
-        """`products`: by default those that `default_selection` knows without kernels."""
-        self._products = default_selection() if products is None else products
+    def __init__(self, rule: ProductRule | None = None) -> None:
+        """`rule`: by default what `rule_of_environment` returns without kernels."""
+        self._rule = rule_of_environment() if rule is None else rule
+        self._explained: dict[str, str] = {}  # the products in use, by the weight's shape and dtype
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> LinearHandle:
-        """A handle with the plain product, until `tune` chooses others and packs what they need."""
+        """Return a handle with the plain product. `tune` gives it others and packs the weight."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
     def tune(
@@ -51,32 +53,24 @@ class CpuOps(TorchOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Measure unknown shapes, then give each handle its best products and packed copy."""
-        handles = list(handles)
-        weights = [handle.weight_NK for handle in handles]
-        if fused is None:
-            self._products.choose(weights)
-        else:
-            fused_weights = [handle.weight_NK for handle in fused.handles]
-            self._products.choose(weights, fused_weights, fused.num_other_calls)
-            fused.allow(self._products.fused_buckets())
+        """Give each handle the products of the rule, and their packed copy."""
         for handle in handles:
-            handle.use(self._products.products_for(handle.weight_NK))
+            products = self._rule.products_for(handle.weight_NK)
+            self._explain(handle.weight_NK, "", [product.name for product in products])
+            handle.use(products)
         trim_heap()  # weights were reordered piece by piece
+        logger.info("products: %s", "; ".join(self.explain().splitlines()))
         if fused is not None:
             logger.info("forward passes in one call: %s", fused.explain())
 
     def explain(self) -> str:
-        """The measured products, one line for each weight's shape and number of rows."""
-        return self._products.explain()
+        """Return the products in use: one line for each shape and dtype of weights."""
+        return "\n".join(f"{key}: {products}" for key, products in self._explained.items())
 
-    def choices(self) -> Mapping[str, Any]:
-        """The choice for each key of a shape."""
-        return self._products.choices()
-
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Nothing that has such a choice is measured."""
-        self._products.take_choices(choices)
+    def _explain(self, weight: Tensor, suffix: str, names: Sequence[str]) -> None:
+        shape = "x".join(map(str, weight.shape[-2:]))
+        key = f"{shape} {str(weight.dtype).removeprefix('torch.')}{suffix}"
+        self._explained[key] = summary(names)
 
     def linear(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
         """x @ weight.T + bias, [T, N]."""
@@ -116,16 +110,14 @@ class CpuOps(TorchOps):
         return weight_NK
 
 
-def default_selection(
+def rule_of_environment(
     kernels: Kernels | None = None, *, native_only: bool = False
-) -> ProductSelection:
-    """What the environment and the cache file of this machine say.
+) -> ProductRule:
+    """Return the rule that ROLLOUT_TUNE asks for.
 
-    `native_only`: the compiled products, whose results do not depend on the batch; raises
-    ConfigError if the environment forces another one.
+    `native_only` forces the compiled product by vectors, whose results do not depend on the batch.
+    Raises ConfigError if the environment forces another one.
     """
-    machine = describe_machine("none" if kernels is None else kernels.version)
-    products = available_products(kernels)
     switch = os.environ.get(SWITCH, "1")
     if native_only and not switch.startswith("native"):
         if switch not in ("0", "1"):
@@ -133,4 +125,4 @@ def default_selection(
                 f"{SWITCH}={switch!r} contradicts deterministic=True; unset it, or leave that False"
             )
         switch = "native"
-    return ProductSelection(products, switch, TimesCache(machine))
+    return ProductRule(available_products(kernels), switch)

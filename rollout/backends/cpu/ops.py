@@ -10,19 +10,15 @@ token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights
-from rollout.backends.cpu.experts import can_run, key_of, measure, run_experts
+from rollout.backends.cpu.experts import can_run, run_experts
 from rollout.backends.cpu.kernels import TYPES, Kernels, SamplingArgs, ScoringArgs
-from rollout.backends.cpu.linear_ops import CpuOps, default_selection
-from rollout.backends.cpu.product_choice import Choice
-from rollout.backends.cpu.product_selection import ProductSelection
-from rollout.backends.cpu.product_timing import Seconds, Stopwatch
-from rollout.backends.cpu.products import PLAIN, LinearHandle, bucket_of
+from rollout.backends.cpu.linear_ops import CpuOps, rule_of_environment
+from rollout.backends.cpu.products import BUCKETS, PLAIN, LinearHandle, ProductRule
 from rollout.backends.forward_batch import RotaryRounding, SamplingBatch
 from rollout.backends.fused_decoder import FusedDecoder
 from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places, check_copy, chunks
@@ -38,8 +34,8 @@ _COPIED_ROW = 1 << 10  # values: threads begin where vectors of the kernel do
 class NativeOps(CpuOps):
     """Implements `Ops` on CPU with compiled kernels."""
 
-    def __init__(self, kernels: Kernels, products: ProductSelection | None = None) -> None:
-        super().__init__(default_selection(kernels) if products is None else products)
+    def __init__(self, kernels: Kernels, rule: ProductRule | None = None) -> None:
+        super().__init__(rule_of_environment(kernels) if rule is None else rule)
         self._kernels = kernels
 
     def rms_norm(
@@ -133,35 +129,29 @@ class NativeOps(CpuOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Measure unknown shapes, of experts as well, and give each handle its best products."""
-        super().tune(handles, experts, fused)
+        """Give each handle the products of the rule."""
         for weights in filter(can_run, experts):
-            self._experts_choice(weights)
+            names = [self._experts_by(weights, num_tokens) for num_tokens in BUCKETS]
+            self._explain(weights.down_NEF, " experts", names)
+        super().tune(handles, experts, fused)
 
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
         """Each token's weighted sum over its experts; see `Ops.experts`.
 
-        By the kernel or by torch, whichever is faster for so many tokens of an expert.
+        The rule takes the kernel or torch by the number of tokens of an expert.
         """
         if not ids_TK.numel() or not can_run(experts):
             return super().experts(x_TE, ids_TK, weights_TK, experts)
         num_in_use = min(ids_TK.numel(), len(experts.down_NEF))
-        bucket = bucket_of(-(-ids_TK.numel() // num_in_use))
-        if self._experts_choice(experts).products[bucket] == PLAIN.name:
+        if self._experts_by(experts, -(-ids_TK.numel() // num_in_use)) == PLAIN.name:
             return super().experts(x_TE, ids_TK, weights_TK, experts)
         return run_experts(self._kernels, x_TE, ids_TK, weights_TK, experts)
 
-    def _experts_choice(self, experts: ExpertWeights) -> Choice:
-        """Measured in `tune`, or when experts of this shape first run, once on a machine."""
-
-        def seconds(stopwatch: Stopwatch) -> tuple[Seconds, Seconds]:
-            plain, native = super(NativeOps, self).experts, partial(run_experts, self._kernels)
-            of_plain, of_native = measure(experts, [plain, native], stopwatch)
-            return of_plain, of_native
-
-        return self._products.choose_for(key_of(experts), seconds)
+    def _experts_by(self, experts: ExpertWeights, num_tokens: int) -> str:
+        is_native = self._rule.experts_by_kernel(experts.down_NEF.dtype, num_tokens)
+        return "native" if is_native else PLAIN.name
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         """Draw one token per row; as `sampling.sample`, in two passes over the logits."""

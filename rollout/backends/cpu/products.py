@@ -1,4 +1,5 @@
-"""The products that compute x @ weight.T + bias on a CPU, and the handle that they work on.
+"""The products that compute x @ weight.T + bias on a CPU, the handle that they work on, and
+ProductRule, which chooses among them.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,12 +18,25 @@ from torch import Tensor
 from rollout.backends.base import RepackedWeight
 from rollout.backends.cpu.kernels import AMX, DOT, VECTORS, Kernels, LinearArgs
 from rollout.backends.cpu.native_weight import NativeWeight
+from rollout.errors import ConfigError
 
+SWITCH = "ROLLOUT_TUNE"
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
 
 _PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
 _PROBED_ROWS = (1, 3, 64, 129)
 _PROBE_ATOL = 1e-5
+
+# The fewest rows for which a unit of pairs multiplies faster than vectors. DOT was measured on a
+# Zen 4 with the weights of 44M and 135M parameters: 1.04 to 1.18 times the time of vectors for 1 to
+# 4 rows, 0.73 for 8, 0.51 for 64. With AMX, on a Xeon, 16 rows decode 1.9 times as fast.
+_MIN_ROWS = {VECTORS: 1, DOT: 5, AMX: 9}
+_MAX_ONEDNN_ROWS = 128
+# Torch multiplies the experts of a mixture in bfloat16 by units of pairs, the compiled kernel by
+# vectors. Measured on Zen 4: the kernel takes 0.3 to 0.7 of torch's time for up to 8 tokens of an
+# expert, 0.9 to 1.2 for 16, 1.1 to 2.0 for more; a Xeon with AMX crosses over at 32 as well.
+_MAX_NATIVE_TOKENS = 16
+_BY_RULE, _VECTORS_ALONE = "1", "0"
 
 
 def bucket_of(num_rows: int) -> int:
@@ -34,13 +49,14 @@ class Product:
 
     `kind` is the name that the variants of one implementation share. `layout` names the order of
     the packed copy that it needs, which all products with this layout can share, and is None for
-    none; `unpacks` says whether `to_dense` of the copy gives the weight's bytes. `is_fused` says
-    whether a pass in one call runs it without Python.
+    none; `unpacks` says whether `to_dense` of the copy gives the weight's bytes. The rule takes it
+    for `min_rows` rows or more.
     """
 
     name = kind = "plain"
     layout: str | None = None
-    unpacks = is_fused = False
+    unpacks = False
+    min_rows = 1
 
     @property
     def packs(self) -> bool:
@@ -194,13 +210,13 @@ class NativeProduct(Product):
     """
 
     kind = "native"
-    unpacks = is_fused = True
+    unpacks = True
 
     def __init__(self, kernels: Kernels, lanes: int, unit: int = VECTORS) -> None:
         self.layout = f"native-{32 * lanes}"
         self.name = {VECTORS: self.layout, DOT: "native-dot", AMX: "native-amx"}[unit]
         self._kernels = kernels
-        self.lanes, self.unit = lanes, unit
+        self.lanes, self.unit, self.min_rows = lanes, unit, _MIN_ROWS[unit]
 
     def suits(self, weight_NK: Tensor) -> bool:
         dtypes = (torch.float32, torch.bfloat16) if self.unit == VECTORS else (torch.bfloat16,)
@@ -237,6 +253,61 @@ class NativeProduct(Product):
             smallest=packed.min_panels_per_thread,
         )
         return y_TN.to(panels_PKW.dtype)
+
+
+class ProductRule:
+    """Chooses products by the weight's dtype, the number of rows and what the processor can do.
+
+    `switch` is the value of ROLLOUT_TUNE. "1" is the rule: the compiled product with the widest
+    vectors, its unit of pairs where that is faster, or, without kernels, oneDNN's product for up to
+    128 rows and else torch's. "0" is the rule without units of pairs, which round x to bfloat16.
+    The name or kind of a product forces that product wherever it suits the weight. Raises
+    ConfigError if this machine has no such product.
+    """
+
+    def __init__(self, candidates: Sequence[Product], switch: str = _BY_RULE) -> None:
+        self._candidates, self._switch = candidates, switch
+        names = [name for product in candidates for name in (product.kind, product.name)]
+        legal = dict.fromkeys((_BY_RULE, _VECTORS_ALONE, *names))
+        if switch not in legal:
+            raise ConfigError(
+                f"{SWITCH}={switch!r} is no product of this machine; use one of {[*legal]}"
+            )
+
+    def products_for(self, weight_NK: Tensor) -> list[Product]:
+        """Return the product of each bucket of BUCKETS for this weight."""
+        suited = [product for product in self._candidates if product.suits(weight_NK)]
+        if self._switch in (_BY_RULE, _VECTORS_ALONE):
+            return [self._by_rule(num_rows, suited) for num_rows in BUCKETS]
+        forced = (product for product in suited if self._switch in (product.name, product.kind))
+        return [next(forced, PLAIN)] * len(BUCKETS)
+
+    def experts_by_kernel(self, dtype: torch.dtype, num_tokens: int) -> bool:
+        """Return whether the compiled kernel serves experts with `num_tokens` tokens each."""
+        if self._switch != _BY_RULE:
+            return self._switch == _VECTORS_ALONE or self._switch.startswith("native")
+        has_pairs = any(product.min_rows > 1 for product in self._candidates)
+        return num_tokens <= _MAX_NATIVE_TOKENS or dtype != torch.bfloat16 or not has_pairs
+
+    def _by_rule(self, num_rows: int, suited: Sequence[Product]) -> Product:
+        natives = [product for product in suited if product.kind == "native"]
+        if not natives:
+            onednn = (product for product in suited if product.kind == "onednn")
+            return next(onednn, PLAIN) if num_rows <= _MAX_ONEDNN_ROWS else PLAIN
+        vectors = natives[0]
+        if self._switch == _VECTORS_ALONE:
+            return vectors
+        sharing = (p for p in natives if p.layout == vectors.layout and p.min_rows <= num_rows)
+        return max(sharing, key=lambda product: product.min_rows)
+
+
+def summary(names: Sequence[str]) -> str:
+    """Describe one name for each bucket, such as "native-512 from 1, native-dot from 5 rows"."""
+    parts, num_rows = [], 1
+    for name, buckets in groupby(zip(names, BUCKETS, strict=True), lambda pair: pair[0]):
+        parts.append(f"{name} from {num_rows}")
+        num_rows = [*buckets][-1][1] + 1
+    return ", ".join(parts) + " rows"
 
 
 def available_products(kernels: Kernels | None) -> list[Product]:

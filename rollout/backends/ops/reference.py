@@ -6,7 +6,7 @@ features, V vocabulary, S sample rows, P scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,15 +159,8 @@ class ReferenceOps(TorchOps):
         """Nothing to choose."""
 
     def explain(self) -> str:
-        """Nothing was chosen."""
+        """Return "": the reference has no alternatives."""
         return ""
-
-    def choices(self) -> Mapping[str, Any]:
-        """Nothing was chosen."""
-        return {}
-
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Nothing to choose."""
 
     def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
         """x @ weight.T + bias, [T, N]."""

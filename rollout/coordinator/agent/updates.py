@@ -12,7 +12,7 @@ from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import WeightsSource
-from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors, by_name
 
 Fetch = Callable[[WeightsSource], NamedTensors]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.coordinator.client.streams import set_exception
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.codec import require_valid
 from rollout.coordinator.protocol.messages import (
     Ack,
@@ -18,7 +17,7 @@ from rollout.coordinator.protocol.messages import (
     UpdateWeights,
     command_name,
 )
-from rollout.errors import RolloutError
+from rollout.errors import CoordinatorLostError, RolloutError
 
 CommandFuture = asyncio.Future[dict[str, Any]]
 

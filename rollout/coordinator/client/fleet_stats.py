@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollout.control.reports import HISTOGRAMS, LEAST_OF_FLEET, EngineStats
@@ -12,6 +12,33 @@ from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.telemetry import RankUse
 
 Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStats:
+    """Counters of a fleet at one moment.
+
+    state: the fleet's state by name. together: the counters of all engines as one. engines: the
+    counters of each engine by its rank. num_queued: requests that wait for an engine. refused:
+    connections and peers that the coordinator has refused, by reason.
+    """
+
+    state: str
+    together: EngineStats
+    engines: Mapping[int, EngineStats]
+    num_queued: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+def fleet_stats(results: Results) -> FleetStats:
+    """Return the answer of a coordinator to STATS as counters."""
+    return FleetStats(
+        state=results["state"],
+        together=engine_stats(results),
+        engines=stats_by_engine(results),
+        num_queued=results.get("num_queued", 0),
+        refused=dict(results.get("refused", {})),
+    )
 
 
 def engine_stats(results: Results) -> EngineStats:

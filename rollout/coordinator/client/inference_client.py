@@ -15,8 +15,8 @@ from rollout.config import KVCacheManagementMode
 from rollout.coordinator.client.commands import CommandFuture, PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
-from rollout.coordinator.client.submission import Prompt, submission_of
-from rollout.coordinator.net.dealer import CoordinatorLostError, address_of
+from rollout.coordinator.client.submission import submission_of
+from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
@@ -31,10 +31,10 @@ from rollout.coordinator.protocol.messages import (
     Nack,
     UpdateWeights,
 )
-from rollout.errors import RolloutError
+from rollout.errors import ClientStateError, CoordinatorLostError, RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import given_or_drawn
-from rollout.text import as_tokenizer
+from rollout.text import Prompt, as_tokenizer
 from rollout.weights.source import WeightsSource
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
@@ -43,10 +43,6 @@ COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0
 _BATCH = 64  # messages taken before others of the event loop have their turn
 
 Group = tuple[Prompt, Sequence[SamplingParams]]
-
-
-class ClientStateError(RolloutError):
-    """A client was used before its start, after its end, or from a loop that is not its own."""
 
 
 class InferenceClient:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from rollout.coordinator.client.streams import RequestFuture, StreamedTokens, set_exception
 from rollout.coordinator.client.submission import Submission
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
     MAX_SAMPLES,
     AbortRequest,
@@ -26,8 +25,8 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
 )
 from rollout.coordinator.protocol.packed import unpack_record
-from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
-from rollout.record_text import add_text
+from rollout.errors import CoordinatorLostError, ProtocolError, RequestAbortedError, RolloutError
+from rollout.generated_text import add_text
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.text import Tokenizer
 

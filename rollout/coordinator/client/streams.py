@@ -12,7 +12,7 @@ from rollout.errors import RolloutError
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
-from rollout.wire import TokenIds
+from rollout.text import PromptIds
 
 Record = DynamicInferenceRequestRecord
 
@@ -24,7 +24,7 @@ class RequestFuture(asyncio.Future[Record]):
     """
 
     def __init__(
-        self, request_id: int, prompt_tokens: TokenIds, loop: asyncio.AbstractEventLoop
+        self, request_id: int, prompt_tokens: PromptIds, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(loop=loop)
         self.request_id, self.prompt_tokens = request_id, prompt_tokens
@@ -64,9 +64,12 @@ class RequestStream:
     """
 
     def __init__(self, future: RequestFuture, tokens: StreamedTokens, interval: int) -> None:
-        self.request_id, self.prompt_tokens = future.request_id, future.prompt_tokens
-        self._future = future
+        self.future, self.prompt_tokens = future, future.prompt_tokens
         self._items = _items_of(future, tokens, interval)
+
+    @property
+    def request_id(self) -> int:
+        return self.future.request_id
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -76,7 +79,7 @@ class RequestStream:
 
     async def aclose(self) -> None:
         await self._items.aclose()
-        self._future.cancel()  # if the iteration has not begun
+        self.future.cancel()  # if the iteration has not begun
 
 
 def streams_of(

@@ -14,10 +14,7 @@ from rollout.coordinator.protocol.packed import pack_params
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
-from rollout.text import Tokenizer, encode_prompt
-
-# Text, or token ids: a list, an array or a tensor.
-Prompt = str | Sequence[int]
+from rollout.text import Prompt, Tokenizer, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +99,6 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
     if seed is not None:
         return seed
     return mix_seed(client_seed, request_id) if params.seed is None else params.seed
-
-
-def params_of_sample(
-    params: SamplingParams, prompt_index: int, sample_index: int
-) -> SamplingParams:
-    """Return the parameters of one of several samples: a given seed is mixed with both indices, so
-    that no two samples share their noise."""
-    if params.seed is None:
-        return params
-    return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
 
 
 def _encoded(

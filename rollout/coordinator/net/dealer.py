@@ -12,13 +12,7 @@ from rollout.addresses import LOOPBACK
 from rollout.coordinator.net.link_queues import SelfPipe
 from rollout.coordinator.net.security import HANDSHAKE_FAULTS, CurveKeys
 from rollout.coordinator.protocol.codec import frames_in
-from rollout.errors import ConfigError, ProtocolError, RolloutError
-
-
-class CoordinatorLostError(RolloutError):
-    """The coordinator does not answer, has ended, or no longer knows what was asked of it."""
-
-    is_transient = True
+from rollout.errors import ConfigError, ProtocolError
 
 
 def address_of(port_or_address: int | str) -> str:

@@ -11,13 +11,7 @@ from types import TracebackType
 
 import zmq
 
-from rollout.coordinator.net.dealer import (
-    CONNECTED,
-    REFUSED,
-    CoordinatorLostError,
-    DealerSocket,
-    address_of,
-)
+from rollout.coordinator.net.dealer import CONNECTED, REFUSED, DealerSocket, address_of
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
 from rollout.coordinator.protocol.codec import (
@@ -50,7 +44,7 @@ from rollout.coordinator.protocol.messages import (
     ReplyAck,
     Rollback,
 )
-from rollout.errors import ConfigError, ProtocolError, RolloutError
+from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 _logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Who may come in: sockets that only this user can reach, and CURVE keys that are known by name.
 
-docs/architecture.md says which is for whom.
+docs/security.md says which fleet uses which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trainer says about tensors before it sends them, and which tensors the model has."""
+"""Metadata of tensors that a trainer announces before sending, and the tensors that a model has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_BYTES = 2**48  # of one tensor; a larger product of sizes is a mistake, or 
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """A tensor that is about to come."""
+    """Name, dtype and shape of a tensor that a trainer is about to send."""
 
     name: str
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class ModelTensors:
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
-        """Those of the model whose config.json lies there. Raises ModelError."""
+        """Return the tensors of the model in `directory`. Raises ModelError."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
         table = CausalLM(spec, torch.device("meta")).weight_table()
         shapes = {name: tuple(shape) for name, shape in table.shapes().items()}

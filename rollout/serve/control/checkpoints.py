@@ -33,7 +33,7 @@ class CheckpointRoots:
             raise WeightUpdateError(
                 "no checkpoints are read: the server was started without checkpoint_roots"
             )
-        # Before it is looked at: a stranger does not learn which other files exist.
+        # Checked before the path is read, so that a client cannot probe which other files exist.
         if not (path.is_absolute() and self._is_below_a_root(path)):
             raise WeightUpdateError(
                 f"{str(path)!r:.300} is not an absolute path below one of the server's "

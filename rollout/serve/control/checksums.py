@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.serve.errors import ApiError
+from rollout.serve.llm import ServedLLM
 
 
-async def weight_checksums(client: InferenceClient) -> dict[str, str]:
+async def weight_checksums(llm: ServedLLM) -> dict[str, str]:
     """Ask all engines for their weights' checksums, page by page. Returns checksums by weight name.
 
     Raises ApiError if engines differ, if there is no engine, or if an update came meanwhile.
@@ -15,17 +15,16 @@ async def weight_checksums(client: InferenceClient) -> dict[str, str]:
     versions: set[int] = set()
     num_weights = 1
     while len(found) < num_weights:
-        results = await client.weight_checksums(len(found))
-        pages = {rank: page for rank, page in results["ranks"].items() if page}
+        pages = await llm.weight_checksums(len(found))
         if not pages:
             raise ApiError(503, "no engine is there to compute checksums")
         (first, page), *others = pages.items()
         for rank, other in others:
             if other != page:
                 raise ApiError(500, f"engines {first} and {rank} serve different weights")
-        found |= page["checksums"]
-        versions.add(page["version"])
-        num_weights = page["num_weights"]
+        found |= page.checksums
+        versions.add(page.version)
+        num_weights = page.num_weights
     if len(versions) > 1:
         raise ApiError(409, f"weights of the versions {sorted(versions)} were served meanwhile")
     return found

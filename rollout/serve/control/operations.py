@@ -1,4 +1,4 @@
-"""Operations: control operations that run to their end, whatever becomes of who asked for them."""
+"""Operations: control operations that run to their end even if their client disconnects."""
 
 from __future__ import annotations
 

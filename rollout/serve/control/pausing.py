@@ -1,4 +1,4 @@
-"""Pausing: whether the engines run, and who keeps them from it."""
+"""Pausing: pauses, sleeps and releases of memory of the engines of a server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rollout.control.state import EngineState
 from rollout.engine.suspension import KV_CACHE, OWNERS
 from rollout.errors import InvalidRequestError
 from rollout.serve.errors import ApiError
-from rollout.serve.limits import Turnstile
+from rollout.serve.limits import RequestLimiter
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 
 _POLL_S = 0.01
-_WHO = "pause"  # under this name the turnstile is closed
+_WHO = "pause"  # name under which the limiter is closed
 
 
 class PauseMode(enum.Enum):
-    """What a pause does with requests that run, as vLLM and SGLang call it.
+    """The effect of a pause on running requests, with the names of vLLM and SGLang.
 
     KEEP: they freeze, and go on with their KV. RETRACT: they freeze, and are prefilled again.
     ABORT: they are answered with the tokens that they have. WAIT: they end first. New requests wait
@@ -33,16 +33,16 @@ class PauseMode(enum.Enum):
 
 
 class Pausing:
-    """The only one who pauses, suspends and resumes the engines of a server.
+    """Pauses, suspends and resumes the engines of a server. No other part of the server does.
 
     Engines run unless a pause is in force, memory is released, or the weights were discarded and
-    none have come since. The state of the engines is asked from them each time: programs and other
-    clients may change it, too. What changes it must run to its end (`Operations`), in turns.
+    not replaced. Each method asks the engines for their state, which programs and other clients may
+    change, too. Methods that change it run one at a time, to their end (`Operations`).
     """
 
-    def __init__(self, llm: ServedLLM, live: LiveRequests, turnstile: Turnstile) -> None:
-        self._llm, self._live, self._turnstile = llm, live, turnstile
-        self._turn = asyncio.Lock()  # held by each verb
+    def __init__(self, llm: ServedLLM, live: LiveRequests, limiter: RequestLimiter) -> None:
+        self._llm, self._live, self._limiter = llm, live, limiter
+        self._lock = asyncio.Lock()  # held by each method
         self.mode: PauseMode | None = None  # of the pause in force
         self.is_asleep = False  # whether the pause in force is that of a sleep
         # The engines' count of weight updates when their weights were discarded; None: they have
@@ -69,7 +69,7 @@ class Pausing:
         """
         if self.mode is not None or self._discarded_at is None:
             return
-        async with self._turn:
+        async with self._lock:
             await self._run()  # they may have come from elsewhere
             if self._discarded_at is not None:
                 raise ApiError(
@@ -85,38 +85,38 @@ class Pausing:
         answered with 503 meanwhile.
         """
         if await self._begin_pause(mode, refuses_new):
-            async with self._turn:
+            async with self._lock:
                 if self.mode is mode:  # else another verb came meanwhile
                     await self._stop_for(mode)
 
     async def resume(self) -> None:
         """End the pause. The engines run, if nothing else keeps them from it."""
         self._end_pause()
-        async with self._turn:
+        async with self._lock:
             await self._run()
 
     # ---- memory
 
-    async def release(self, owners: Sequence[str]) -> None:
-        """Release memory of owners. Requests lose their KV with it, and are prefilled again."""
-        _check_owners(owners)
-        async with self._turn:
-            await self._release(owners)
+    async def release(self, resources: Sequence[str]) -> None:
+        """Release memory. Requests lose their KV, and are prefilled again."""
+        _check_resources(resources)
+        async with self._lock:
+            await self._release(resources)
 
-    async def restore(self, owners: Sequence[str]) -> None:
-        """Restore the memory of owners. Once nothing is released the engines run again, unless a
-        pause is in force or the weights' values are missing.
+    async def restore(self, resources: Sequence[str]) -> None:
+        """Restore released memory. Once all is restored the engines run again, unless a pause is in
+        force or the weights' values are missing.
         """
-        _check_owners(owners)
-        async with self._turn:
-            await self._restore(owners)
+        _check_resources(resources)
+        async with self._lock:
+            await self._restore(resources)
             await self._run()
 
     async def drop_cached_kv(self, *, even_of_running: bool = False) -> bool:
         """Forget cached prefixes. False, and nothing happens, if requests use KV, unless
         `even_of_running`: then those are prefilled again.
         """
-        async with self._turn:
+        async with self._lock:
             stats = await self._llm.stats()
             if stats.num_running + stats.num_paused and not even_of_running:
                 return False
@@ -130,11 +130,11 @@ class Pausing:
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Pause and refuse requests, unless `mode` is KEEP. Level 1 also releases all memory, with
-        the weights kept on the host; level 2 discards them. Raises ApiError if another verb ended
+        the weights kept on the host; level 2 discards them. Raises ApiError if another call ended
         the pause before the engines slept.
         """
         is_begun = await self._begin_pause(mode, mode is not PauseMode.KEEP)
-        async with self._turn:
+        async with self._lock:
             if not is_begun or self.mode is not mode:
                 raise ApiError(409, "another pause or its end came before the engines slept")
             await self._stop_for(mode)
@@ -142,11 +142,11 @@ class Pausing:
                 await self._release(OWNERS, discards_weights=level == 2)
             self.is_asleep = True
 
-    async def wake_up(self, owners: Sequence[str] = OWNERS) -> None:
-        """Restore the memory of owners. Once nothing is released the pause ends."""
-        _check_owners(owners)
-        async with self._turn:
-            await self._restore(owners)
+    async def wake_up(self, resources: Sequence[str] = OWNERS) -> None:
+        """Restore released memory. Once all is restored the pause ends."""
+        _check_resources(resources)
+        async with self._lock:
+            await self._restore(resources)
             if await self._state() is not EngineState.SUSPENDED:
                 self._end_pause()
                 await self._run()
@@ -154,8 +154,8 @@ class Pausing:
     # ---- versions
 
     async def set_generation_epoch(self, version: int) -> None:
-        """Begin a version without new weights, which needs a moment without steps."""
-        async with self._turn:
+        """Begin a version without new weights. Stops the engines for a moment."""
+        async with self._lock:
             await self._stop()
             try:
                 await self._llm.set_generation_epoch(version)
@@ -163,8 +163,8 @@ class Pausing:
                 await self._run()
 
     async def weights_came(self) -> None:
-        """A full update was committed: discarded weights are missing no longer."""
-        async with self._turn:
+        """Let the engines run again after a full update, which replaces discarded weights."""
+        async with self._lock:
             await self._run()
 
     # ---- beginning and end of a pause
@@ -175,18 +175,18 @@ class Pausing:
         """
         self.mode = mode
         if refuses_new:
-            self._turnstile.close(_WHO, f"generation is paused (mode {mode.value})")
+            self._limiter.close(_WHO, f"generation is paused (mode {mode.value})")
         else:
-            self._turnstile.open(_WHO)
+            self._limiter.open(_WHO)
         while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
             await asyncio.sleep(_POLL_S)
         return self.mode is mode
 
     def _end_pause(self) -> None:
         self.mode, self.is_asleep = None, False
-        self._turnstile.open(_WHO)
+        self._limiter.open(_WHO)
 
-    # ---- with the turn
+    # ---- with the lock held
 
     async def _state(self) -> EngineState:
         return (await self._llm.stats()).state
@@ -203,7 +203,7 @@ class Pausing:
             await self._drop_kv()
 
     async def _run(self) -> None:
-        """Let the engines run, if nothing keeps them from it."""
+        """Let the engines run, unless paused, released or without weights."""
         stats = await self._llm.stats()
         is_running = stats.state is EngineState.RUNNING
         if is_running or stats.num_weight_updates != self._discarded_at:
@@ -211,20 +211,20 @@ class Pausing:
         if self._discarded_at is None and self.mode is None and stats.state is EngineState.PAUSED:
             await self._llm.unpause()
 
-    async def _release(self, owners: Sequence[str], *, discards_weights: bool = False) -> None:
+    async def _release(self, resources: Sequence[str], *, discards_weights: bool = False) -> None:
         await self._stop()
         num_updates = (await self._llm.stats()).num_weight_updates
-        await self._llm.suspend("recompute", tuple(owners), discards_weights)
+        await self._llm.suspend("recompute", tuple(resources), discards_weights)
         if discards_weights:
             self._discarded_at = num_updates
 
-    async def _restore(self, owners: Sequence[str]) -> None:
+    async def _restore(self, resources: Sequence[str]) -> None:
         if await self._state() is not EngineState.SUSPENDED:
             return
-        if set(owners) >= {*OWNERS}:
+        if set(resources) >= {*OWNERS}:
             await self._llm.resume()
             return
-        for owner in owners:  # the engines keep what is not released as it is
+        for owner in resources:  # the engines keep what is not released as it is
             await self._llm.resume(owner)
 
     async def _drop_kv(self) -> None:
@@ -234,8 +234,8 @@ class Pausing:
             await self._llm.resume(KV_CACHE)
 
 
-def _check_owners(owners: Sequence[str]) -> None:
-    if unknown := set(owners) - {*OWNERS}:
+def _check_resources(resources: Sequence[str]) -> None:
+    if unknown := set(resources) - {*OWNERS}:
         raise InvalidRequestError(
             f"tags {sorted(unknown)} are unknown; memory is released and restored as {list(OWNERS)}"
         )

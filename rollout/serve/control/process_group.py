@@ -1,4 +1,4 @@
-"""BroadcastGroup: this server's place in a trainer's torch.distributed group.
+"""BroadcastGroup: this server's rank in a trainer's torch.distributed group.
 
 The trainer is rank 0. It owns the TCPStore and broadcasts tensors, which come here as bytes. All
 engines of the server get them through one copy in shared memory, so the server is one rank.
@@ -42,7 +42,7 @@ class BroadcastGroup:
         self.name, self.packing = name, packing
         self.announced: Sequence[TensorMetadata] = ()
         self._receiver = receiver
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._discarding: set[asyncio.Future[None]] = set()
 
     async def receive(self, chunks: Sequence[Chunk], timeout_s: float) -> list[tuple[str, Tensor]]:
@@ -55,30 +55,28 @@ class BroadcastGroup:
         descriptor = os.memfd_create("rollout-broadcasts", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(1, sum(sizes)))
-            await self._order(f"/proc/{os.getpid()}/fd/{descriptor}", sizes, timeout_s)
+            await self._request(f"/proc/{os.getpid()}/fd/{descriptor}", sizes, timeout_s)
             bytes_N = torch.frombuffer(mmap.mmap(descriptor, max(1, sum(sizes))), dtype=torch.uint8)
         finally:
             os.close(descriptor)
         return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
 
     def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Take broadcasts that were announced and are not wanted, so that later ones are in step.
-        Returns at once.
-        """
+        """Receive and drop announced broadcasts, to stay in step. Returns at once."""
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
-        task = asyncio.ensure_future(self._order(None, sizes, timeout_s))
+        task = asyncio.ensure_future(self._request(None, sizes, timeout_s))
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)
         task.add_done_callback(_log_error)
 
     def close(self) -> None:
-        """Leave the group. Who waits for a broadcast gets WeightUpdateError; the trainer's calls
-        fail."""
+        """Leave the group. Callers that wait for a broadcast get WeightUpdateError; the trainer's
+        calls fail."""
         self._receiver.kill()
         self._receiver.wait()
 
-    async def _order(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
-        async with self._turn:
+    async def _request(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
+        async with self._lock:
             try:
                 with suppress(OSError):  # the receiver has ended; its last answer may be there
                     self._receiver.pipe.send((path, sizes, timeout_s))
@@ -88,7 +86,7 @@ class BroadcastGroup:
                 self.close()
                 error = {}
             except BaseException:
-                self.close()  # its answer would be taken for that of the next order
+                self.close()  # its answer would be taken for the answer to the next request
                 raise
         if error is not None:
             raise _broken(self.name, error)
@@ -181,10 +179,10 @@ def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str
 
 
 def _broken(name: str, error: dict[str, Any]) -> WeightUpdateError:
-    """The error of an order that was not done; {} if its receiver has ended."""
+    """Return the error of a failed request. error: {} if the receiver has ended."""
     reason = str(decode_error(error)) if error else "its receiver has ended"
     return WeightUpdateError(
-        f"the broadcasts in the group {name!r} did not come ({reason}); the trainer has to make "
+        f"the broadcasts in the group {name!r} did not arrive ({reason}); the trainer has to make "
         "another group"
     )
 

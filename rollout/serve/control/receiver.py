@@ -35,9 +35,11 @@ def receive_broadcasts(
     backend: str,
     timeout_s: float,
 ) -> None:
-    """Join the group, then serve the parent until it goes: each order is a file, the sizes in bytes
-    of the broadcasts that it takes one after the other (no file: they are dropped), and a time
-    limit in seconds. The answer is None, or the error, with which this process ends.
+    """Join the group, then serve the parent until it closes the pipe.
+
+    A request is a file, the sizes in bytes of the broadcasts to write to it one after the other (no
+    file: they are dropped), and a time limit in seconds. The answer is None, or an error, after
+    which this process ends.
     """
     distributed: Any = dist  # whose type hints lack these classes
     timeout = timedelta(seconds=timeout_s)

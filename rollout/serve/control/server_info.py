@@ -1,4 +1,4 @@
-"""What the server tells of itself, in the words of vLLM and of SGLang: trainers check it first."""
+"""GET /server_info and /model_info, with the keys of vLLM and SGLang, for trainers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import json_response
 from rollout.serve.fields import Fields, neutral
 from rollout.serve.openapi import installed_version
-from rollout.serve.state import STATE, Route
+from rollout.serve.state import STATE, Route, get_route
 
 
 class InfoQuery(Fields, kw_only=True):
@@ -19,19 +19,11 @@ class InfoQuery(Fields, kw_only=True):
 
 def info_routes() -> list[Route]:
     """Return the route that both protocols have under the same path."""
-    return [
-        Route(
-            method="GET",
-            path="/server_info",
-            handler=server_info,
-            query=InfoQuery,
-            summary="Server config",
-        )
-    ]
+    return [get_route("/server_info", server_info, "Server config", query=InfoQuery)]
 
 
 async def server_info(request: web.Request, body: Any) -> web.Response:
-    """The keys of vLLM's and of SGLang's answer. All engines together are one rank."""
+    """Answer with the keys of vLLM and of SGLang. All engines together are one rank."""
     state, transfer = request.app[STATE], request.app[CONTROL].transfer
     backend = state.config.weight_transfer_backend
     vllm_config = {
@@ -59,7 +51,7 @@ async def server_info(request: web.Request, body: Any) -> web.Response:
 
 
 async def model_info(request: web.Request, body: Any) -> web.Response:
-    """SGLang's answer."""
+    """Answer with SGLang's keys."""
     return json_response(_model(request))
 
 

@@ -1,4 +1,4 @@
-"""Control: what the control verbs of both protocols share."""
+"""Control: the objects that the control routes of both protocols share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_control(state: ServerState) -> Control:
     """
     config = state.config
     operations = Operations()
-    pausing = Pausing(state.llm, state.live, state.turnstile)
+    pausing = Pausing(state.llm, state.live, state.limiter)
     transfer = WeightTransfer(
         state.llm,
         state.labels,
@@ -57,7 +57,7 @@ async def close_control(app: web.Application) -> None:
 def require_backend(name: str, served: Sequence[str]) -> None:
     """Raise ApiError unless groups of this backend of torch.distributed are among those `served`.
 
-    The status is one that says that trying again is of no use.
+    The status is 400, so that clients do not try again.
     """
     if name not in served:
         raise ApiError(

@@ -11,22 +11,22 @@ from rollout.serve.control.announcement import ModelTensors, TensorMetadata
 
 
 class UpdateRound:
-    """Tensors of one update, kept on the host. Each is announced, then comes, once.
+    """Tensors of one update, kept on the host. Each is announced once, then received.
 
-    Whether all of the model's tensors have come is for the engines, which take all or none.
-    label: the last one that came with tensors.
+    The engines check whether all of the model's tensors are there; they load all or none. label:
+    the latest label that came with tensors.
     """
 
     def __init__(self, model: ModelTensors | None, max_bytes: int) -> None:
-        """model: None if it is not known; then the engines find wrong tensors at the end."""
+        """model: None if unknown; then the engines refuse wrong tensors at the end."""
         self._model, self._max_bytes = model, max_bytes
         self.label: str | None = None
         self._num_bytes = 0
         self._tensors: dict[str, Tensor | None] = {}  # None: announced, not here yet
 
     def announce(self, tensors: Sequence[TensorMetadata]) -> None:
-        """Check tensors that are about to come. Raises WeightUpdateError naming the one at fault;
-        the round is of no more use then.
+        """Check tensors before they come. Raises WeightUpdateError naming the tensor at fault,
+        which ends the round.
         """
         for tensor in tensors:
             if self._model is not None:
@@ -42,14 +42,12 @@ class UpdateRound:
             self._tensors[tensor.name] = None
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]], label: str | None) -> None:
-        """Keep tensors that were announced and have come."""
+        """Store announced tensors that were received."""
         self._tensors.update(named_tensors)
         self.label = self.label if label is None else label
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors. Raises WeightUpdateError if there are none, or some are on their
-        way.
-        """
+        """Return all tensors. Raises WeightUpdateError if there are none, or some are missing."""
         came = {name: tensor for name, tensor in self._tensors.items() if tensor is not None}
         if len(came) < len(self._tensors) or not came:
             raise WeightUpdateError(

@@ -1,4 +1,4 @@
-"""WeightTransfer: brings a trainer's weights to the engines, by broadcasts or from directories."""
+"""WeightTransfer: loads a trainer's weights into the engines, by broadcasts or from directories."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MAX_WORLD_SIZE = 2**16
 class WeightTransfer:
     """Owns the groups that trainers made, the one round of an update that may be open, and commits.
 
-    A round begins, gets its tensors in any number of calls, and is committed as one update of the
-    engines. Any fault ends it: what came is dropped, the engines keep their weights, and another
-    round may begin. A trainer that joins ends the round of the one before it.
+    A round begins, receives its tensors in any number of calls, and is committed as one update of
+    the engines. Any error ends it: its tensors are dropped, the engines keep their weights, and
+    another round may begin. A trainer that joins ends the round of the previous trainer.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WeightTransfer:
         self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
-        self._commit_turn = asyncio.Lock()
+        self._commit_lock = asyncio.Lock()
         # The checkpoint that was loaded last; at first the directory of the model.
         self.loaded_directory = directory
 
@@ -86,7 +86,7 @@ class WeightTransfer:
         self._groups[name] = group
 
     def leave(self, name: str) -> bool:
-        """Leave a group. False if there is none of that name."""
+        """Leave a group. Returns False if no group has that name."""
         group = self._groups.pop(name, None)
         if group is not None:
             group.close()
@@ -129,11 +129,11 @@ class WeightTransfer:
         label: str | None = None,
     ) -> None:
         """Receive tensors that the trainer broadcasts now, and keep them in the open round. Empty
-        lists announce those of the call before. `packing`: None takes that of the group. `label`:
-        of the version that they belong to.
+        lists announce the tensors of the previous call. packing: None takes the group's. label:
+        name of the version that the tensors belong to.
 
-        Raises WeightUpdateError, and ends the round: at once if a tensor does not fit the model;
-        its broadcasts are taken all the same, so that the group stays of use.
+        A failure ends the round and raises WeightUpdateError, at once for a tensor that does not
+        fit the model. Its broadcasts are received and dropped, so that the group stays usable.
         """
         group = self._groups.get(group_name)
         if group is None:
@@ -195,14 +195,14 @@ class WeightTransfer:
 
     @property
     def label(self) -> str:
-        """What clients call the weights that are served."""
+        """The clients' name of the weights that are served."""
         return self._labels.of(self._llm.weights_version)
 
     async def relabel(self, label: str) -> None:
         """Serve the same weights as the next version, which clients know by `label`. Tokens so far
         keep theirs.
         """
-        async with self._commit_turn:
+        async with self._commit_lock:
             version = (await self._llm.stats()).weights_version + 1
             self._labels.set(version, label)
             await self._pausing.set_generation_epoch(version)
@@ -226,7 +226,7 @@ class WeightTransfer:
         return await self._operations.run(self._commit(named_tensors, label))
 
     async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
-        async with self._commit_turn:
+        async with self._commit_lock:
             stats = await self._llm.stats()
             version = stats.weights_version + 1
             # Before the first token of this version, and in place of a failed update's label.

@@ -1,1 +1,1 @@
-"""The OpenAI door: completions, chat, tokens in and out, models and the tokenizer."""
+"""The OpenAI protocol: completions, chat, tokens in and out, models and the tokenizer."""

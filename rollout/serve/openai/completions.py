@@ -12,32 +12,18 @@ from aiohttp import web
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText, TextOffsets
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError, json_response
-from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
-from rollout.serve.openai.reply import (
-    check_stream_options,
-    new_id,
-    now,
-    priority_of,
-    requested_origins,
-    shows_special_tokens,
-    stream_reply,
-    streamed_text,
-    text_of,
-    total_usage,
-)
+from rollout.serve.openai.reply import Job, check_stream, max_tokens_of, stream_reply, total_usage
 from rollout.serve.openai.token_data import (
     TokenData,
     completion_logprobs,
     of_generated,
     of_prompt,
     of_run,
-    prompt_logprobs,
     spelling,
 )
-from rollout.serve.sampling import check_length, salt_of, sampling_params_of, truncation_of
+from rollout.serve.sampling import check_length, truncation_of
 from rollout.serve.schemas import CompletionBody, PromptField
 from rollout.serve.state import STATE, Route, ServerState
 from rollout.text import complete_length
@@ -66,93 +52,53 @@ async def _complete(request: web.Request, body: CompletionBody) -> web.StreamRes
         return await _stream(request, job)
     requests = await job.generation.results()
     reply = {
-        **job.head,
+        **_head(job),
         "choices": [_choice(job, i, each) for i, each in enumerate(requests)],
-        "usage": total_usage(job.prompts, requests, counts_generated=job.max_tokens > 0),
+        "usage": total_usage(job.prompts, requests, counts_generated=job.num_wanted > 0),
     }
     return json_response(reply)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """A request to complete prompts, checked. echoed: the texts of the prompts, with `echo`.
-    max_tokens: 0 scores the prompt, and the one token after it is dropped."""
+class _Job(Job[CompletionBody]):
+    """Prompts to complete.
 
-    state: ServerState
-    body: CompletionBody
-    prompts: list[list[int]]
+    echoed: the texts of the prompts, with `echo`. num_wanted: most tokens; 0 scores the prompt, and
+    the one token after it is dropped.
+    """
+
     echoed: list[str]
-    max_tokens: int
-    params: SamplingParams
-    generation: Generation
-    head: dict[str, Any]
-
-    def prompt_index(self, choice: int) -> int:
-        return choice // (self.body.n or 1)
+    num_wanted: int
 
 
 async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
     check_model(state, body.model)
-    check_stream_options(body.stream, body.stream_options)
-    max_tokens = _max_tokens(body)
-    prompts, texts = await _prompts_of(state, body, max_tokens)
-    for prompt in prompts:
-        check_length(state, len(prompt), max_tokens)
     # The prompt's own log-probs are part of those of an echo.
     scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
     num_scores = max((number for number in scores if number is not None), default=None)
-    if body.stream and num_scores is not None:
-        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
-    params = sampling_params_of(
-        body,
+    check_stream(body.stream, body.stream_options, num_scores)
+    is_scored = body.echo or body.prompt_logprobs is not None
+    given = max_tokens_of(body, least=0 if is_scored else 1, names_echo=True)
+    max_tokens = _DEFAULT_MAX_TOKENS if given is None else given
+    prompts, texts = await _prompts_of(state, body, max_tokens)
+    for prompt in prompts:
+        check_length(state, len(prompt), max_tokens)
+    echoed = []
+    if body.echo:
+        pairs = zip(prompts, texts, strict=True)
+        echoed = [_echo(state, *each, is_continued=max_tokens > 0) for each in pairs]
+    return _Job.make(
         state,
+        body,
+        prompts,
+        prefix="cmpl",
         max_tokens=max(1, max_tokens),
         num_logprobs=body.logprobs,
         num_prompt_logprobs=num_scores,
-        with_ranks=body.prompt_logprobs is not None,
-        cache_salt=salt_of(body.cache_salt, body.extra_key),
+        echoed=echoed,
+        num_wanted=max_tokens,
     )
-    request_id = body.request_id or body.rid
-    reply_id = new_id("cmpl", request_id)
-    return _Job(
-        state=state,
-        body=body,
-        prompts=prompts,
-        echoed=[
-            _echo(state, *each, is_continued=max_tokens > 0)
-            for each in zip(prompts, texts, strict=True)
-        ]
-        if body.echo
-        else [],
-        max_tokens=max_tokens,
-        params=params,
-        generation=Generation(
-            state,
-            prompts,
-            params,
-            n=1 if body.n is None else body.n,
-            name=request_id or reply_id,
-            priority=priority_of(body.priority),
-        ),
-        head={
-            "id": reply_id,
-            "object": "text_completion",
-            "created": now(),
-            "model": body.model or state.served_name,
-        },
-    )
-
-
-def _max_tokens(body: CompletionBody) -> int:
-    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    max_tokens = _DEFAULT_MAX_TOKENS if given is None else given
-    is_scored = body.echo or body.prompt_logprobs is not None
-    if max_tokens < (0 if is_scored else 1):
-        raise ApiError(
-            400, f"max_tokens={max_tokens} must be at least 1, or 0 with echo", param="max_tokens"
-        )
-    return max_tokens
 
 
 async def _prompts_of(
@@ -221,20 +167,24 @@ def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[
 # ---- the reply
 
 
+def _head(job: _Job) -> dict[str, Any]:
+    return {**job.head, "object": "text_completion"}
+
+
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     """Return a whole choice."""
     state, body = job.state, job.body
     text, data = "", TokenData(token_ids=[])
-    if job.max_tokens:
+    if job.num_wanted:
         data = of_generated(request)
-        text = text_of(state, request, with_special_tokens=shows_special_tokens(body))
+        text = job.text_of(request)
     elif body.logprobs is not None:
         data = TokenData(token_ids=[], log_probs=[], top=[])
     shown, echo, offsets = data, "", list[int]()
     if body.echo:
-        echo = job.echoed[job.prompt_index(index)]
+        echo = job.echoed[index // (job.body.n or 1)]
         shown = of_prompt(request) + data
-    prompt = job.prompts[job.prompt_index(index)]
+    prompt = job.prompt_of(index)
     if body.logprobs is not None:
         if body.echo:
             offsets = _echo_offsets(state, prompt, echo)
@@ -242,20 +192,16 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     choice = _piece(job, index, echo + text, shown, offsets) | _ending(job, request)
     choice["token_ids"] = data.token_ids if body.return_token_ids else None
     choice["prompt_token_ids"] = prompt if body.return_token_ids else None
-    choice["prompt_logprobs"] = None
-    if body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(
-            of_prompt(request), body.prompt_logprobs, state.texts.of
-        )
+    choice["prompt_logprobs"] = job.prompt_scores(request)
     return choice
 
 
 def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
     """Return what tells where the text of the tokens of a choice begins in its text."""
     tokenizer = job.state.llm.tokenizer
-    if tokenizer is not None and shows_special_tokens(job.body):
+    if tokenizer is not None and job.shows_special_tokens:
         tokenizer = job.state.texts.verbatim
-    return TextOffsets(tokenizer, job.prompts[job.prompt_index(index)], start)
+    return TextOffsets(tokenizer, job.prompt_of(index), start)
 
 
 def _piece(
@@ -276,12 +222,9 @@ def _piece(
 
 
 def _ending(job: _Job, request: Request) -> dict[str, Any]:
-    is_dropped = not job.max_tokens
-    return {
-        "finish_reason": "length" if is_dropped else request.finish_reason,
-        "stop_reason": None if is_dropped else request.stop_reason,
-        **requested_origins(job.state, job.body, request, 0 if is_dropped else None),
-    }
+    if job.num_wanted:
+        return job.ending(request)
+    return job.ending(request, 0) | {"finish_reason": "length", "stop_reason": None}
 
 
 # ---- streams
@@ -307,37 +250,33 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
     return await stream_reply(
         request,
         job.generation,
-        job.head,
+        _head(job),
         chunks_of,
         options=job.body.stream_options,
         prompts=job.prompts,
-        counts_generated=job.max_tokens > 0,
+        counts_generated=job.num_wanted > 0,
     )
 
 
 def _new_progress(job: _Job, index: int) -> _Progress:
-    prompt, special = job.prompts[job.prompt_index(index)], shows_special_tokens(job.body)
-    return _Progress(
-        text=streamed_text(job.state, job.params, prompt, with_special_tokens=special),
-        offsets=None if job.body.logprobs is None else _offsets(job, index),
-    )
+    offsets = None if job.body.logprobs is None else _offsets(job, index)
+    return _Progress(text=job.streamed_text(index), offsets=offsets)
 
 
 def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress) -> dict[str, Any]:
     """Return the next chunk of a choice: new tokens, or its ending."""
     data, text, ending = TokenData(token_ids=[]), "", {}
     if isinstance(item, TokenRun):
-        data = of_run(item) if job.max_tokens else data
-        if progress.text is not None and job.max_tokens:
+        data = of_run(item) if job.num_wanted else data
+        if progress.text is not None and job.num_wanted:
             text = progress.text.push(data.token_ids)
     else:
         ending = _ending(job, item)
-        if progress.text is not None and job.max_tokens:
-            whole = text_of(job.state, item, with_special_tokens=shows_special_tokens(job.body))
-            text = progress.text.finish(whole)
+        if progress.text is not None and job.num_wanted:
+            text = progress.text.finish(job.text_of(item))
     is_first, progress.has_begun = not progress.has_begun, True
     if is_first and job.body.echo:
-        text = job.echoed[job.prompt_index(index)] + text
+        text = job.echoed[index // (job.body.n or 1)] + text
     offsets = [] if progress.offsets is None else progress.offsets.push(data.token_ids)
     chunk = _piece(job, index, text, data, offsets) | ending
     if not data.token_ids:
@@ -345,5 +284,5 @@ def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress)
     if job.body.return_token_ids:
         chunk["token_ids"] = data.token_ids
         if is_first:
-            chunk["prompt_token_ids"] = job.prompts[job.prompt_index(index)]
+            chunk["prompt_token_ids"] = job.prompt_of(index)
     return chunk

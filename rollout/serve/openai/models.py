@@ -7,13 +7,13 @@ from typing import Any
 from aiohttp import web
 
 from rollout.serve.errors import ApiError, json_response
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 
 
 def model_routes() -> list[Route]:
     return [
-        Route(method="GET", path="/v1/models", handler=_list_models, summary="The models"),
-        Route(method="GET", path="/v1/models/{name:.+}", handler=_get_model, summary="One model"),
+        get_route("/v1/models", _list_models, "The models"),
+        get_route("/v1/models/{name:.+}", _get_model, "One model"),
     ]
 
 

@@ -8,7 +8,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
 
 from aiohttp import web
 
@@ -19,11 +20,14 @@ from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError, ErrorForm, api_error_of, openai_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
+from rollout.serve.openai.token_data import of_prompt, prompt_logprobs
+from rollout.serve.sampling import salt_of, sampling_params_of
 from rollout.serve.schemas import ReplyFields, SamplingFields, StreamOptions
 from rollout.serve.state import STATE, ServerState
 from rollout.text import Tokenizer
 
 Request = DynamicInferenceRequest
+Body = TypeVar("Body", bound=ReplyFields)
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +96,7 @@ def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any
     }
 
 
-def requested_origins(
+def _requested_origins(
     state: ServerState, body: ReplyFields, request: Request, num_tokens: int | None = None
 ) -> dict[str, Any]:
     """Return what a client asked to know of the weights and the KV behind the first `num_tokens`
@@ -147,19 +151,139 @@ def streamed_text(
     return StreamedText(tokenizer, params, prompt)
 
 
-def shows_special_tokens(fields: SamplingFields) -> bool:
-    return fields.skip_special_tokens is False
-
-
 def priority_of(given: int | None) -> int:
     """Return our priority: as in vLLM, clients give lower numbers to what goes first."""
     return -(given or 0)
 
 
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    """Raise ApiError for options of a stream that is not asked for."""
+def check_stream(
+    stream: bool | None, options: StreamOptions | None, num_prompt_logprobs: int | None
+) -> None:
+    """Raise ApiError for options without a stream, and for log-probs of the prompt with one."""
     if not stream and options not in (None, StreamOptions()):
         raise ApiError(400, "stream_options need stream=true", param="stream_options")
+    if stream and num_prompt_logprobs is not None:
+        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
+
+
+def max_tokens_of(body: SamplingFields, *, least: int = 1, names_echo: bool = False) -> int | None:
+    """Return max_tokens under either name, None if it is absent. Raises ApiError below `least`.
+
+    names_echo: whether the error names `echo`, with which 0 is legal.
+    """
+    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if given is not None and given < least:
+        or_echo = ", or 0 with echo" if names_echo and least else ""
+        raise ApiError(
+            400, f"max_tokens={given} must be at least {least}{or_echo}", param="max_tokens"
+        )
+    return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Generic[Body]):
+    """A checked request of /v1/completions or /v1/chat/completions.
+
+    head: the fields with which each object of the reply begins. tokenizer: decodes the replies;
+    None: the LLM's does.
+    """
+
+    state: ServerState
+    body: Body
+    prompts: list[list[int]]
+    params: SamplingParams
+    generation: Generation
+    head: dict[str, Any]
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def make(
+        cls,
+        state: ServerState,
+        body: Body,
+        prompts: list[list[int]],
+        *,
+        prefix: str,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None,
+        **own: Any,
+    ) -> Self:
+        """Return the job of a body with checked prompts. prefix: start of the reply's id. own:
+        further fields of the class. Raises ApiError and InvalidRequestError.
+        """
+        params = sampling_params_of(
+            body,
+            state,
+            max_tokens=max_tokens,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            with_ranks=body.prompt_logprobs is not None,
+            cache_salt=salt_of(body.cache_salt, body.extra_key),
+        )
+        request_id = body.request_id or body.rid
+        reply_id = new_id(prefix, request_id)
+        generation = Generation(
+            state,
+            prompts,
+            params,
+            n=1 if body.n is None else body.n,
+            name=request_id or reply_id,
+            priority=priority_of(body.priority),
+        )
+        head = {"id": reply_id, "created": now(), "model": body.model or state.served_name}
+        return cls(
+            state=state,
+            body=body,
+            prompts=prompts,
+            params=params,
+            generation=generation,
+            head=head,
+            **own,
+        )
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        return self.body.skip_special_tokens is False
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """Return the prompt of a choice."""
+        return self.prompts[choice // (self.body.n or 1)]
+
+    def text_of(self, request: Request) -> str:
+        """Return the text of a finished request."""
+        return text_of(
+            self.state,
+            request,
+            with_special_tokens=self.shows_special_tokens,
+            tokenizer=self.tokenizer,
+        )
+
+    def streamed_text(self, choice: int) -> StreamedText | None:
+        """Return what turns the tokens of a choice into text as they come."""
+        return streamed_text(
+            self.state,
+            self.params,
+            self.prompt_of(choice),
+            with_special_tokens=self.shows_special_tokens,
+            tokenizer=self.tokenizer,
+        )
+
+    def prompt_scores(self, request: Request) -> list[Any] | None:
+        """Return the log-probs of the request's prompt, None if they were not asked for."""
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return None
+        return prompt_logprobs(of_prompt(request), num_top, self.state.texts.of)
+
+    def ending(self, request: Request, num_tokens: int | None = None) -> dict[str, Any]:
+        """Return why a choice ended, and what its client asked to know of its first `num_tokens`
+        tokens, None for all."""
+        return {
+            "finish_reason": request.finish_reason,
+            "stop_reason": request.stop_reason,
+            **_requested_origins(self.state, self.body, request, num_tokens),
+        }
 
 
 async def stream_reply(
@@ -213,8 +337,8 @@ def _add_usage(
 
 
 async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:
-    """Tell a client in mid-stream of an error. Raises `fault` if the stream has not begun, or if
-    its client has gone.
+    """Send an error as an event. Raises `fault` if the stream has not begun, or if the client has
+    disconnected.
     """
     if not events.has_begun or isinstance(fault, ConnectionError):
         raise fault

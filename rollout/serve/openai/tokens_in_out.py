@@ -13,7 +13,8 @@ from rollout.serve.fields import Fields
 from rollout.serve.generation import Generation
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import (
-    check_stream_options,
+    check_stream,
+    max_tokens_of,
     new_id,
     now,
     priority_of,
@@ -108,17 +109,13 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 def _generation_of(state: ServerState, body: GenerateBody, name: str) -> Generation:
     """Check a request. Raises ApiError and InvalidRequestError."""
     check_model(state, body.model)
-    check_stream_options(body.stream, body.stream_options)
+    fields = body.sampling_params
+    check_stream(body.stream, body.stream_options, fields.prompt_logprobs)
     if not body.token_ids:
         raise ApiError(400, "token_ids is empty; give at least one", param="token_ids")
-    fields = body.sampling_params
-    max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
-    if max_tokens is not None and max_tokens < 1:
-        raise ApiError(400, f"max_tokens={max_tokens} must be at least 1", param="max_tokens")
+    max_tokens = max_tokens_of(fields)
     if max_tokens is None:
         max_tokens = default_max_tokens(state, len(body.token_ids))
-    if body.stream and fields.prompt_logprobs is not None:
-        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
     check_length(state, len(body.token_ids), max_tokens)
     params = sampling_params_of(
         fields,

@@ -1,4 +1,4 @@
-"""FleetFeed: asks the engines for their counters once a second, while somebody watches."""
+"""FleetFeed: snapshots of the engines' counters, once a second while a page is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL_S = 1.0
 
 
 class FleetFeed:
-    """One question for all watchers. A watcher that is slow misses snapshots; none wait for it."""
+    """Asks the engines once for all open pages. A slow page misses snapshots."""
 
     def __init__(self, llm: ServedLLM) -> None:
         self._llm = llm
@@ -44,7 +44,7 @@ class FleetFeed:
                 self._asking = None
 
     def close(self) -> None:
-        """End all watchers."""
+        """End all iterations of `snapshots`."""
         self._is_closed = True
         self._has_news.set()
 
@@ -52,7 +52,7 @@ class FleetFeed:
         view = FleetView()
         while not self._is_closed:
             try:
-                self._latest = view.snapshot(await self._llm.client.engine_stats())
+                self._latest = view.snapshot(await self._llm.fleet_stats())
             except RolloutError as error:  # a fleet that ends, or is busy
                 _logger.debug("no counters: %s", error)
             else:

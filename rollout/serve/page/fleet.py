@@ -1,11 +1,13 @@
-"""FleetView: what each engine of a fleet does now, and how many tokens per second."""
+"""FleetView: state, counts and rates of each engine of a fleet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from rollout.control.reports import EngineStats
+from rollout.coordinator.client.fleet_stats import FleetStats
 
 _COUNTS = (
     *("num_waiting", "num_running", "num_paused"),
@@ -40,37 +42,38 @@ class FleetSnapshot:
 
 
 class FleetView:
-    """Makes snapshots of what a coordinator answers; keeps the latest counters, for rates."""
+    """Makes snapshots of a fleet's counters; keeps the latest ones, for rates."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._before: dict[int, tuple[float, EngineStats]] = {}
 
-    def snapshot(self, results: Mapping[str, Any], now: float | None = None) -> FleetSnapshot:
-        """`results`: of the stats command. now: monotonic seconds, for rates."""
+    def snapshot(self, fleet: FleetStats, now: float | None = None) -> FleetSnapshot:
+        """Return a snapshot. now: monotonic seconds, for rates."""
         now = time.monotonic() if now is None else now
-        reports = {str(rank): report for rank, report in results["ranks"].items() if report}
-        engines = [self._engine(rank, reports[rank], now) for rank in sorted(reports, key=int)]
-        self._before = {rank: (now, report) for rank, report in reports.items()}
+        engines = [self._engine(rank, stats, now) for rank, stats in fleet.engines.items()]
+        self._before = {rank: (now, stats) for rank, stats in fleet.engines.items()}
         return FleetSnapshot(
             time=time.time(),
-            state=results["state"],
-            weights_version=results["weights_version"],
+            state=fleet.state,
+            weights_version=fleet.together.weights_version,
             engines=engines,
-            refused=dict(results.get("refused", {})),
+            refused=dict(fleet.refused),
         )
 
-    def _engine(self, rank: str, report: Mapping[str, Any], now: float) -> dict[str, Any]:
-        then, before = self._before.get(rank, (now, report))
+    def _engine(self, rank: int, stats: EngineStats, now: float) -> dict[str, Any]:
+        then, before = self._before.get(rank, (now, stats))
         seconds = now - then
         rates = {
             # An engine that was started again counts from 0.
-            name: max(0, report[count] - before[count]) / seconds if seconds > 0 else 0.0
+            name: max(0, getattr(stats, count) - getattr(before, count)) / seconds
+            if seconds > 0
+            else 0.0
             for name, count in _RATES.items()
         }
         return {
-            "rank": int(rank),
-            "state": report["state"],
-            "weights_version": report["weights_version"],
-            **{name: report[name] for name in _COUNTS},
+            "rank": rank,
+            "state": stats.state.name,
+            "weights_version": stats.weights_version,
+            **{name: getattr(stats, name) for name in _COUNTS},
             **rates,
         }

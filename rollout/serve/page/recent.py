@@ -1,4 +1,4 @@
-"""RecentSamples: the latest finished samples, and what a page shows of one."""
+"""RecentSamples: the latest finished samples, and their form on the page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sample:
 
 
 class RecentSamples:
-    """A ring: the oldest samples leave when there are too many, or too many tokens."""
+    """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens; drops the oldest first."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -39,7 +39,7 @@ class RecentSamples:
         self.num_added = 0
 
     def add_ended(self, futures: Iterable[RequestFuture]) -> None:
-        """Keep the records of those that have one. Nothing is read of them now."""
+        """Keep finished records; they are decoded only when a page asks."""
         for future in futures:
             if not future.done() or future.cancelled() or future.exception() is not None:
                 continue
@@ -65,8 +65,8 @@ class RecentSamples:
 
 
 def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return what a page shows: the first tokens with their log-probs and versions, and counts of
-    tokens by staleness over all of them.
+    """Return a sample for the page: its first tokens with log-probs and versions, and counts of all
+    tokens by staleness.
 
     Staleness is relative to the version at which the sample ended. log_probs is None unless the
     request asked for them.

@@ -30,7 +30,7 @@ _POLICY = (
 
 
 def page_routes() -> list[Route]:
-    """The files hold no data and need no key; what they show does."""
+    """Return the routes. The files hold no data and need no key; /events does."""
     static = [
         Route(method="GET", path=path, handler=_file(*found), access=Access.OPEN)
         for path, found in _FILES.items()
@@ -56,9 +56,9 @@ def _file(name: str, content_type: str) -> Handler:
 
 
 async def _events(request: web.Request, body: Any) -> web.StreamResponse:
-    """Send `fleet` events once a second, and `samples` events with those that have ended since.
+    """Send `fleet` events once a second, and `samples` events with newly finished samples.
 
-    samples: how many of the latest ones are sent, at first and with each snapshot; 0 for none.
+    The query's `samples` is the most samples to send, at first and with each snapshot; 0 for none.
     """
     state = request.app[STATE]
     limit = _num_samples(request.query.get("samples", str(_DEFAULT_NUM_SAMPLES)))

@@ -1,8 +1,9 @@
-"""SGLang's control verbs: aborts, pauses, memory, weight updates, and what it says of itself."""
+"""SGLang's control routes: aborts, pauses, memory, weight updates and information."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,9 +16,8 @@ from rollout.serve.control.process_group import Packing, one_chunk, single_chunk
 from rollout.serve.control.server_info import model_info, server_info
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response, sglang_admin_form
-from rollout.serve.fields import Fields, NoFields, neutral, refused
-from rollout.serve.limits import Access
-from rollout.serve.state import STATE, Route
+from rollout.serve.fields import Fields, neutral, refused
+from rollout.serve.state import STATE, Route, admin_route, get_route
 
 _MODES = {
     "abort": PauseMode.ABORT,
@@ -52,7 +52,7 @@ class PauseBody(Fields, kw_only=True):
 
 
 class MemoryBody(Fields, kw_only=True):
-    """tags: whose memory; null is all."""
+    """tags: resources; null is all."""
 
     tags: list[str] | None = None
 
@@ -131,120 +131,69 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return the routes of the door, without /generate."""
-    post = partial(
-        Route,
-        method="POST",
-        access=Access.ADMIN,
-        errors=sglang_admin_form,
-        body=NoFields,
-        query=NoFields,
-    )
-    get = partial(Route, method="GET", errors=sglang_admin_form)
+    """Return the routes of the protocol, without /generate."""
+    admin = partial(admin_route, errors=sglang_admin_form)
+    get = partial(get_route, errors=sglang_admin_form)
+    flush = admin("/flush_cache", _flush, "Forget cached prefixes", query=FlushQuery)
     return [
-        post(
-            path="/abort_request",
-            handler=_abort,
+        admin(
+            "/abort_request",
+            _abort,
+            "Answer requests with the tokens that they have",
             body=AbortBody,
-            summary="Answer requests with the tokens that they have",
         ),
-        post(
-            path="/pause_generation",
-            handler=_pause,
-            body=PauseBody,
-            summary="Stop the engines at their next step",
-        ),
-        post(
-            path="/continue_generation",
-            handler=_continue,
+        admin("/pause_generation", _pause, "Stop the engines at their next step", body=PauseBody),
+        admin(
+            "/continue_generation",
+            _continue,
+            "End a pause; let the engines take the tensors that came in it",
             body=ContinueBody,
-            summary="End a pause; let the engines take the tensors that came in it",
         ),
-        get(
-            path="/flush_cache",
-            handler=_flush,
-            access=Access.ADMIN,
-            query=FlushQuery,
-            summary="Forget the cache",
-        ),
-        post(
-            path="/flush_cache", handler=_flush, query=FlushQuery, summary="Forget cached prefixes"
-        ),
-        post(
-            path="/release_memory_occupation",
-            handler=_release,
-            body=MemoryBody,
-            summary="Release memory",
-        ),
-        post(
-            path="/resume_memory_occupation",
-            handler=_restore,
-            body=MemoryBody,
-            summary="Restore released memory",
-        ),
-        *_update_routes(post),
-        *_info_routes(get),
-    ]
-
-
-def _info_routes(get: partial[Route]) -> list[Route]:
-    return [
-        get(
-            path="/v1/loads",
-            handler=_loads,
-            query=LoadsQuery,
-            summary="Requests that run and wait",
-        ),
-        get(path="/get_server_info", handler=server_info, summary="Server config"),
-        get(path="/model_info", handler=model_info, summary="The model"),
-        get(path="/get_model_info", handler=model_info, summary="The model"),
-        get(path="/get_weight_version", handler=_weight_version, summary="Label of the weights"),
-        get(path="/workers", handler=_workers, summary="This server, as a router lists it"),
-    ]
-
-
-def _update_routes(post: partial[Route]) -> list[Route]:
-    return [
-        post(
-            path="/update_weights_from_disk",
-            handler=_update_from_disk,
+        replace(flush, method="GET"),
+        flush,
+        admin("/release_memory_occupation", _release, "Release memory", body=MemoryBody),
+        admin("/resume_memory_occupation", _restore, "Restore released memory", body=MemoryBody),
+        get("/v1/loads", _loads, "Requests that run and wait", query=LoadsQuery),
+        get("/get_server_info", server_info, "Server config"),
+        get("/model_info", model_info, "The model"),
+        get("/get_model_info", model_info, "The model"),
+        get("/get_weight_version", _weight_version, "Label of the weights"),
+        get("/workers", _workers, "This server, as a router lists it"),
+        admin(
+            "/update_weights_from_disk",
+            _update_from_disk,
+            "Load the weights of a directory",
             body=DiskBody,
-            summary="Load the weights of a directory",
         ),
-        post(
-            path="/init_weights_update_group",
-            handler=_init_group,
+        admin(
+            "/init_weights_update_group",
+            _init_group,
+            "Join the trainer's group",
             body=GroupBody,
             ends_with_client=True,
-            summary="Join the trainer's group",
         ),
-        post(
-            path="/destroy_weights_update_group",
-            handler=_destroy_group,
+        admin(
+            "/destroy_weights_update_group",
+            _destroy_group,
+            "Leave the trainer's group",
             body=GroupNameBody,
-            summary="Leave the trainer's group",
         ),
-        post(
-            path="/update_weights_from_distributed",
-            handler=_update_from_distributed,
+        admin(
+            "/update_weights_from_distributed",
+            _update_from_distributed,
+            "Receive tensors that are broadcast",
             body=DistributedBody,
             ends_with_client=True,
-            summary="Receive tensors that are broadcast",
         ),
-        post(
-            path="/begin_weight_update", handler=_begin, body=BeginBody, summary="Begin an update"
+        admin("/begin_weight_update", _begin, "Begin an update", body=BeginBody),
+        admin(
+            "/end_weight_update", _end, "Let the engines take the tensors that came", body=EndBody
         ),
-        post(
-            path="/end_weight_update",
-            handler=_end,
-            body=EndBody,
-            summary="Let the engines take the tensors that came",
-        ),
-        post(
-            path="/update_weight_version",
-            handler=_update_weight_version,
+        admin(
+            "/update_weight_version",
+            _update_weight_version,
+            "Begin a version without new weights",
             body=VersionBody,
-            summary="Begin a version without new weights",
         ),
     ]
 
@@ -271,8 +220,8 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
-    """Tensors that came in the pause are one update. If the engines refuse it, the pause goes
-    on."""
+    """Commit the tensors that came in the pause as one update. If the engines refuse it, the pause
+    goes on."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
@@ -287,17 +236,17 @@ async def _flush(request: web.Request, body: Any) -> web.Response:
 
 
 async def _release(request: web.Request, body: MemoryBody) -> web.Response:
-    await request.app[CONTROL].pausing.release(_owners(body.tags))
+    await request.app[CONTROL].pausing.release(_resources(body.tags))
     return json_response(None)
 
 
 async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
-    await request.app[CONTROL].pausing.restore(_owners(body.tags))
+    await request.app[CONTROL].pausing.restore(_resources(body.tags))
     return json_response(None)
 
 
-def _owners(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return whose memory is meant. Captured graphs have none of their own here."""
+def _resources(tags: Sequence[str] | None) -> Sequence[str]:
+    """Return the resources that tags name. Captured graphs have no memory of their own here."""
     return [tag for tag in tags if tag != "cuda_graph"] if tags else OWNERS
 
 
@@ -334,7 +283,9 @@ async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Respo
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """A pause begins an update by itself: its clients say no more than when they go on."""
+    """Receive tensors. In a pause the first call begins an update, since its clients announce only
+    the end of the pause.
+    """
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:
         control.transfer.leave(body.group_name)  # nobody knows what will be broadcast
@@ -355,7 +306,7 @@ async def _update_from_distributed(request: web.Request, body: DistributedBody) 
         packing=_PACKINGS[body.load_format],
         label=body.weight_version,
     )
-    return _success("the tensors have come")
+    return _success("the tensors were received")
 
 
 async def _begin(request: web.Request, body: Any) -> web.Response:
@@ -375,14 +326,14 @@ async def _update_weight_version(request: web.Request, body: VersionBody) -> web
     return _success("a version has begun", new_version=body.new_version)
 
 
-# ---- what the server says of itself
+# ---- information
 
 
 async def _loads(request: web.Request, body: Any) -> web.Response:
     state = request.app[STATE]
     stats = await state.llm.stats()
     num_running = stats.num_running + stats.num_paused
-    num_waiting = max(0, state.live.num_samples - num_running) + state.turnstile.num_waiting
+    num_waiting = max(0, state.live.num_samples - num_running) + state.limiter.num_waiting
     load = {"dp_rank": 0, "num_running_reqs": num_running, "num_waiting_reqs": num_waiting}
     return json_response({"loads": [load]})
 

@@ -1,4 +1,4 @@
-"""vLLM's control verbs: pause, sleep, weight updates; and prime-rl's updates from directories."""
+"""vLLM's control routes: pause, sleep, weight updates; and prime-rl's updates from directories."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
 from rollout.serve.control.state import CONTROL, port_of, require_backend
 from rollout.serve.errors import ApiError, json_response
-from rollout.serve.fields import Fields, NoFields, neutral, refused
-from rollout.serve.limits import Access
-from rollout.serve.state import STATE, Route
+from rollout.serve.fields import Fields, neutral, refused
+from rollout.serve.state import STATE, Route, admin_route, get_route
 
 # vLLM has one group, without a name; ours is found in the trainer's store under this one.
 GROUP = "weight_transfer"
@@ -93,7 +92,7 @@ class VersionBody(Fields, kw_only=True):
 
 
 class CheckerBody(Fields, kw_only=True):
-    """action: checksum, or compare with `baseline`, an earlier answer's checksums."""
+    """action: "checksum", or "compare" with `baseline`, the checksums of an earlier answer."""
 
     action: str = "checksum"
     baseline: dict[str, str] | None = None
@@ -133,100 +132,64 @@ class WorldSizeQuery(Fields, kw_only=True):
     include_dp: Annotated[Any, neutral("a server is one rank of a trainer's group")] = None
 
 
-_post = partial(Route, method="POST", access=Access.ADMIN, body=NoFields, query=NoFields)
-_get = partial(Route, method="GET")
-
-
 def vllm_routes() -> list[Route]:
-    """Return the routes of the door."""
-    return [*_pause_routes(), *_weight_routes()]
-
-
-def _pause_routes() -> list[Route]:
+    """Return the routes of the protocol."""
     return [
-        _post(
-            path="/pause",
-            handler=_pause,
-            query=PauseQuery,
-            summary="Stop the engines at their next step",
-        ),
-        _post(path="/resume", handler=_resume, summary="End a pause"),
-        _get(path="/is_paused", handler=_is_paused, summary="Whether a pause is in force"),
-        _post(
-            path="/abort_requests",
-            handler=_abort,
+        admin_route("/pause", _pause, "Stop the engines at their next step", query=PauseQuery),
+        admin_route("/resume", _resume, "End a pause"),
+        get_route("/is_paused", _is_paused, "Whether a pause is in force"),
+        admin_route(
+            "/abort_requests",
+            _abort,
+            "Answer requests with the tokens that they have",
             body=AbortBody,
-            summary="Answer requests with the tokens that they have",
         ),
-        _post(path="/sleep", handler=_sleep, query=SleepQuery, summary="Pause, release memory"),
-        _post(
-            path="/wake_up",
-            handler=_wake_up,
-            query=WakeQuery,
-            summary="Restore memory and end the pause",
+        admin_route("/sleep", _sleep, "Pause, release memory", query=SleepQuery),
+        admin_route("/wake_up", _wake_up, "Restore memory and end the pause", query=WakeQuery),
+        get_route("/is_sleeping", _is_sleeping, "Whether the server sleeps"),
+        admin_route(
+            "/release_kv_cache_memory", _release_kv_cache, "Release the memory of the KV cache"
         ),
-        _get(path="/is_sleeping", handler=_is_sleeping, summary="Whether the server sleeps"),
-        _post(
-            path="/release_kv_cache_memory",
-            handler=_release_kv_cache,
-            summary="Release the memory of the KV cache",
-        ),
-        _post(
-            path="/reset_prefix_cache",
-            handler=_reset_prefix_cache,
+        admin_route(
+            "/reset_prefix_cache",
+            _reset_prefix_cache,
+            "Forget cached prefixes",
             body=ResetBody,
             query=ResetQuery,
-            summary="Forget cached prefixes",
         ),
-    ]
-
-
-def _weight_routes() -> list[Route]:
-    return [
-        _get(
-            path="/get_world_size",
-            handler=_world_size,
-            query=WorldSizeQuery,
-            summary="Ranks in a trainer's group",
+        get_route(
+            "/get_world_size", _world_size, "Ranks in a trainer's group", query=WorldSizeQuery
         ),
-        _get(path="/weight_info", handler=_weight_info, summary="Label of the weights"),
-        _post(
-            path="/update_weight_version",
-            handler=_update_weight_version,
+        get_route("/weight_info", _weight_info, "Label of the weights"),
+        admin_route(
+            "/update_weight_version",
+            _update_weight_version,
+            "Begin a version without new weights",
             body=VersionBody,
-            summary="Begin a version without new weights",
         ),
-        _post(
-            path="/weight_checker",
-            handler=_weight_checker,
-            body=CheckerBody,
-            summary="Checksum of each weight",
+        admin_route(
+            "/weight_checker", _weight_checker, "Checksum of each weight", body=CheckerBody
         ),
-        _post(
-            path="/init_weight_transfer_engine",
-            handler=_init_transfer,
+        admin_route(
+            "/init_weight_transfer_engine",
+            _init_transfer,
+            "Join the trainer's group",
             body=InitBody,
             ends_with_client=True,
-            summary="Join the trainer's group",
         ),
-        _post(
-            path="/start_weight_update",
-            handler=_start,
-            body=StartBody,
-            summary="Begin an update",
-        ),
-        _post(
-            path="/update_weights",
-            handler=_update,
+        admin_route("/start_weight_update", _start, "Begin an update", body=StartBody),
+        admin_route(
+            "/update_weights",
+            _update,
+            "Receive tensors that are broadcast, or load a directory",
             body=UpdateBody,
             ends_with_client=True,
-            summary="Receive tensors that are broadcast, or load a directory",
         ),
-        _post(
-            path="/finish_weight_update",
-            handler=_finish,
+        admin_route(
+            "/finish_weight_update",
+            _finish,
+            "Let the engines take the tensors that came",
             body=FinishBody,
-            summary="Let the engines take the tensors that came",
         ),
     ]
 
@@ -319,7 +282,7 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
         )
     if body.action == "compare" and body.baseline is None:
         raise ApiError(400, "action='compare' needs baseline: checksums", param="baseline")
-    checksums = await weight_checksums(request.app[STATE].llm.client)
+    checksums = await weight_checksums(request.app[STATE].llm)
     if body.baseline is None or body.action == "checksum":
         return json_response({"checksums": checksums})
     names = checksums.keys() | body.baseline.keys()
@@ -369,7 +332,7 @@ async def _update(request: web.Request, body: UpdateBody) -> web.Response:
         if info.packed is not None:
             packing = _packing(info.packed, info.packed_buffer_size_bytes)
         await transfer.receive(GROUP, info.names, info.dtype_names, info.shapes, packing=packing)
-        return json_response({"message": "the tensors have come"})
+        return json_response({"message": "the tensors were received"})
     if body.weight_dir is None:
         raise ApiError(400, "there is neither update_info nor weight_dir to update from")
     await transfer.load(body.weight_dir, None)

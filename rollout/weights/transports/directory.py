@@ -23,15 +23,13 @@ from pathlib import Path
 from torch import Tensor
 
 from rollout.errors import ConfigError, ModelError, WeightUpdateError
-from rollout.models.checkpoints.mapped_checkpoint import SpareFile, map_tensors
 from rollout.models.checkpoints.reader import INDEX_FILE, read_json
-from rollout.models.checkpoints.writer import CheckpointWriter
+from rollout.models.checkpoints.writer import CheckpointWriter, SpareFile, map_tensors
 from rollout.weights.source import WeightsSource
-from rollout.weights.transports.kept import KeptTransport
+from rollout.weights.transports.base import KeptTransport
 from rollout.weights.transports.reading import TensorReader, terms_of
 from rollout.weights.update import NamedTensors
 
-KIND = "directory"
 _logger = logging.getLogger(__name__)
 
 
@@ -51,7 +49,7 @@ class DirectoryTransport(KeptTransport[_Push]):
     engines of one host. Whoever can write there decides what engines serve.
     """
 
-    kind = KIND
+    kind = "directory"
 
     def __init__(self, root: str | Path, *, reject_non_finite: bool = True) -> None:
         """`root`: made if it is missing. Raises ConfigError if that fails."""
@@ -93,7 +91,7 @@ class DirectoryTransport(KeptTransport[_Push]):
                 "another directory"
             ) from error
         source = WeightsSource(
-            kind=KIND,
+            kind=self.kind,
             address=str(directory),
             manifest=b"",
             checksum="",

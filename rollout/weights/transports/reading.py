@@ -11,7 +11,7 @@ from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.errors import WeightUpdateError
 from rollout.models.weights import is_computed
-from rollout.weights.hashing import FingerprintOf, fingerprint_on
+from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import LoraTerms
 from rollout.weights.update import (

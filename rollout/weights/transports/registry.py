@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from msgspec import structs
+from torch import Tensor
 
 from rollout.addresses import LOOPBACK
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, WeightUpdateError
+from rollout.weights.lora import LoraAdapter
+from rollout.weights.source import WeightsSource
 from rollout.weights.transports.base import WeightTransport
-from rollout.weights.transports.collective import CollectiveTransport
-from rollout.weights.transports.cuda_ipc import CudaIpcTransport
-from rollout.weights.transports.delta import DeltaTransport
-from rollout.weights.transports.directory import DirectoryTransport
-from rollout.weights.transports.shared import SharedTransport
+from rollout.weights.transports.collective import (
+    CollectiveReceiver,
+    CollectiveTransport,
+    CudaIpcTransport,
+)
+from rollout.weights.transports.delta import DeltaTransport, WeightMirror
+from rollout.weights.transports.directory import DirectoryTransport, fetch_directory
+from rollout.weights.transports.shared import SharedTransport, fetch_shared
+from rollout.weights.update import NamedTensors
 
 _DELTA = "delta+"
 _FORMS = ("shared", "directory:PATH", "collective", "collective:HOST", "cuda_ipc")
@@ -55,3 +64,38 @@ def transport_of(
     if changes_only:
         return DeltaTransport(carrier, reject_non_finite=reject_non_finite)
     return carrier
+
+
+class WeightFetcher:
+    """Fetches the tensors of sources for one engine."""
+
+    def __init__(self) -> None:
+        receiver = CollectiveReceiver()
+        self._by_kind: Mapping[str, Callable[[WeightsSource], dict[str, Tensor]]] = {
+            SharedTransport.kind: fetch_shared,
+            DirectoryTransport.kind: fetch_directory,
+            CollectiveTransport.kind: receiver.fetch,
+            CudaIpcTransport.kind: receiver.fetch,
+        }
+        self._mirror = WeightMirror(self._fetch)
+
+    def __call__(self, source: WeightsSource) -> NamedTensors:
+        """The tensors of `source`, which do not change before the next push. An adapter comes as
+        such.
+
+        Raises WeightUpdateError if they are not there any more, or not as the source says.
+        """
+        tensors = self._fetch(source) if source.builds_on is None else self._mirror.fetch(source)
+        if source.lora is None:
+            return tensors
+        return LoraAdapter(tensors=tensors, **structs.asdict(source.lora))
+
+    def _fetch(self, source: WeightsSource) -> dict[str, Tensor]:
+        """The tensors as they travel."""
+        fetch = self._by_kind.get(source.kind)
+        if fetch is None:
+            raise WeightUpdateError(
+                f"weights of kind {source.kind!r} cannot be fetched here; only "
+                f"{', '.join(sorted(self._by_kind))} can"
+            )
+        return fetch(source)

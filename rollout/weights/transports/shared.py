@@ -24,11 +24,10 @@ from rollout.errors import ConfigError, WeightUpdateError
 from rollout.parallel.mapped_file import lock_for_reading, lock_for_writing, unlock
 from rollout.parallel.shared_tensors import Place, SharedTensors, TensorFile
 from rollout.weights.source import TensorEntry, WeightsSource, pack_manifest
-from rollout.weights.transports.kept import KeptTransport
+from rollout.weights.transports.base import KeptTransport
 from rollout.weights.transports.reading import TensorReader, terms_of
 from rollout.weights.update import NamedTensors
 
-KIND = "shared"
 _NAME = "rollout-weights"
 _ADDRESS = re.compile(r"(/proc/[0-9]+/fd/[0-9]+) ([0-9a-f]{32})")
 _ID_BYTES = 32  # at the beginning of a file: of which push its tensors are
@@ -43,7 +42,7 @@ class _Segment:
 class SharedTransport(KeptTransport[_Segment]):
     """A WeightTransport: `publish` makes the copy, which engines map."""
 
-    kind = KIND
+    kind = "shared"
 
     def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
         """`reuses_memory`: between pushes keep the memory of two copies rather than of one."""
@@ -82,7 +81,7 @@ class SharedTransport(KeptTransport[_Segment]):
                 "itself"
             ) from error
         source = WeightsSource(
-            kind=KIND,
+            kind=self.kind,
             address=f"{file.address} {push_id}",
             manifest=pack_manifest({n: _entry(place) for n, place in file.places.items()}),
             checksum="",

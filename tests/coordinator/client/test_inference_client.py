@@ -19,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams, Status
-from rollout.coordinator.client.inference_client import ClientStateError, InferenceClient
+from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.context import CoordinatorLimits
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
@@ -48,6 +47,8 @@ from rollout.coordinator.protocol.packed import pack_record, unpack_params
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     BlockOverflowError,
+    ClientStateError,
+    CoordinatorLostError,
     DetokenizeError,
     EngineStateError,
     InvalidRequestError,

@@ -9,7 +9,6 @@ import pytest
 
 from rollout import SamplingParams
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.net.dealer import CoordinatorLostError
 from rollout.coordinator.protocol.messages import (
     Ack,
     Command,
@@ -18,7 +17,7 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
-from rollout.errors import EngineStateError
+from rollout.errors import CoordinatorLostError, EngineStateError
 from tests.coordinator.scripted_router import BOUND_S, ScriptedRouter
 
 

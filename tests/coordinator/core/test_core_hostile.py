@@ -27,6 +27,7 @@ from tests.coordinator.message_strategies import (
     messages,
 )
 from tests.coordinator.protocol.test_message_fields import EXAMPLES
+from tests.run_kind import scaled
 
 
 def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
@@ -35,7 +36,7 @@ def any_of(types: set[type[Message]]) -> st.SearchStrategy[Message]:
 
 from_clients, from_engines = any_of(FROM_CLIENTS), any_of(FROM_ENGINES)
 quick = settings(
-    max_examples=60,
+    max_examples=scaled(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

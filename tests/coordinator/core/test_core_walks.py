@@ -25,6 +25,7 @@ from rollout.coordinator.routing.policies import LongestPrefixPolicy
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, progress_of, source_of, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet, Peer
+from tests.run_kind import scaled
 
 MAX_PEERS = 4
 COMMANDS = [
@@ -352,7 +353,7 @@ class FleetWalk(RuleBasedStateMachine):
 
 
 FleetWalk.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=scaled(40),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

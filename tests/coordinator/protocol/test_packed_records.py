@@ -19,7 +19,7 @@ from rollout import (
     Status,
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
-from rollout.record_text import add_text
+from rollout.generated_text import add_text
 from rollout.requests import DynamicInferenceEvent, DynamicInferenceEventType
 from rollout.requests.columns import COLUMNS
 from rollout.version_spans import VersionSpans

@@ -29,11 +29,13 @@ def check_sound(run: str, seed: int) -> None:
     assert diagnosis.num_known_tokens == diagnosis.num_tokens
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("mismatch", MISMATCHES)
 def test_a_mismatch_is_named(mismatch: str) -> None:
     check_named(mismatch, seed=1)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("run", SOUND_RUNS)
 def test_a_sound_run_has_no_finding(run: str) -> None:
     check_sound(run, seed=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_hooks.doctor.draws import FALSE_ALARM, unlikely_draws
+from trainer_hooks.doctor.facts import FALSE_ALARM, unlikely_draws
 from trainer_hooks.doctor.reference import Reference
 from trainer_hooks.doctor.tokens import ExaminedTokens
 

@@ -14,7 +14,7 @@ from rollout.errors import ConfigError, EngineStateError, MaxSequenceLengthOverf
 from rollout.requests import DynamicInferenceRequest, Status
 from tests.trainer_hooks.environments.chat_tokenizer import chat_tokenizer
 from tests.trainer_hooks.environments.scripted_llm import PARAMS, ScriptedLLM, call
-from trainer_hooks import PromptItem, ScopedLLM
+from trainer_hooks import PromptItem, RolloutLLM
 from trainer_hooks.environments import EnvironmentFailed, EnvironmentFault
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.environments.chat_endpoint import ChatEndpoint
@@ -33,8 +33,8 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def scoped(llm: Any) -> ScopedLLM:
-    return ScopedLLM(llm, PARAMS, PromptItem("a", {"row": 1}), 0, None)
+def scoped(llm: Any) -> RolloutLLM:
+    return RolloutLLM(llm, PARAMS, PromptItem("a", {"row": 1}), 0, None)
 
 
 def session_of(script: Callable[[str, int], str] | Any) -> ChatSession:
@@ -133,7 +133,7 @@ def test_stop_words_and_stop_token_ids_of_a_body_come_beside_those_of_the_job() 
             return await super().generate(prompts, sampling_params, n)
 
     params = replace(PARAMS, stop_words=["x"], stop_token_ids=[7])
-    llm = ScopedLLM(Seeing(lambda text, seed: "ab"), params, PromptItem("a"), 0, None)
+    llm = RolloutLLM(Seeing(lambda text, seed: "ab"), params, PromptItem("a"), 0, None)
     body = {"messages": [user("a")], "stop": ["b"], "stop_token_ids": [5]}
     run(ChatSession(llm, TOKENIZER).complete(body))
     assert [(each.stop_words, each.stop_token_ids) for each in seen] == [(("x", "b"), (5, 7))]

@@ -13,7 +13,7 @@ from benchmarks.virtual_time import run_virtually
 from rollout.errors import ConfigError
 from tests.trainer_hooks.environments.chat_tokenizer import chat_tokenizer
 from tests.trainer_hooks.environments.scripted_llm import PARAMS, ScriptedLLM, call
-from trainer_hooks import PromptItem, ScopedLLM
+from trainer_hooks import PromptItem, RolloutLLM
 from trainer_hooks.environments import (
     Environment,
     EnvironmentFailed,
@@ -89,8 +89,8 @@ def episodes(llm: ScriptedLLM, num: int = 1, make: Any = Counter, **options: Any
     return asyncio.run(work())
 
 
-def scoped(llm: ScriptedLLM, sample: int = 0) -> ScopedLLM:
-    return ScopedLLM(llm, PARAMS, PromptItem("Count.", {"goal": 3}), sample, None)
+def scoped(llm: ScriptedLLM, sample: int = 0) -> RolloutLLM:
+    return RolloutLLM(llm, PARAMS, PromptItem("Count.", {"goal": 3}), sample, None)
 
 
 ADD_1, ADD_2 = call("add", '{"number": 1}'), call("add", '{"number": 2}')
@@ -409,7 +409,7 @@ def test_numbers_out_of_range_are_refused(make: Callable[[], object], named: str
 
 def test_a_prompt_of_token_ids_is_refused() -> None:
     async def work() -> Rollout:
-        llm = ScopedLLM(ScriptedLLM(by_turn("")), PARAMS, PromptItem([1, 2], {}), 0, None)
+        llm = RolloutLLM(ScriptedLLM(by_turn("")), PARAMS, PromptItem([1, 2], {}), 0, None)
         return await EnvironmentRollouts(Counter, TOKENIZER)(llm, [1, 2])
 
     with pytest.raises(ConfigError, match="as chat messages"):

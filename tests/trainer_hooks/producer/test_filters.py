@@ -12,7 +12,7 @@ import pytest
 from benchmarks.virtual_time import run_virtually
 from rollout.errors import ConfigError
 from tests.trainer_hooks.producer.fake_llm import FakeLLM, levels, random_delays, train
-from trainer_hooks import Curriculum, PromptHistory, PromptLedger, RewardBounds, ScoredGroup
+from trainer_hooks import Curriculum, PromptHistory, PromptLedger, RewardRangeFilter, ScoredGroup
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
 
 PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]
@@ -33,7 +33,7 @@ def producer_of(llm: FakeLLM, **changes: Any) -> AsyncRolloutProducer:
 
 def test_groups_that_are_too_hard_or_too_easy_are_replaced_and_counted_by_reason() -> None:
     async def work() -> None:
-        llm, bounds = FakeLLM(), RewardBounds(low=1.5, high=9.5)
+        llm, bounds = FakeLLM(), RewardRangeFilter(low=1.5, high=9.5)
         async with producer_of(llm, group_filters=[bounds], num_epochs=1) as producer:
             batches = await train(llm, producer)
             assert [levels(batch) for batch in batches] == [[2, 3], [4, 5], [6, 7], [8, 9]]
@@ -83,7 +83,7 @@ def test_a_filter_that_raises_is_raised_at_the_next_batch_and_its_prompts_come_b
 
 def test_a_batch_that_filters_empty_says_by_what() -> None:
     async def work() -> None:
-        options = {"group_filters": [RewardBounds(low=99.0)], "max_refills": 3}
+        options = {"group_filters": [RewardRangeFilter(low=99.0)], "max_refills": 3}
         async with producer_of(FakeLLM(), **options) as producer:
             with pytest.raises(ProducerError, match=r"4 groups were filtered \(4 too_hard\)"):
                 await anext(producer)
@@ -93,7 +93,7 @@ def test_a_batch_that_filters_empty_says_by_what() -> None:
 
 def test_bounds_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"low=0.9 must be below high=0.1"):
-        RewardBounds(low=0.9, high=0.1)
+        RewardRangeFilter(low=0.9, high=0.1)
 
 
 def test_a_curriculum_draws_the_prompts_of_a_run_and_of_its_resumption() -> None:

@@ -16,7 +16,7 @@ from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.producer.fake_llm import FakeLLM
-from trainer_hooks.producer import AsyncRolloutProducer, ScopedLLM, TrainingBatch
+from trainer_hooks.producer import AsyncRolloutProducer, RolloutLLM, TrainingBatch
 from trainer_hooks.rollouts import Rollout
 
 TOKENIZER = SumTokenizer()
@@ -51,7 +51,7 @@ def produce(rollout_fn: Callable[..., Any], num_batches: int = 2) -> list[Traini
     return asyncio.run(work())
 
 
-async def in_tokens(llm: ScopedLLM, prompt: list[int]) -> list[Any]:
+async def in_tokens(llm: RolloutLLM, prompt: list[int]) -> list[Any]:
     context, turns = list(prompt), []
     for _ in range(3):
         turns.append(await llm.generate(context, num_tokens_to_generate=5 + len(turns)))
@@ -59,7 +59,7 @@ async def in_tokens(llm: ScopedLLM, prompt: list[int]) -> list[Any]:
     return turns
 
 
-async def in_text(llm: ScopedLLM, prompt: list[int]) -> list[Any]:
+async def in_text(llm: RolloutLLM, prompt: list[int]) -> list[Any]:
     text, turns = TOKENIZER.decode(prompt), []
     for _ in range(3):
         turns.append(await llm.generate(TOKENIZER.encode(text)))
@@ -112,7 +112,7 @@ def test_the_bound_holds_over_all_turns() -> None:
     rng = random.Random(3)
     llm = FakeLLM(lambda: rng.random() * 4.0)
 
-    async def turns(scoped: ScopedLLM, prompt: list[int]) -> Rollout:
+    async def turns(scoped: RolloutLLM, prompt: list[int]) -> Rollout:
         first = await scoped.generate(prompt)
         await asyncio.sleep(rng.random() * 9.0)  # the tool
         context = [*prompt, *first.generated_tokens, 7]

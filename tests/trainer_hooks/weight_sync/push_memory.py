@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.contracts.weight_fleet import over_the_wire
 from tests.weights.trainer_ranks import gloo_mesh
-from trainer_hooks.weight_sync import take_part, weights_of
+from trainer_hooks.weight_sync import join_push, weights_of
 
 NUM_LAYERS, WIDTH = 4, 2560
 TENSOR_BYTES = 4 * WIDTH * WIDTH  # 25 MiB, and the largest tensor is what a bucket must hold
@@ -38,7 +38,7 @@ def measure(path: Path, rank: int, pipe: Any, make_transport: Callable[[], Any])
             peaks = [_peak_of(lambda: _push(transport, policy, pipe)) for _ in range(3)]
             transport.close()
         else:
-            peaks = [_peak_of(lambda: take_part(policy)) for _ in range(3)]
+            peaks = [_peak_of(lambda: join_push(policy)) for _ in range(3)]
         dist.barrier()
         dist.destroy_process_group()
         pipe.send(("peak", peaks[2]))

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from rollout.weights.transports.collective import CollectiveTransport
 from rollout.weights.transports.directory import DirectoryTransport
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.processes import PROCESSES
 from tests.trainer_hooks.weight_sync.push_memory import NUM_LAYERS, TENSOR_BYTES, WIDTH, measure

@@ -101,6 +101,7 @@ def test_an_adapter_in_shards_is_that_of_the_whole_model(
 # ---- in one process
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_compiled_model_gives_the_names_of_the_plain_one(is_checkpointed: bool) -> None:
     model = model_with_a_buffer()

@@ -27,8 +27,8 @@ from tests.weights.trainer_ranks import gloo_mesh
 from trainer_hooks.weight_sync import (
     WeightSync,
     full_tensors,
+    join_push,
     merged_tensors,
-    take_part,
     weights_of,
 )
 
@@ -140,7 +140,7 @@ def _read_all(path: Path, rank: int, pipe: Any) -> None:
 def _pushes(policy: Any, rank: int) -> list[str]:
     """Rank 0 pushes what its engine refuses unread, then again; rank 1 takes part in both."""
     if rank == 1:
-        return [take_part(policy) or "took part" for _ in range(2)]
+        return [join_push(policy) or "took part" for _ in range(2)]
     llm, found = FakeLLM(EngineState.RUNNING), []
     for _ in range(2):
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout import LLM
 from tests.tiny_models import tiny_engine, tiny_model
 from tests.trainer_hooks.weight_sync.trainers import digests, model_with_a_buffer
-from trainer_hooks import WeightSync, full_tensors, take_part
+from trainer_hooks import WeightSync, full_tensors, join_push
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -93,7 +93,7 @@ def push_partitions(pipe: Any, directory: Path) -> None:
         policy.step()
         state = policy._zero3_consolidated_16bit_state_dict()
         if not is_first:
-            take_part(policy)
+            join_push(policy)
             continue
         fleet = LLM(
             directory, use_coordinator=True, data_parallel_size=2, weight_transport=transport,

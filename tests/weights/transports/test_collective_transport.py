@@ -19,11 +19,10 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, WeightUpdateError
 from rollout.weights.source import WeightsSource
-from rollout.weights.transports import collective, paths
+from rollout.weights.transports import buckets, collective
 from rollout.weights.transports.buckets import PushEnd
-from rollout.weights.transports.collective import CollectiveTransport
-from rollout.weights.transports.fetching import WeightFetcher
-from rollout.weights.transports.receiving import CollectiveReceiver
+from rollout.weights.transports.collective import CollectiveReceiver, CollectiveTransport
+from rollout.weights.transports.registry import WeightFetcher
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0
@@ -108,16 +107,16 @@ def test_a_torn_bucket_is_named_by_all_and_the_group_goes_on(
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
     pushed(transport, receivers, weights())
-    group, broadcast = group_of(transport), paths.Broadcasts._broadcast
+    group, broadcast = group_of(transport), buckets.Broadcasts._broadcast
 
-    def tearing(self: paths.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
+    def tearing(self: buckets.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
         if self is transport._path:
             bytes_N = bytes_N.clone()
             bytes_N[3] ^= 1
         broadcast(self, bytes_N, timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(paths.Broadcasts, "_broadcast", tearing)
+        patch.setattr(buckets.Broadcasts, "_broadcast", tearing)
         _, fetches = begun(transport, receivers, weights(2.0))
         for fault in faults(fetches):
             assert "bucket 1, of 'a' to 'a', came with other bytes" in fault
@@ -146,9 +145,13 @@ def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works
     transport = CollectiveTransport(bucket_bytes=1 << 20, stall_timeout_s=3.0)
     receivers = [CollectiveReceiver() for _ in range(2)]
     pushed(transport, receivers, weights())
-    slow, may_go_on, broadcast = receivers[0]._path, threading.Event(), paths.Broadcasts._broadcast
+    slow, may_go_on, broadcast = (
+        receivers[0]._path,
+        threading.Event(),
+        buckets.Broadcasts._broadcast,
+    )
 
-    def slowly(self: paths.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
+    def slowly(self: buckets.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
         assert timeout_s == 3.0, "members have the sender's limit"
         if self is slow:
             may_go_on.wait(WAIT_S)
@@ -156,7 +159,7 @@ def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works
 
     large = {"w": torch.ones(1 << 22)}  # more than the system holds for a member
     with monkeypatch.context() as patch:
-        patch.setattr(paths.Broadcasts, "_broadcast", slowly)
+        patch.setattr(buckets.Broadcasts, "_broadcast", slowly)
         sending, fetches = begun(transport, receivers, large)
         with pytest.raises(WeightUpdateError, match=r"sending bucket \d failed"):
             sending.result(WAIT_S)
@@ -213,16 +216,16 @@ def test_a_member_that_comes_back_to_a_push_that_is_over_gives_it_up_and_takes_t
     transport = CollectiveTransport(bucket_bytes=4096)  # which holds all of a push
     receivers = [CollectiveReceiver() for _ in range(2)]
     pushed(transport, receivers, weights(1.0))
-    is_held, is_back, taken = threading.Event(), threading.Event(), paths.Broadcasts.taken
+    is_held, is_back, taken = threading.Event(), threading.Event(), buckets.Broadcasts.taken
     own_path = receivers[1]._path
 
-    def held_taken(path: paths.Broadcasts, key: str) -> None:
+    def held_taken(path: buckets.Broadcasts, key: str) -> None:
         if path is own_path:
             is_held.set()
             assert is_back.wait(WAIT_S)
         taken(path, key)
 
-    monkeypatch.setattr(paths.Broadcasts, "taken", held_taken)
+    monkeypatch.setattr(buckets.Broadcasts, "taken", held_taken)
     sending, fetches = begun(transport, receivers, weights(2.0))
     fetches[0].result(WAIT_S)
     sending.result(WAIT_S)

@@ -18,16 +18,15 @@ from rollout.backends.memory.shared_buffer import (
     open_shared_buffer,
 )
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.weights.transports import paths
-from rollout.weights.transports.cuda_ipc import CudaIpcTransport
-from rollout.weights.transports.receiving import CollectiveReceiver
+from rollout.weights.transports import buckets
+from rollout.weights.transports.collective import CollectiveReceiver, CudaIpcTransport
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0
 READER = """
 import sys, torch
 from rollout.weights.source import WeightsSource
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 fetcher = WeightFetcher()
 print("ready", flush=True)
 for line in sys.stdin:
@@ -85,7 +84,7 @@ def test_an_engine_that_does_not_read_a_bucket_ends_the_push_and_the_next_one_wo
         ordered = structs.replace(source, num_members=1)
         with ThreadPoolExecutor(2) as threads, pytest.MonkeyPatch.context() as patch:
             if is_slow:
-                patch.setattr("rollout.weights.transports.paths.SharedBucket.taken", _forget)
+                patch.setattr("rollout.weights.transports.buckets.SharedBucket.taken", _forget)
             sending = threads.submit(transport.send, source)
             fetch = threads.submit(receiver.fetch, ordered)
             if is_slow:
@@ -152,8 +151,8 @@ def test_a_member_waits_for_its_copies_of_a_bucket_and_not_for_the_whole_device(
     def synchronize(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(paths, "open_shared_buffer", lambda *_: place)
+    monkeypatch.setattr(buckets, "open_shared_buffer", lambda *_: place)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: recorded)
-    paths.SharedBucket.opened(recorded, "cuda", "address", 8).taken("3-0")
+    buckets.SharedBucket.opened(recorded, "cuda", "address", 8).taken("3-0")
     assert recorded.calls == ["synchronize", "add 3-0/taken"]

@@ -18,7 +18,7 @@ from rollout.models.checkpoints.reader import Checkpoint
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.delta import DeltaTransport
 from rollout.weights.transports.directory import DirectoryTransport
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.update import by_name
 from tests.tiny_models import IS_LONG
 

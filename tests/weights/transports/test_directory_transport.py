@@ -14,12 +14,11 @@ from msgspec import structs
 from safetensors import safe_open
 
 from rollout.errors import ModelError, WeightUpdateError
-from rollout.models.checkpoints.mapped_checkpoint import map_tensors
 from rollout.models.checkpoints.reader import INDEX_FILE, Checkpoint
-from rollout.models.checkpoints.writer import CheckpointWriter
+from rollout.models.checkpoints.writer import CheckpointWriter, map_tensors
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.directory import DirectoryTransport
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.update import by_name
 
 

@@ -22,7 +22,7 @@ from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.errors import WeightUpdateError
 from rollout.weights.source import TensorEntry, WeightsSource, pack_manifest
-from rollout.weights.transports.fetching import WeightFetcher
+from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.lora_adapters import random_adapter
 from tests.processes import PROCESSES

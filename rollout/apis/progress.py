@@ -1,0 +1,19 @@
+"""The progress bar of LLM.generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rollout.telemetry import ObserverGuard
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a live bar over finished requests. Yields advance(count)."""
+    columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task, guard = bar.add_task("rollouts", total=total), ObserverGuard("the progress bar")
+        yield lambda count: guard.call(bar.advance, task, count)

@@ -1,0 +1,46 @@
+"""Commands that installed packages add to `rollout` by the entry points rollout.commands."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from rollout.cli import main as command_line
+
+GIVEN: list[list[str]] = []
+
+
+def run(words: list[str]) -> int:
+    GIVEN.append(words)
+    return 3
+
+
+@pytest.fixture
+def has_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("shine", f"{__name__}:run", command_line.ENTRY_POINTS)
+    monkeypatch.setattr(
+        command_line, "entry_points", lambda group: [entry] * (group == "rollout.commands")
+    )
+
+
+@pytest.mark.usefixtures("has_command")
+def test_rollout_runs_the_command_of_an_entry_point_with_the_words_after_it() -> None:
+    assert command_line.main(["shine", "--config-name", "demo", "seed=3"]) == 3
+    assert GIVEN.pop() == ["--config-name", "demo", "seed=3"]
+
+
+@pytest.mark.usefixtures("has_command")
+def test_rollout_help_lists_the_command_of_an_entry_point(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command_line.main(["--help"]) == 0
+    assert f"  shine        a command of {__name__}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.usefixtures("has_command")
+def test_a_misspelled_command_of_an_entry_point_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command_line.main(["shin"]) == 2
+    assert "did you mean shine?" in capsys.readouterr().err

@@ -1,0 +1,29 @@
+"""Names of trainer_hooks, and the deprecated ones of the version before."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+import trainer_hooks
+
+
+def test_all_lists_what_trainer_hooks_has_and_no_deprecated_name() -> None:
+    names = trainer_hooks.__all__
+    assert len(names) == len(set(names))
+    assert [name for name in names if name not in vars(trainer_hooks)] == []
+    assert not set(names) & set(trainer_hooks._RENAMED)
+
+
+@pytest.mark.parametrize("name", trainer_hooks._RENAMED)
+def test_a_deprecated_name_is_the_new_object_and_warns(name: str) -> None:
+    module, new_name = trainer_hooks._RENAMED[name]
+    with pytest.warns(DeprecationWarning, match=f"{name} is now {module}.{new_name}; the old name"):
+        found = getattr(trainer_hooks, name)
+    assert found is getattr(import_module(module), new_name)
+
+
+def test_a_name_that_never_was_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        trainer_hooks.nonsense  # noqa: B018

@@ -1,0 +1,87 @@
+"""The GRPO job as a process of its own, which makes no training step before the test allows it.
+
+Run as a program it is `rollout train --config-name demo`, with a pace: it reads from its standard
+input up to which step it may go.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.trainer_hooks.train.grpo_settings import TINY
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 300.0  # only for what hangs
+
+
+class PacedJob:
+    """The job with the settings TINY and `arguments`, in a directory of its own."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        overrides = [f"{name}={value}" for name, value in TINY.items()]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *overrides, *arguments],
+            cwd=directory,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            # Packages of others that are compiled for the first time warn of what they are.
+            | {"PYTHONWARNINGS": "ignore::SyntaxWarning"},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def allow(self, last_step: int) -> None:
+        """Let it train up to and with this step; it waits before the next one."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{last_step}\n")
+        self._process.stdin.flush()
+
+    def wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Until the job, which must live on, has done something that is allowed."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_there():
+            assert self._process.poll() is None, self._process.communicate()[1]
+            assert time.monotonic() < deadline, "the job makes no progress"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def finish(self) -> str:
+        """Let it go to its end, which must be a good one. Returns what it complained of."""
+        _, errors = self._process.communicate(timeout=TIMEOUT_S)
+        assert self._process.returncode == 0, errors
+        return errors
+
+
+def main() -> None:
+    """Run the job, whose learner waits. Without a further line it may go on for ever."""
+    from trainer_hooks.train.learner import Learner
+    from trainer_hooks.train.main import run
+
+    update, allowed = Learner.update, 0.0
+
+    def update_in_turn(self: Learner, batch: Any, step: int) -> dict[str, float]:
+        nonlocal allowed
+        while step > allowed:
+            allowed = float(sys.stdin.readline() or "inf")
+        return update(self, batch, step)
+
+    Learner.update = update_in_turn
+    run(["--config-name", "demo", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Every config group maps onto its dataclass, and jobs compose from any directory."""
+
+import inspect
+import re
+from dataclasses import is_dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from rollout.config import KVCacheManagementMode
+from rollout.errors import ConfigError
+from rollout.keyword_hints import field_types
+from tests.processes import run_program
+from trainer_hooks.producer import AsyncRolloutProducer
+from trainer_hooks.train import (
+    ProducerSettings,
+    WeightSyncSettings,
+    checked_overrides,
+    load_dataclass,
+    wandb_names,
+)
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+
+OPTIONS = sorted(
+    (path.parent.name, path.stem) for path in CONFIG_DIRECTORY.resolve().glob("*/*.yaml")
+)
+
+
+def composed(*overrides: str, config_name: str = "demo") -> Any:
+    with initialize_config_dir(str(CONFIG_DIRECTORY.resolve()), version_base="1.3"):
+        return compose(config_name, overrides=list(overrides))
+
+
+JOB_GROUPS = {name: kind for name, kind in field_types(JobSettings).items() if is_dataclass(kind)}
+ASYNC_GROUPS = {
+    "producer": ProducerSettings,
+    "weight_sync": WeightSyncSettings,
+}
+
+
+# What an option leaves to the user, by group or by group and option.
+REWARD = "++reward.terms.own.path=mine:score"
+OWN_WORK = ["++model.path=DIR", "data.path=FILE", REWARD]
+LEFT_OPEN = {
+    "data": OWN_WORK,
+    "data=palindrome": [],
+    "data=mixture": [*OWN_WORK[::2], "data.sources={one: {kind: jsonl, path: FILE}}"],
+    "model=checkpoint": ["++model.path=DIR"],
+    "reward=terms": [REWARD],
+    "data=environment": [
+        "++model.path=DIR",
+        "environment=verifiers",
+        "environment.options.name=NAME",
+    ],
+    "launcher": ["num_engines=1"],
+    "environment=python": ["++environment.path=mine:Shop"],
+    "environment=verifiers": ["environment.options.name=NAME"],
+    "environment=verifiers_v1": ["environment.options.name=NAME"],
+    "environment=openenv": [
+        "environment.options.base_url=URL",
+        "environment.options.action_field=text",
+    ],
+}
+
+
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option: str) -> None:
+    if group in JOB_GROUPS:
+        chosen = f"{group}={option}"
+        entry = "train" if group == "data" and option != "palindrome" else "demo"
+        left_open = LEFT_OPEN.get(chosen, LEFT_OPEN.get(group, []))
+        config = composed(chosen, *left_open, config_name=entry)
+        settings = getattr(load_dataclass(JobSettings, config), group)
+        assert isinstance(settings, JOB_GROUPS[group])
+    if group in ASYNC_GROUPS:
+        # Alone, so that nothing of the job fills in what the option itself lacks.
+        config = composed(f"+{group}@alone={option}")
+        assert isinstance(load_dataclass(ASYNC_GROUPS[group], config.alone), ASYNC_GROUPS[group])
+
+
+def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
+    groups = {group for group, _ in OPTIONS}
+    assert groups == {*JOB_GROUPS, *JobSettings.PRESETS}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_engines", "mode", "bound"),
+    [
+        (["mode=colocated"], 0, "suspend", 1),
+        (["mode=sync"], 0, "suspend", 0),
+        (["mode=async"], 1, "in_flight", 1),
+        (["mode=async", "num_engines=3", "weight_sync=suspend"], 3, "suspend", 1),
+        (["mode=sync", "producer=dynamic_sampling"], 0, "suspend", 1),
+    ],
+)
+def test_a_mode_chooses_keys_of_other_groups_which_still_can_be_given(
+    overrides: list[str], num_engines: int, mode: str, bound: int
+) -> None:
+    settings = load_dataclass(JobSettings, composed(*checked_overrides(overrides, JobSettings)))
+    assert settings.num_engines == num_engines
+    assert settings.weight_sync.mode == mode
+    assert settings.producer.max_staleness_versions == bound
+
+
+def test_data_changes_no_other_group_of_rollout_train() -> None:
+    own = ["++model.path=DIR", "data.path=FILE", REWARD]
+    jsonl, python = (
+        OmegaConf.to_container(composed(f"data={kind}", *own, config_name="train"))
+        for kind in ("jsonl", "python")
+    )
+    assert jsonl["data"].pop("kind") == "jsonl"
+    assert python["data"].pop("kind") == "python"
+    assert jsonl == python
+
+
+def test_rollout_train_without_data_names_the_choices() -> None:
+    with pytest.raises(ConfigCompositionException, match=r"(?s)'data'.*jsonl"):
+        composed(config_name="train")
+
+
+@pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
+def test_an_unknown_key_of_an_asynchronous_group_is_refused(group: str, kind: type) -> None:
+    with pytest.raises(ConfigError, match="unknown config key nonsense"):
+        load_dataclass(kind, {"nonsense": 1})
+
+
+def test_the_producer_group_holds_parameters_of_the_producer() -> None:
+    parameters = set(inspect.signature(AsyncRolloutProducer.__init__).parameters)
+    assert set(field_types(ProducerSettings)) <= parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (
+            ProducerSettings,
+            {"max_staleness_versions": -1},
+            "max_staleness_versions=-1 must",
+        ),
+        (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be .*at least 1"),
+        (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
+        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
+        (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),
+        (WeightSyncSettings, {"mode": "sometimes"}, "mode='sometimes'"),
+    ],
+)
+def test_asynchronous_settings_that_cannot_work_are_refused(
+    kind: type, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_dataclass(kind, values)
+
+
+def test_the_engine_group_makes_an_inference_config() -> None:
+    settings = load_dataclass(JobSettings, composed("engine.kv_cache_management_mode=recompute"))
+    assert settings.engine.kv_cache_management_mode is KVCacheManagementMode.RECOMPUTE
+
+
+JOB = """
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from rollout.errors import ConfigError
+from trainer_hooks.environments import EnvironmentFailed
+from trainer_hooks.train import run_hydra_job, wandb_names
+
+def report(settings):
+    print("group_size", settings.algorithm.group_size)
+    print("wandb", *wandb_names(settings.run_name, "seed_0"))
+    if settings.run_name == "unfit":
+        raise ConfigError("the checkpoint is of another model")
+    if settings.run_name == "unlucky":
+        raise EnvironmentFailed("no rollout of store has succeeded")
+
+run_hydra_job(report, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="demo")
+"""
+
+
+def run_job(directory: Path, *arguments: str) -> CompletedProcess[str]:
+    """Run a job with the example's config in `directory`, in a process of its own."""
+    return run_program(JOB, list(arguments), directory)
+
+
+def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "engine.block_size=16")
+    assert job.returncode == 1
+    assert job.stderr.strip() == (
+        "error: unknown config key engine.block_size; did you mean engine.block_size_tokens?"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_error_of_the_job_itself_ends_it_with_its_message(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "run_name=unfit")
+    assert job.returncode == 1
+    assert job.stderr.strip() == "error: the checkpoint is of another model"
+
+
+def test_an_environment_that_never_succeeds_ends_a_job_with_its_message(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "run_name=unlucky")
+    assert job.returncode == 1
+    assert job.stderr.strip() == "error: no rollout of store has succeeded"
+
+
+def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "num_generations=4")
+    assert job.returncode == 1
+    assert job.stderr.strip() == (
+        "error: unknown config key num_generations; num_generations (TRL) is algorithm.group_size "
+        "here"
+    )
+
+
+def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) -> None:
+    sizes, high = "algorithm.group_size=4,6", "algorithm.loss.epsilon_high=0.4"
+    job = run_job(tmp_path, "--multirun", sizes, high, "run_name=sweep")
+    assert job.returncode == 0, job.stderr
+    assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
+    assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
+    others = f"{high},run_name=sweep"
+    assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
+        (f"sweep-{number}-seed_0-algorithm.group_size={size},{others}", "sweep-multirun")
+        for number, size in ((0, 4), (1, 6))
+    ]
+    sweep = tmp_path / "outputs" / "train" / "sweep-multirun"
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
+
+
+def test_a_job_of_its_own_is_named_after_its_run() -> None:
+    assert wandb_names("demo", "seed_3") == ("demo-seed_3", "demo")
+
+
+def test_a_launcher_without_engines_to_start_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RayLauncher has nothing to start with num_engines=0"):
+        load_dataclass(JobSettings, composed("launcher=ray"))
+    settings = load_dataclass(JobSettings, composed("launcher=ray", "num_engines=2"))
+    assert settings.launcher.options["num_cpus"] == 1

@@ -1,0 +1,157 @@
+"""A policy that FSDP2 divides among ranks learns what the whole policy learns in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from rollout.errors import ConfigError, WeightUpdateError
+from tests.processes import PROCESSES
+from tests.trainer_hooks.fakes import FakeLLM
+from tests.trainer_hooks.train.grpo_settings import tiny_settings
+from tests.trainer_hooks.train.sharded_ranks import (
+    begin,
+    place_of,
+    train,
+    train_all,
+    train_as_rank_1,
+)
+from tests.trainer_hooks.weight_sync.trainers import received
+from trainer_hooks import WeightSync
+from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.learner import Learner
+from trainer_hooks.weight_sync.trainer_ranks import TrainerRanks
+
+pytestmark = pytest.mark.distributed
+
+# What a step divides by, passes that are uneven over the ranks, a norm that is clipped to, and
+# log-probs that are computed beforehand: each has another way through a step.
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "token-mean": {},
+    "passes by tokens, clipped": {
+        "algorithm__max_tokens_per_forward": 28,
+        "trainer__max_grad_norm": 0.01,
+        "algorithm__loss__kl_coefficient": 0.04,
+    },
+    "rollout-mean, packed, decoupled": {
+        "algorithm": "grpo",
+        "algorithm__groups_per_step": 4,
+        "algorithm__group_size": 3,
+        "algorithm__is_packed": True,
+        "algorithm__decoupled": True,
+        "algorithm__num_iterations": 2,
+    },
+}
+
+
+def test_a_sharded_step_is_the_step_of_one_process_and_so_are_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 and 2 by both, then step 3 by each from the checkpoint of the other."""
+    alone, sharded, swapped = {}, [], []
+    for name, changes in CASES.items():
+        folders = {kind: tmp_path / name / kind for kind in ("alone", "ranks")}
+        settings = tiny_settings(**changes)
+        begin(folders["alone"], settings)
+        shutil.copytree(folders["alone"], folders["ranks"])
+        sharded.append((folders["ranks"], changes, 2))
+        alone[name] = train(folders["alone"], settings, 2)
+        shutil.copytree(folders["alone"], tmp_path / name / "to ranks")
+        swapped.append((tmp_path / name / "to ranks", changes, 3))
+    reports = reports_of_ranks([*sharded, *swapped], monkeypatch)
+    for number, (name, changes) in enumerate(CASES.items()):
+        for ours, theirs in zip(alone[name], reports[number], strict=True):
+            assert theirs == pytest.approx(ours, rel=2e-4, abs=2e-5), name
+        assert_same_checkpoint(tmp_path / name, "alone", "ranks", 2)
+        train(tmp_path / name / "ranks", tiny_settings(**changes), 3)
+        assert_same_checkpoint(tmp_path / name, "to ranks", "ranks", 3)
+
+
+def reports_of_ranks(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What rank 0, which is this process, reports of each job."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    mine, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=train_as_rank_1, args=(port, theirs, jobs))
+    process.start()
+    theirs.close()
+    for name, value in place_of(0, port).items():
+        monkeypatch.setenv(name, value)
+    try:
+        reports = train_all(jobs)
+    finally:
+        process.join(30)
+        process.kill()
+        process.join()
+        errors = [*received(mine)]
+        assert not errors, errors[0]
+    return reports
+
+
+def assert_same_checkpoint(folder: Path, one: str, other: str, step: int) -> None:
+    """The same weights, and the same state of the optimizer."""
+    paths = [folder / kind / "checkpoints" / f"step_{step:06d}" for kind in (one, other)]
+    models = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths]
+    states = [torch.load(path / "optimizer.pt", weights_only=True) for path in paths]
+    torch.testing.assert_close(*models, rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(
+        *(state["state"] for state in states), rtol=1e-3, atol=1e-6, msg=lambda text: text
+    )
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+
+
+@pytest.mark.parametrize(("is_transient", "num_pushes"), [(True, 3), (False, 1)])
+def test_all_ranks_gather_again_for_a_push_that_lost_an_engine(
+    is_transient: bool, num_pushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01))
+    told: list[Any] = []
+
+    class Ranks(TrainerRanks):
+        def tell(self, word: Any) -> None:
+            told.append(word)
+
+    class LosesAnEngine(WeightSync):
+        async def apush(self, *arguments: Any) -> Any:
+            error = WeightUpdateError("rank 1 was lost before its vote")
+            error.is_transient = is_transient
+            raise error
+
+    settings = tiny_settings()
+    policy = torch.nn.Linear(2, 2)
+    learner = Learner(policy, settings.algorithm, settings.trainer, None, Ranks(size=2))
+    with pytest.raises(WeightUpdateError, match="rank 1 was lost"):
+        asyncio.run(learner.push(LosesAnEngine(FakeLLM()), 1))
+    assert told == [("push",)] * num_pushes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "ppo", "algorithm__group_size": 1}, "algorithm.critic with trainer.strat"),
+        ({"model__lora__rank": 2, "model__lora__alpha": 4}, "model.lora with trainer.strategy"),
+        ({"launcher": "torchrun", "num_engines": 1}, "launcher=torchrun with trainer.strategy"),
+    ],
+)
+def test_what_a_sharded_policy_does_not_have_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_settings(trainer="fsdp2", **changes)
+
+
+def test_a_transport_without_engines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight_transport=collective has no engine process"):
+        tiny_settings(weight_transport="collective")
+    assert isinstance(tiny_settings(weight_transport="collective", num_engines=1), JobSettings)

@@ -1,0 +1,323 @@
+"""JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from hydra import compose, initialize_config_dir
+
+from rollout import ConfigError, InferenceConfig, SamplingParams
+from rollout.config import MAX_THREADS
+from rollout.ranges import (
+    Choices,
+    Fraction,
+    Interval,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
+from rollout.sampling_params import TrainedTemperature
+from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
+from trainer_hooks.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
+from trainer_hooks.losses import POLICY_LOSS_KINDS
+from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.environment import EnvironmentSettings
+from trainer_hooks.train.hydra_job import checked_overrides
+from trainer_hooks.train.settings import (
+    DataSettings,
+    EvaluationSettings,
+    FunctionSettings,
+    LoggerSettings,
+    ModelSettings,
+    ProducerSettings,
+    RewardSettings,
+    WarmupSettings,
+    WeightSyncSettings,
+)
+from trainer_hooks.train.task import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
+
+# A link to conf/ in a checkout, a folder in a wheel.
+CONFIG_DIRECTORY = Path(__file__).parent / "conf"
+_Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
+_MAX_SEED = 2**32 - 1  # of numpy's generators
+AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """`gamma`, `lam`: of generalised advantage estimation. `clip_range`: how far a value may move
+    in one update. `warmup_steps`: first steps that train the critic alone.
+    """
+
+    learning_rate: PositiveFloat
+    gamma: Fraction
+    lam: Fraction
+    clip_range: PositiveFloat
+    warmup_steps: NonNegativeInt
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSettings:
+    """Sizes of a step, how rewards become advantages, and the loss.
+
+    `advantage_normalization`, `advantage_baseline`: None takes those of the kind of loss.
+    `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
+    `replay_routing`: a mixture trains with the experts that its engine used (docs/routing.md).
+    `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
+    and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
+    it was sampled on, is of another version.
+    `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`: micro-batches,
+    see UpdateSettings. `mask_truncated_completions`: rollouts that the length limit cut are not
+    trained on.
+    `advantage_estimator`: of groups, or REINFORCE++'s, whitened over the batch, without or with the
+    group's mean as a baseline. `critic`: advantages come from a critic (PPO).
+    `reward_kl_coefficient`: of the KL to the reference in the rewards; that in the loss is
+    `loss.kl_coefficient`. `reference`: whether the reference follows the policy.
+    `made_for`: the kind of loss from which these settings deviate on purpose; they are refused with
+    another kind.
+    """
+
+    groups_per_step: PositiveInt
+    group_size: PositiveInt
+    num_minibatches: PositiveInt
+    max_new_tokens: PositiveInt
+    loss: PolicyLossConfig
+    temperature: TrainedTemperature = 1.0
+    shuffle_rewards: bool = False
+    decoupled: bool = False
+    advantage_normalization: AdvantageNormalization | None = None
+    advantage_baseline: AdvantageBaseline | None = None
+    critic: CriticSettings | None = None
+    num_iterations: PositiveInt = 1
+    max_tokens_per_forward: PositiveInt | None = None
+    is_packed: bool = False
+    replay_routing: bool = False
+    mask_truncated_completions: bool = False
+    advantage_estimator: AdvantageEstimator = "group"
+    reward_kl_coefficient: NonNegativeFloat = 0.0
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    made_for: Annotated[str, Choices(POLICY_LOSS_KINDS)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.made_for not in (None, self.loss.kind):
+            raise ConfigError(
+                f"algorithm.loss.kind={self.loss.kind!r} with settings that are made for "
+                f"{self.made_for!r}; choose its group, algorithm={self.loss.kind}, or set "
+                "algorithm.made_for=null to keep them"
+            )
+        self.loss.advantages(self.advantage_normalization, self.advantage_baseline)
+        if self.loss.correction.needs_proximal and not self.decoupled:
+            raise ConfigError(
+                f"loss.correction.mode={self.loss.correction.mode!r} with decoupled=False, which "
+                "leaves nothing to weigh by; set decoupled=true, or leave the correction out"
+            )
+        if self.critic is not None and (self.group_size != 1 or self.loss.kind != "ppo"):
+            raise ConfigError(
+                f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
+                f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
+            )
+        if self.critic is not None and self.advantage_estimator != "group":
+            raise ConfigError(
+                f"algorithm.advantage_estimator={self.advantage_estimator!r} beside a critic, "
+                "which gives advantages itself; leave one of them out"
+            )
+        is_of_groups = self.advantage_estimator != "reinforce_plus_plus"
+        if self.critic is None and is_of_groups and self.group_size < 2:
+            raise ConfigError(
+                f"algorithm.group_size={self.group_size} with algorithm.advantage_estimator="
+                f"{self.advantage_estimator!r}, which compares the rollouts of a group: every "
+                "advantage would be 0 and nothing would be trained; set algorithm.group_size to 2 "
+                "or more, or choose algorithm=ppo or algorithm=reinforce_plus_plus"
+            )
+        if self.reference.sync_interval is not None and not self.needs_reference:
+            raise ConfigError(
+                f"algorithm.reference.sync_interval={self.reference.sync_interval} without a KL "
+                "term; set algorithm.loss.kl_coefficient or algorithm.reward_kl_coefficient"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL term, in the loss or in the rewards."""
+        return self.loss.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
+
+    @property
+    def update_settings(self) -> UpdateSettings:
+        """How a batch is cut for the optimizer."""
+        return UpdateSettings(
+            num_iterations=self.num_iterations,
+            num_minibatches=self.num_minibatches,
+            max_tokens=self.max_tokens_per_forward,
+            is_packed=self.is_packed,
+            temperature=self.temperature,
+            replay_routing=self.replay_routing,
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """Return how rollouts are sampled, with the log-probs that the loss needs.
+
+        A rollout ends at any end token that its engine knows: those of the tokenizer, of
+        config.json and of generation_config.json.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            num_tokens_to_generate=self.max_new_tokens,
+            return_log_probs=True,
+            logprobs_mode="temperature",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """AdamW with linear warm-up and decay, and how often a run is saved and evaluated.
+
+    `strategy`: "fsdp2" divides the policy among the ranks that torchrun has started; "single" has
+    it in one process.
+    `scheduler`: of torch.optim.lr_scheduler, by its path and its options beside the optimizer, in
+    place of the warm-up and decay. `eval_interval`: steps between two evaluations on held-out
+    prompts; 0 for before and after only. `evaluation`: what is measured there.
+    `num_threads`: of torch; None leaves them as they are. `max_skipped_steps`: optimizer steps in a
+    row whose gradient is not finite, and which are skipped, before the job ends with an error.
+    """
+
+    num_steps: PositiveInt
+    learning_rate: PositiveFloat
+    final_learning_rate_fraction: Fraction
+    warmup_steps: NonNegativeInt
+    betas: tuple[_Beta, _Beta]
+    max_grad_norm: PositiveFloat
+    checkpoint_interval: PositiveInt
+    eval_interval: NonNegativeInt
+    num_threads: Annotated[int, Interval(1, MAX_THREADS)] | None
+    max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
+    strategy: Literal["single", "fsdp2"] = "single"
+    scheduler: FunctionSettings | None = None
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """An entry config of conf/: `seeds` runs with seeds `seed`, `seed` + 1, ..., one after another.
+
+    `run_name`: the directory of the job under outputs/train.
+    `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
+    process. `launcher`: the class of what starts them, and its arguments.
+    `weight_transport`: how weights come to them, None for this machine's shared memory.
+    `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
+    """
+
+    PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others
+
+    run_name: Name
+    num_engines: Annotated[int, Interval(0, 1024)]
+    seed: Annotated[int, Interval(0, _MAX_SEED)]
+    seeds: Annotated[int, Interval(1, _MAX_SEED)]
+    resume: Literal["auto", "never"]
+    engine: InferenceConfig
+    model: ModelSettings
+    data: DataSettings
+    reward: RewardSettings
+    warmup: WarmupSettings
+    algorithm: AlgorithmSettings
+    trainer: TrainerSettings
+    logger: LoggerSettings
+    producer: ProducerSettings
+    weight_sync: WeightSyncSettings
+    environment: EnvironmentSettings = EnvironmentSettings()  # noqa: RUF009 - it is frozen
+    launcher: FunctionSettings = FunctionSettings(path=LOCAL_LAUNCHER)  # noqa: RUF009
+    weight_transport: Name | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if not self.reward.terms and self.environment.path is None:
+            raise ConfigError(
+                "no reward is given; name a function, reward=package.module:function, set "
+                "reward.terms.<name>.path, or choose an environment that gives it"
+            )
+        if self.model.lora is not None and self.algorithm.critic is not None:
+            raise ConfigError(
+                "model.lora beside algorithm.critic, whose trunk would be a whole model to train; "
+                "choose an algorithm without a critic, or leave model.lora out"
+            )
+        if self.model.lora is not None and self.algorithm.reference.sync_interval is not None:
+            raise ConfigError(
+                f"algorithm.reference.sync_interval={self.algorithm.reference.sync_interval} with "
+                "model.lora, whose reference is the policy without its adapter and cannot follow; "
+                "leave one of them out"
+            )
+        if not self.num_engines and self.weight_transport is not None:
+            raise ConfigError(
+                f"weight_transport={self.weight_transport} has no engine process to bring weights "
+                "to with num_engines=0; set num_engines, or leave weight_transport out"
+            )
+        if self.trainer.strategy == "fsdp2":
+            self._check_sharded()
+        if not self.num_engines and self.launcher.path != LOCAL_LAUNCHER:
+            raise ConfigError(
+                f"launcher.path={self.launcher.path} has nothing to start with num_engines=0; set "
+                "num_engines, or leave launcher out"
+            )
+
+    def _check_sharded(self) -> None:
+        """Raises ConfigError for what a policy that is divided among ranks cannot have."""
+        refused = {
+            "model.lora": self.model.lora is not None,
+            "algorithm.critic": self.algorithm.critic is not None,
+            "algorithm.reference.sync_interval": self.algorithm.reference.sync_interval is not None,
+            "algorithm.replay_routing=true": self.algorithm.replay_routing,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise ConfigError(
+                    f"{name} with trainer.strategy=fsdp2, which does not have it yet; leave it "
+                    "out, or choose trainer.strategy=single"
+                )
+        if self.launcher.path == TORCHRUN_LAUNCHER:
+            raise ConfigError(
+                "launcher=torchrun with trainer.strategy=fsdp2: the ranks of torchrun are trainers "
+                "then, and no engines; choose launcher=local, slurm or ray"
+            )
+
+    @property
+    def pushes_at_start(self) -> bool:
+        """Whether engines begin with other weights than the policy's: with its base, where an
+        adapter is trained, or where no process has the policy whole."""
+        return self.model.lora is not None or self.trainer.strategy == "fsdp2"
+
+    @property
+    def title(self) -> str:
+        """What is trained, for people."""
+        kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
+        if self.algorithm.advantage_estimator != "group":
+            kind = "REINFORCE++"
+        return f"{kind}, {self.data.shown_title}"
+
+
+def compose_settings(
+    overrides: Sequence[str] = (), config_name: str = "train", config_directory: Path | None = None
+) -> JobSettings:
+    """Return the settings of `rollout train --config-name CONFIG_NAME OVERRIDES`.
+
+        settings = compose_settings(["trainer.num_steps=3"], "demo")
+
+    `config_directory`: searched for configs after conf/, as by --config-dir.
+    Raises ConfigError for a key or a value that JobSettings does not take.
+    """
+    checked = checked_overrides(overrides, JobSettings)
+    if config_directory is not None:
+        checked.append(f"hydra.searchpath=[file://{config_directory.resolve()}]")
+    with initialize_config_dir(str(CONFIG_DIRECTORY.resolve()), version_base="1.3"):
+        return load_dataclass(JobSettings, compose(config_name, checked))

@@ -1,0 +1,375 @@
+"""One training step on a batch of rollouts: GRPO and its kin, REINFORCE++, or PPO with a critic.
+
+Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
+per prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM
+
+from rollout.errors import ConfigError, WeightUpdateError
+from trainer_hooks import (
+    ReferencePolicy,
+    RolloutBatch,
+    TrainerState,
+    WeightSync,
+    accumulate_gradients,
+    compute_logprobs,
+    group_advantages,
+    has_reward_spread,
+    join_push,
+    load_checkpoint,
+    reinforce_plus_plus_advantages,
+    save_checkpoint,
+    token_rewards,
+)
+from trainer_hooks.checkpoint import read_own_state
+from trainer_hooks.guarded_step import GuardedStep
+from trainer_hooks.train.adapter import load_adapter
+from trainer_hooks.train.critic import Columns, Critic
+from trainer_hooks.train.import_paths import import_object
+from trainer_hooks.train.job import AlgorithmSettings, JobSettings, TrainerSettings
+from trainer_hooks.train.settings import ModelSettings
+from trainer_hooks.weight_sync.fsdp2 import WholeOptimizer, savable, shard
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
+
+
+class Learner:
+    """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
+
+    Where `ranks` share the policy each has a Learner of its part. The verbs of rank 0 tell the
+    others, which `follow`.
+    `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
+    `reference`: the policy that a KL term, if there is one, holds `policy` near.
+    `advantages_B`: of the rows of the last update, means over their tokens.
+    `skipped_directory`: for the batches of steps that were skipped (`GuardedStep`).
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        algorithm: AlgorithmSettings,
+        trainer: TrainerSettings,
+        reference: ReferencePolicy | None = None,
+        ranks: TrainerRanks = ALONE,
+        skipped_directory: Path | None = None,
+    ) -> None:
+        self.policy, self.reference, self._ranks = policy, reference, ranks
+        self._algorithm, self._trainer = algorithm, trainer
+        self.advantages_B = torch.zeros(0)
+        self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
+        self._settings = algorithm.update_settings
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        groups = [{"params": trained, "lr": trainer.learning_rate}]
+        self.critic = None
+        if algorithm.critic is not None:
+            self.critic = Critic(policy, algorithm.critic)
+            rate = algorithm.critic.learning_rate
+            groups.append({"params": list(self.critic.parameters()), "lr": rate})
+        self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
+        self.scheduler = scheduler_of(self.optimizer, trainer)
+        self._guard = GuardedStep(
+            self.optimizer, trainer.max_grad_norm, trainer.max_skipped_steps, ranks,
+            skipped_directory,
+        )  # fmt: skip
+
+    @classmethod
+    def load(
+        cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
+    ) -> tuple[Learner, TrainerState]:
+        """The learner and the state of a checkpoint. Restores the random states saved with it.
+
+        All `ranks` read the checkpoint, and keep their parts of it.
+        The reference policy is read from beside the checkpoints, and from this one if it moves;
+        that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
+        model, no reference policy or another optimizer.
+        """
+        ranks.tell(("load", str(checkpoint)))
+        lora = settings.model.lora
+        if lora is not None:
+            base = base_weights(checkpoint.parents[1], settings.model)
+            policy: Any = load_adapter(base, checkpoint, lora)
+        else:
+            policy = AutoModelForCausalLM.from_pretrained(checkpoint)
+        for name, wanted in settings.model.shape.items():
+            if wanted is not None and (saved := getattr(policy.config, name)) != wanted:
+                raise ConfigError(
+                    f"model.{name}={wanted}, but the policy in {checkpoint} has {saved}; resume "
+                    "with the settings that the run began with, or start one with another run_name"
+                )
+        reference, own = None, read_own_state(checkpoint) or {}
+        if settings.algorithm.needs_reference and lora is not None:
+            reference = ReferencePolicy.without_adapter(policy)
+        elif settings.algorithm.needs_reference:
+            reference = _reference(checkpoint.parents[1] / "reference", settings)
+            reference.load_state_dict(own.get("reference", {}))
+        if settings.trainer.strategy == "fsdp2":
+            shard(policy)
+        learner = cls(
+            policy, settings.algorithm, settings.trainer, reference, ranks,
+            skipped_directory=checkpoint.parents[1] / "skipped",
+        )  # fmt: skip
+        if learner.critic is not None and "critic" in own:
+            learner.critic.load_state_dict(own["critic"])
+        optimizer = WholeOptimizer(learner.optimizer)
+        return learner, load_checkpoint(checkpoint, optimizer, learner.scheduler)
+
+    def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
+        """Write a checkpoint of the whole policy under `root`; see `save_checkpoint`."""
+        self._ranks.tell(("save",))
+        return save_checkpoint(
+            root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
+            tokenizer, scheduler=self.scheduler, own_state=self.own_state(),
+        )  # fmt: skip
+
+    def take_part_in_save(self) -> None:
+        """What any rank but 0 does while that one saves."""
+        savable(self.policy, is_kept=False)
+        WholeOptimizer(self.optimizer).state_dict()
+
+    async def push(self, weight_sync: WeightSync, version: int) -> None:
+        """Bring the policy to the engines under `version`. Raises WeightUpdateError."""
+        for pause_s in (*weight_sync.retry_pauses_s, None):
+            self._ranks.tell(("push",))
+            try:
+                await weight_sync.apush(self.policy, version)
+                return
+            except WeightUpdateError as error:
+                # An engine was lost, and what ranks have gathered is gone; else `apush` has tried.
+                is_repeated = self._ranks.size > 1 and error.is_transient
+                if not is_repeated or pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the policy, its optimizer and its scheduler."""
+        parts = {"critic": self.critic, "reference": self.reference}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """Train in minibatches on the rollouts that have a gradient; returns `train/*` metrics.
+
+        The rollouts of `batch` are groups in turn; `step` counts from 1.
+        """
+        self._ranks.tell(("update", batch.as_dict(), step))
+        if self._algorithm.mask_truncated_completions:
+            batch = batch.without_truncated()
+        columns, kept_R = self._columns(batch)
+        num_trained_B = batch.mask_BT.sum(dim=1).clamp(min=1)
+        sums_B = columns["advantages_BT"].masked_fill(~batch.mask_BT, 0.0).sum(dim=1)
+        self.advantages_B = sums_B / num_trained_B
+        parts = []
+        for rows in batch.split_rollouts(self._algorithm.num_minibatches, kept_R):
+            part = batch.select(rows)
+            own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
+            # All of them before the first minibatch changes the policy.
+            parts.append((part, {**self._fixed_logprobs(part), **own}))
+        rates = self.scheduler.get_last_lr()
+        is_critics_alone = self.critic is not None and step <= self.critic.settings.warmup_steps
+        policy_group = self.optimizer.param_groups[0]
+        policy_group["lr"] = 0.0 if is_critics_alone else rates[0]
+        reports = [
+            self._minibatch_step(*part)
+            for _ in range(self._algorithm.num_iterations)
+            for part in parts
+        ]
+        policy_group["lr"] = rates[0]
+        if not any(reports):  # a step without gradients, which the scheduler wants to see
+            self.optimizer.zero_grad()
+            self.optimizer.step()
+        self.scheduler.step()
+        if self.reference is not None:
+            self.reference.follow(self.policy, step)
+        return self._metrics(batch, reports, kept_R, rates[0])
+
+    def _metrics(
+        self,
+        batch: RolloutBatch,
+        reports: list[dict[str, float]],
+        kept_R: torch.Tensor,
+        rate: float,
+    ) -> dict[str, float]:
+        trained_BT = batch.mask_BT & batch.per_row(kept_R)[:, None]
+        names = dict.fromkeys(name for report in reports for name in report)  # {} where skipped
+        metrics = {
+            **{f"train/{name}": fmean(r[name] for r in reports if name in r) for name in names},
+            "train/learning_rate": rate,
+            "train/skipped_steps": sum(not report for report in reports),
+            "train/num_tokens": int(trained_BT.sum()),
+            "train/num_stale_tokens": int((batch.policy_lag_BT[trained_BT] >= 1).sum()),
+        }
+        if self.critic is None and self._algorithm.advantage_estimator == "group":
+            metrics["train/zero_variance_fraction"] = 1.0 - float(kept_R.float().mean())
+        return metrics
+
+    # ---- advantages
+
+    def _columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
+        """Advantages, and what else belongs to tokens; kept are rollouts that have a gradient."""
+        algorithm, columns, rewards_R = self._algorithm, Columns(), self._rewards(batch)
+        if algorithm.reward_kl_coefficient > 0.0:
+            columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
+        if self.critic is None and algorithm.advantage_estimator == "group":
+            return self._of_groups(batch, rewards_R, columns)
+        if algorithm.advantage_estimator == "reinforce_plus_plus_baseline":
+            is_failed_R = rewards_R.isnan()
+            centred_PG = group_advantages(rewards_R.view(-1, algorithm.group_size), "none")
+            rewards_R = centred_PG.flatten().masked_fill(is_failed_R, torch.nan)
+        rewards_BT = self._token_rewards(batch, rewards_R, columns)
+        if self.critic is not None:
+            columns |= self.critic.columns(batch, rewards_BT, self._settings)
+        else:
+            advantages_BT = reinforce_plus_plus_advantages(rewards_BT, batch.mask_BT)
+            columns["advantages_BT"] = advantages_BT
+        return columns, ~rewards_R.isnan()
+
+    def _rewards(self, batch: RolloutBatch) -> torch.Tensor:
+        """Those of the batch, or for the control the same on other rollouts."""
+        rewards_R = batch.rewards_R
+        if self._algorithm.shuffle_rewards:  # among the rollouts that did not fail
+            valid = (~rewards_R.isnan()).nonzero().flatten()
+            rewards_R = rewards_R.clone()
+            rewards_R[valid] = rewards_R[valid[torch.randperm(len(valid))]]
+        return rewards_R
+
+    def _token_rewards(
+        self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
+    ) -> torch.Tensor:
+        """The reward on the last token of each rollout, and the KL penalty on every token."""
+        logprobs_BT = batch.behaviour_logprobs_BT
+        # Without a reference there is no penalty, and any log-probs do.
+        reference_BT = columns.get("reference_logprobs_BT", logprobs_BT)
+        rewards_B = replace(batch, rewards_R=rewards_R).rewards_B
+        return token_rewards(
+            rewards_B, logprobs_BT, reference_BT, batch.mask_BT,
+            self._algorithm.reward_kl_coefficient,
+        )  # fmt: skip
+
+    def _of_groups(
+        self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
+    ) -> tuple[Columns, torch.Tensor]:
+        """Advantages of each rollout within its group; kept are the groups whose rewards differ."""
+        algorithm = self._algorithm
+        if algorithm.reward_kl_coefficient > 0.0:
+            penalties_BT = token_rewards(
+                torch.zeros(len(batch)), batch.behaviour_logprobs_BT,
+                columns["reference_logprobs_BT"], batch.mask_BT, algorithm.reward_kl_coefficient,
+            )  # fmt: skip
+            rewards_R = rewards_R + batch.per_rollout(penalties_BT.sum(dim=1))
+        rewards_PG = rewards_R.view(-1, algorithm.group_size)
+        how = algorithm.loss.advantages(
+            algorithm.advantage_normalization, algorithm.advantage_baseline
+        )
+        advantages_B1 = batch.per_row(group_advantages(rewards_PG, *how))[:, None]
+        kept_R = has_reward_spread(rewards_PG).repeat_interleave(algorithm.group_size)
+        return {**columns, "advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}, kept_R
+
+    # ---- steps
+
+    def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
+        """Log-probs that the steps of an update share, by their names in `policy_loss`.
+
+        The policy's own are left out where they equal those of the engine.
+        """
+        algorithm, columns = self._algorithm, Columns()
+        is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
+        is_stale = bool(is_stale_BT[batch.mask_BT].any())
+        if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
+            columns["proximal_logprobs_BT"] = compute_logprobs(
+                self.policy, batch, self._settings, self._ranks
+            )
+        if algorithm.loss.kl_coefficient > 0.0 and not algorithm.reward_kl_coefficient > 0.0:
+            columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
+        return columns
+
+    def _reference_logprobs(self, batch: RolloutBatch) -> torch.Tensor:
+        assert self.reference is not None, "the settings need it"
+        return self.reference.logprobs(batch, self._settings, self._ranks)
+
+    def _minibatch_step(self, batch: RolloutBatch, columns: Columns) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        own = {k: v for k, v in columns.items() if k not in ("old_values_BT", "returns_BT")}
+        metrics = accumulate_gradients(
+            self.policy, batch, own, self._loss, self._settings, self._ranks
+        )
+        trained: list[nn.Module] = [self.policy]
+        if self.critic is not None:  # it shares no parameter with the policy
+            metrics |= self.critic.accumulate_gradients(batch, columns, self._settings)
+            trained.append(self.critic)
+        norm, is_done = self._guard.step(trained, batch)
+        return {**metrics, "grad_norm": norm} if is_done else {}
+
+
+def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
+    """Any rank but 0: do with this rank's part of the policy what rank 0 does, until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 hears them, and saves at a step edge
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+    learner: Any = None
+    while (word := ranks.hear()) is not None:
+        match word:
+            case ("load", checkpoint):
+                learner, _ = Learner.load(Path(checkpoint), settings, ranks)
+            case ("update", columns, step):
+                learner.update(RolloutBatch(**columns), step)
+            case ("push",):
+                join_push(learner.policy)
+            case ("save",):
+                learner.take_part_in_save()
+
+
+def base_weights(directory: Path, model: ModelSettings) -> Path | str:
+    """Where the weights below the adapter of a run are: in its directory, if the run made them."""
+    own = directory / "base"
+    return own if own.exists() or model.path is None else model.path
+
+
+def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
+    algorithm = settings.algorithm
+    if not path.exists():
+        coefficients = algorithm.loss.kl_coefficient, algorithm.reward_kl_coefficient
+        raise ConfigError(
+            f"algorithm.loss.kl_coefficient={coefficients[0]} and "
+            f"algorithm.reward_kl_coefficient={coefficients[1]} need the reference policy {path}, "
+            "which a run that began without a KL term does not have; start over with resume=never"
+        )
+    model = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+    if settings.trainer.strategy == "fsdp2":
+        shard(model)
+    return ReferencePolicy(model, settings=algorithm.reference)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:
+    """The scheduler that the settings name, or linear warm-up and decay of the policy's rate.
+
+    Raises ConfigError for a path that names none, and for options that it does not take.
+    """
+    if (own := settings.scheduler) is not None:
+        kind = import_object(own.path, "trainer.scheduler.path")
+        try:
+            return kind(optimizer, **own.options)
+        except TypeError as error:
+            given = f"trainer.scheduler.options={dict(own.options)}"
+            raise ConfigError(f"{given}: {own.path}: {error}") from error
+    factors = [lambda done: learning_rate_at(done + 1, settings) / settings.learning_rate]
+    return LambdaLR(optimizer, factors + [lambda done: 1.0] * (len(optimizer.param_groups) - 1))
+
+
+def learning_rate_at(step: int, settings: TrainerSettings) -> float:
+    """Linear rise over `warmup_steps`, then linear decay to the final fraction; steps from 1."""
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    done = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)
+    decay = (1.0 - settings.final_learning_rate_fraction) * min(done, 1.0)
+    return settings.learning_rate * (1.0 - decay)

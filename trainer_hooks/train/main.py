@@ -1,0 +1,460 @@
+"""rollout train: GRPO and its kin on a model, prompts and rewards of your own, or on the demo's.
+
+    rollout train model.path=DIR data=jsonl data.path=train.jsonl reward=mine:score
+    rollout train --config-name demo                                # the demo, seed 0
+    rollout train --config-name demo resume=auto                    # go on after a kill or Ctrl-C
+    rollout train --config-name demo run_name=seeds seeds=3         # seeds 0, 1, 2, then a table
+    rollout train --config-name demo run_name=async mode=async      # engines in their own processes
+    rollout train --config-name demo run_name=ppo algorithm=ppo     # with a critic
+    rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
+    torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
+
+Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (the prompts of
+each step, as [epoch, index], and how often each was sampled again because its rollouts grew too
+old), completions.jsonl (samples), checkpoints, report.html, reward_curve.png, summary.json,
+reference/ if the loss has a KL term, base/ (the weights below a LoRA adapter), and skipped/ with
+the batches of steps whose gradient was not finite. A run that starts over renames the folder of the
+run before to seed_<seed>.previous, or to .previous-2, ...: nothing is deleted. A folder in which
+another job is running is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
+from rollout.launch.torchrun import serve_engines
+from trainer_hooks import (
+    AsyncRolloutProducer,
+    ReferencePolicy,
+    ThreadedLLM,
+    TrainerState,
+    TrainingBatch,
+    WeightsVersionCounter,
+    WeightSync,
+    find_checkpoint,
+    generation_phase,
+    metrics,
+    read_trainer_state,
+)
+from trainer_hooks.checkpoint import restore_checkpoints
+from trainer_hooks.doctor import BatchFiles
+from trainer_hooks.train.adapter import new_adapter
+from trainer_hooks.train.dashboard import Dashboard, watch_step
+from trainer_hooks.train.hydra_job import run_hydra_job
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.learner import Learner, base_weights, follow
+from trainer_hooks.train.report import REPORT_NAME, write_report, write_run_picture
+from trainer_hooks.train.run_files import (
+    begin_directory,
+    locked_run,
+    open_logger,
+    stop_on_interrupt,
+)
+from trainer_hooks.train.samples import SampleLog
+from trainer_hooks.train.summary import answers_table, summarise, summary_table
+from trainer_hooks.train.task import TORCHRUN_LAUNCHER, Task, new_launcher, producer_options
+from trainer_hooks.train.warm_up import warm_up
+from trainer_hooks.weight_sync.trainer_ranks import (
+    ALONE,
+    TrainerRanks,
+    torchrun_place,
+    torchrun_ranks,
+)
+
+INTERRUPTED_EXIT_CODE = 130
+NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after
+WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
+
+
+def run_job(settings: JobSettings) -> None:
+    """All runs of the job, on all ranks of its trainer.
+
+    Raises ConfigError if torchrun has started other ranks than the settings have a use for.
+    """
+    disable_progress_bar()
+    if settings.trainer.strategy == "fsdp2":
+        with torchrun_ranks() as ranks:
+            if ranks.rank:
+                follow(ranks, settings)
+                return
+            try:
+                run_seeds(settings, ranks)
+            finally:
+                ranks.tell(None)
+        return
+    if settings.launcher.path == TORCHRUN_LAUNCHER:
+        if serve_engines(settings.launcher.options.get("folder")):
+            return
+    elif torchrun_place()[1] > 1:
+        raise ConfigError(
+            f"torchrun has started {torchrun_place()[1]} ranks, each a trainer of its own; choose "
+            "trainer=fsdp2, or launcher=torchrun to make the other ranks engines"
+        )
+    run_seeds(settings, ALONE)
+
+
+def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
+    """One run after another, and a table of what they showed."""
+    console = Console(quiet=not settings.logger.console)
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    summaries = []
+    for seed in range(settings.seed, settings.seed + settings.seeds):
+        run_directory = directory / f"seed_{seed}"
+        console.print(f"[bold]seed {seed}[/bold] in {run_directory}", highlight=False)
+        try:
+            summaries.append(run_seed(run_directory, settings, seed, ranks))
+        except KeyboardInterrupt:
+            console.print("interrupted; the same command with resume=auto goes on from here")
+            sys.exit(INTERRUPTED_EXIT_CODE)
+        console.print(summary_table(summaries[-1:], settings.title))
+        answers = metrics.read_jsonl(run_directory / "answers.jsonl")
+        if answers[0]["answers"]:
+            console.print(answers_table(answers))
+        policy = find_checkpoint(run_directory / "checkpoints")
+        console.print(f"policy in {policy}", highlight=False)
+        console.print(f"report in {run_directory / REPORT_NAME}", highlight=False)
+    if len(summaries) > 1:
+        console.print(summary_table(summaries, settings.title))
+
+
+def run_seed(
+    directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+) -> dict[str, float]:
+    """One run: warm-up, training, greedy evaluation before and after. Returns its summary.
+
+    Raises ConfigError if another job runs in `directory`, and KeyboardInterrupt at a step edge
+    after Ctrl-C, with a checkpoint once training has begun.
+    """
+    title = f"{settings.title}, seed {seed}"
+    with locked_run(directory):
+        try:
+            asyncio.run(Run(directory, settings, seed, ranks).run())
+        finally:  # of a run that failed, too
+            if (directory / "metrics.jsonl").exists():
+                write_report(directory, title)
+        rows = metrics.read_jsonl(directory / "metrics.jsonl")
+        summary = summarise(rows, seed)
+        write_run_picture(directory / "reward_curve.png", rows, title)
+        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+
+
+class Run:
+    """One run, and what all its parts use."""
+
+    def __init__(
+        self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+    ) -> None:
+        self.directory, self.settings, self.seed, self.ranks = directory, settings, seed, ranks
+        self.checkpoints = directory / "checkpoints"
+        self.console = Console(quiet=not settings.logger.console)
+        self.task = Task(
+            settings.model, settings.data, settings.reward, settings.warmup.source,
+            settings.environment, settings.engine.max_sequence_length,
+            settings.warmup.answer_column if settings.warmup.max_steps else None,
+        )  # fmt: skip
+        if num_skipped := self.task.num_skipped_rows:
+            self.console.print(f"{num_skipped:,} bad rows are skipped; train.log names some")
+        self.params = settings.algorithm.sampling_params()
+        torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+        torch.manual_seed(seed)
+
+    async def run(self) -> None:
+        """`train`, and close the reward and the environments that it used."""
+        with self.task.reward or nullcontext():
+            async with self.task.rollout_fn or nullcontext():
+                await self.train()
+
+    async def train(self) -> None:
+        """From the newest checkpoint, if the run may go on, to the last step and evaluation."""
+        settings, view = self.settings, Dashboard(self.console)
+        restore_checkpoints(self.checkpoints)
+        checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
+        if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
+            self.console.print(f"the earlier run is now in {previous}", highlight=False)
+        step = None if checkpoint is None else read_trainer_state(checkpoint).step
+        with (
+            stop_on_interrupt() as stop,
+            open_logger(self.directory, settings, view, step) as logger,
+        ):
+            if checkpoint is None:
+                checkpoint = await self.begin(logger, stop)
+            else:
+                view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
+            await self.train_from(checkpoint, view, logger, stop)
+
+    async def train_from(
+        self,
+        checkpoint: Path,
+        view: Dashboard,
+        logger: metrics.MetricsLogger,
+        stop: threading.Event,
+    ) -> None:
+        """From `checkpoint` to the last step and evaluation."""
+        settings = self.settings
+        # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
+        learner, state = Learner.load(checkpoint, settings, self.ranks)
+        versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
+        interval, temperature = settings.trainer.checkpoint_interval, self.params.temperature
+        batch_files = BatchFiles(self.directory, temperature, interval)
+        with (
+            closing(metrics.JsonlWriter(self.directory / "batches.jsonl", state.step)) as batches,
+            SampleLog(
+                self.directory, self.task.tokenizer, settings.logger, view, logger, state.step
+            ) as samples,
+        ):
+            view.start_stage(settings.title, settings.trainer.num_steps)
+            async with self.engines(learner, versions) as llm:
+                if state.step == 0:
+                    logger.log(await self.evaluate(llm, step=0), step=0, version=0)
+                account = metrics.TimeAccount()
+                async with (
+                    self.producer(llm, state) as producer,
+                    watch_step(view, llm, producer, account),
+                ):
+                    training = Training(
+                        run=self,
+                        learner=learner,
+                        llm=llm,
+                        producer=producer,
+                        versions=versions,
+                        account=account,
+                    )
+                    async for step, batch, row in training.steps(state.step, stop):
+                        logger.log(row, step=step, version=batch.version)
+                        prompts = [[g.ticket.epoch, g.ticket.index] for g in batch.groups]
+                        reissues = [g.num_reissues for g in batch.groups]
+                        batches.log(
+                            {"trainer/step": step, "prompts": prompts, "num_reissues": reissues}
+                        )
+                        samples.log(step, batch, learner.advantages_B)
+                        if settings.logger.save_batches:
+                            batch_files.log(step, batch)
+                last = settings.trainer.num_steps
+                logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
+
+    async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
+        """Rewards of the weights after `step` on held-out prompts; some answers go to a file."""
+        sync = self.settings.weight_sync
+        phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
+        async with nullcontext() if sync.mode == "in_flight" else phase:
+            reward = await self.task.evaluate(llm, self.params, self.settings.trainer.evaluation)
+            answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
+        with closing(metrics.JsonlWriter(self.directory / "answers.jsonl", step - 1)) as file:
+            file.log({"trainer/step": step, "answers": answers})
+        return reward
+
+    async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
+        """Warm up, if that is wanted, and leave the checkpoint of step 0, which is returned."""
+        settings = self.settings
+        policy: Any = self.task.new_policy()
+        if settings.warmup.max_steps:
+            await self.warm_up(policy, logger, stop)
+        algorithm, reference = settings.algorithm, None
+        if settings.pushes_at_start and (settings.model.path is None or settings.warmup.max_steps):
+            policy.save_pretrained(self.directory / "base")
+        if (lora := settings.model.lora) is not None:
+            policy = new_adapter(base_weights(self.directory, settings.model), lora)
+        elif algorithm.needs_reference:
+            # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
+            policy.save_pretrained(self.directory / "reference")
+            reference = ReferencePolicy.copy_of(policy, algorithm.reference)
+        learner = Learner(policy, algorithm, settings.trainer, reference)
+        return learner.save(
+            self.checkpoints, TrainerState(step=0, weights_version=0), self.task.tokenizer
+        )
+
+    async def warm_up(
+        self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
+    ) -> None:
+        settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
+        with logger.shown_by(view):
+            view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
+            stage = settings.warmup, self.params, settings.engine
+            async for row in warm_up(policy, self.task, self.seed, *stage):
+                logger.log(row, step=0, version=0)
+                if stop.is_set():
+                    raise KeyboardInterrupt
+
+    @asynccontextmanager
+    async def engines(
+        self, learner: Learner, versions: WeightsVersionCounter
+    ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
+        """The engine in this process, or those in processes of their own, with the policy as it is.
+
+        They get the policy itself: a checkpoint may be deleted before an engine is started again.
+        Where an adapter is trained, or ranks hold parts of the policy, they begin with the base of
+        the run, and the policy is pushed to them.
+        """
+        policy, lora = learner.policy, self.settings.model.lora
+        engine, algorithm = self.settings.engine, self.settings.algorithm
+        records_routing = engine.record_routing or algorithm.replay_routing
+        config = replace(engine, seed=self.seed, record_routing=records_routing)
+        version = versions.reserve()
+        if self.settings.pushes_at_start:
+            policy = base_weights(self.directory, self.settings.model)
+        if lora is not None and config.dtype == "auto":
+            config = replace(config, dtype="float32")  # as the trainer has it
+        async with self._serving(policy, config, version) as llm:
+            if self.settings.pushes_at_start:
+                await learner.push(WeightSync(llm, in_flight=True), versions.reserve())
+            yield llm
+
+    @asynccontextmanager
+    async def _serving(
+        self, policy: Any, config: InferenceConfig, version: int
+    ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
+        """`policy`: a model or its directory."""
+        tokenizer = self.task.tokenizer
+        if num_engines := self.settings.num_engines:
+            async with AsyncLLM(
+                policy,
+                tokenizer,
+                config,
+                data_parallel_size=num_engines,
+                weights_version=version,
+                launcher=new_launcher(self.settings.launcher),
+                weight_transport=self.settings.weight_transport,
+            ) as llm:
+                yield llm
+        else:
+            with LLM(policy, tokenizer, config, weights_version=version) as direct:
+                async with ThreadedLLM(direct) as threaded:
+                    yield threaded
+
+    def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
+        """The producer group of the config on this task, where the checkpoint left its prompts."""
+        algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
+        producer = AsyncRolloutProducer(
+            llm,
+            self.task.prompts(self.seed),
+            self.task.reward,
+            algorithm.group_size,
+            algorithm.groups_per_step,
+            rollout_fn=self.task.rollout_fn,
+            sampling_params=self.params,
+            tokenizer=tokenizer,
+            seed=self.seed,
+            pad_id=tokenizer.pad_token_id,
+            routing=algorithm.replay_routing,
+            **producer_options(self.settings.producer),
+        )
+        if state.prompts:
+            producer.load_state_dict(state.prompts)
+        return producer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The steps of a run, and what they share."""
+
+    run: Run
+    learner: Learner
+    llm: ThreadedLLM | AsyncLLM
+    producer: AsyncRolloutProducer
+    versions: WeightsVersionCounter
+    account: metrics.TimeAccount
+
+    async def steps(
+        self, step: int, stop: threading.Event
+    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
+        """Train from `step` to the last one; yields each step with its batch and metrics.
+
+        Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
+        suspended while the trainer trains; rollouts that are unfinished go on under new weights.
+        On `stop` it saves and raises KeyboardInterrupt.
+        """
+        settings, account = self.run.settings, self.account
+        trainer = settings.trainer
+        weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")
+        use = metrics.EngineUse(max(settings.num_engines, 1))
+        while step < trainer.num_steps:
+            if stop.is_set():
+                self.save(step)
+                raise KeyboardInterrupt
+            batch = await self.next_batch()
+            step += 1
+            trained = await self.train(batch, step)
+            with account.spend("update"):
+                if "weights" in settings.weight_sync.release:  # a push needs their memory
+                    await self.llm.resume(only="weights")
+                await self.learner.push(weight_sync, self.versions.reserve())
+            self.producer.refresh_version()  # the engines begin the batches that it allows
+            evaluated: dict[str, float] = {}
+            interval = trainer.eval_interval
+            if interval and step % interval == 0 and step < trainer.num_steps:
+                with account.spend("evaluate"):
+                    evaluated = await self.run.evaluate(self.llm, step)
+            stats = await self.llm.stats()
+            rates = metrics.step_metrics(
+                account.take(),
+                num_generated_tokens=int(batch.rollouts.completion_lengths_B.sum()),
+                num_trained_tokens=int(trained["train/num_tokens"]),
+            )
+            engine = {**stats.as_metrics(), **use.take(stats)}
+            yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            # After its row is written, so that a resumed run finds one for each step it has done.
+            # The time is the next step's.
+            if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
+                with account.spend("checkpoint"):
+                    self.save(step)
+
+    async def next_batch(self) -> TrainingBatch:
+        """Wait for a batch; in flight the engines generate anyway, else for as long as it takes."""
+        sync = self.run.settings.weight_sync
+        if sync.mode == "in_flight":
+            with self.account.spend("wait"):
+                return await anext(self.producer)
+        with self.account.spend("generate"):
+            async with generation_phase(self.llm, release=sync.release) as phase:
+                batch = await anext(self.producer)
+        self.account.reassign_phase(phase.timings())
+        return batch
+
+    async def train(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        """Train on the batch; tell the producer how well its rollouts fitted the policy."""
+        with self.account.spend("train"):
+            # In a thread of its own: this one receives what the engines send meanwhile.
+            trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
+        if "train/eff_sample_size" in trained:  # not where no group had a spread
+            self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
+        return trained
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after `step`."""
+        prompts = self.producer.state_dict()
+        state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
+        self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
+
+
+def main() -> None:
+    """Run the job that the command line and an entry config of conf/ describe."""
+    run_hydra_job(
+        run_job,
+        JobSettings,
+        config_path=str(CONFIG_DIRECTORY),
+        config_name="train",
+        shows_config=lambda settings: settings.logger.console and torchrun_place()[0] == 0,
+    )
+
+
+def run(words: Sequence[str]) -> int:
+    """Run `rollout train WORDS`. Returns 0; a job that fails raises SystemExit."""
+    sys.argv = ["rollout train", *words]
+    main()
+    return 0

@@ -1,0 +1,96 @@
+"""The demo's data: letters in, a palindrome of them out, judged by reasoning-gym's verifier.
+
+conf/data/palindrome.yaml and conf/model/tiny.yaml name these functions.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trainer_hooks import PromptItem
+from trainer_hooks.prompts.sources import ReasoningGymPrompts
+
+# Items of the dataset: far more per seed than a run needs, so that runs of other seeds share none.
+ITEMS_PER_SEED = 1_000_000
+MAX_SEEDS = 1_000
+NUM_PROMPTS = 50_000  # of the training, and as many of the warm-up
+END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN = "<end>", "<pad>", "<unknown>"
+SEPARATOR = ", "
+
+
+def prompts(
+    part: str, seed: int, *, num_held_out: int, dataset_seed: int, min_length: int, max_length: int
+) -> Sequence[PromptItem] | TrainingPrompts:
+    """The prompts of `part` (held_out, train or warmup) of the run with `seed`.
+
+    reasoning-gym draws item i of a dataset with seed s from seed s + i, so two datasets with nearby
+    seeds share items: there is one dataset here, cut into index ranges. Its first items are held
+    out for evaluation. Training never sees their letters, in whatever order.
+    """
+    items = ReasoningGymPrompts(
+        "palindrome_generation",
+        size=num_held_out + MAX_SEEDS * ITEMS_PER_SEED,
+        seed=dataset_seed,
+        min_length=min_length,
+        max_length=max_length,
+    )
+    held_out = items[:num_held_out]
+    if part == "held_out":
+        return held_out
+    start = num_held_out + seed * ITEMS_PER_SEED + (part == "warmup") * ITEMS_PER_SEED // 2
+    return TrainingPrompts(items, start, {sorted_letters(item) for item in held_out})
+
+
+class TrainingPrompts:
+    """Prompts by number, made when they are asked for.
+
+    An item with the letters of a held-out one is replaced by a spare item of its own.
+    """
+
+    def __init__(self, items: ReasoningGymPrompts, start: int, held_out: set[str]) -> None:
+        self._items, self._start, self._held_out = items, start, held_out
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return NUM_PROMPTS
+
+    def __getitem__(self, index: int) -> PromptItem:
+        if not 0 <= index < NUM_PROMPTS:
+            raise IndexError(f"prompt {index} of {NUM_PROMPTS}")
+        place = self._start + index
+        while sorted_letters(item := self._items[place]) in self._held_out:
+            place += NUM_PROMPTS
+        return item
+
+
+def letters_of(item: PromptItem) -> list[str]:
+    """The letters that the item gives."""
+    return list(item.columns["entry"]["metadata"]["letters"])
+
+
+def sorted_letters(item: PromptItem) -> str:
+    """Equal for items that have the same letters."""
+    return "".join(sorted(letters_of(item)))
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and one for each constant part of a question."""
+    item = ReasoningGymPrompts("palindrome_generation", size=1)[0]
+    instruction, _, _ = str(item.prompt).partition(SEPARATOR.join(letters_of(item)))
+    tokens = [PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, "\n", *string.ascii_lowercase]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN_TOKEN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in (instruction, SEPARATOR)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        unk_token=UNKNOWN_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
