@@ -208,9 +208,7 @@ class CoordinatorCore:
     def stood_still(self, seconds: float) -> None:
         """The process stood still for so long: no peer could be heard, so leases are extended."""
         for session in self._context.sessions.values():
-            session.last_seen += seconds
-            if isinstance(session, EngineSession):
-                session.progress_at += seconds
+            session.extend_lease(seconds)
 
     def close(self, reason: str) -> Outgoing:
         """End: fail all that is unfinished and say goodbye. Returns the messages to send."""
