@@ -1,4 +1,4 @@
-"""FakeLLM: an LLM without a model, for tests of a training loop.
+"""FakeLLM and FakeAsyncLLM: LLMs without a model, for tests of a training loop.
 
     llm = FakeLLM(lambda prompt, seed: [seed % 7, 2])
     request = llm.generate([5, 6], SamplingParams(return_log_probs=True))
@@ -9,7 +9,8 @@ by name, and refuses a call in the wrong state with the errors of LLM. It serves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import fmean
 from types import TracebackType
@@ -21,7 +22,16 @@ from typing_extensions import Self
 from rollout.apis.arguments import RolloutGroup, SamplingArgument, as_groups
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
-from rollout.control.state import EngineState, StateMachine
+from rollout.control.state import (
+    PAUSE,
+    RESUME,
+    SET_GENERATION_EPOCH,
+    SUSPEND,
+    UNPAUSE,
+    EngineState,
+    StateMachine,
+    Transition,
+)
 from rollout.engine.suspension import KV_CACHE, OWNERS, WEIGHTS
 from rollout.errors import (
     ConfigError,
@@ -38,8 +48,6 @@ from rollout.step.seeds import mix_seed
 from rollout.text import Prompt, Tokenizer, encode_prompt, tokenizer_of
 from rollout.version_spans import VersionSpans
 from rollout.weights.update import NamedTensors, by_name, next_version
-
-_QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +126,7 @@ class FakeLLM:
 
     Each step generates a token of every unfinished request, under the version that is served then:
     `submit`, `step`, an update and `collect` make requests of several versions. One thread at a
-    time may call it; ThreadedLLM makes an asynchronous LLM of it.
+    time may call it.
 
     weights: tensors of the latest update, by name. calls: names of the control calls that did
     something, in order.
@@ -151,6 +159,11 @@ class FakeLLM:
     def state(self) -> EngineState:
         """The state after the latest control call."""
         return self._machine.state
+
+    @property
+    def released(self) -> set[str]:
+        """The resources whose memory is released: "kv_cache", "weights"."""
+        return set(self._released)
 
     # ---- generation
 
@@ -208,13 +221,17 @@ class FakeLLM:
         """End groups now, in any state. Their requests are FAILED and keep the tokens they have."""
         for group_id in group_ids:
             if group_id not in self._open and group_id not in self._finished:
-                raise EngineStateError(f"group {group_id} is unknown, or was handed out already")
+                raise EngineStateError(f"group {group_id} is unknown, or was returned already")
         for group_id in group_ids:
             for request in self._open.get(group_id, ()):
                 if request.request_id in self._samples:
                     self._end(request.request_id, RequestAbortedError("aborted by its owner"))
         self._close_groups()
         return [self._finished.pop(group_id) for group_id in dict.fromkeys(group_ids)]
+
+    def has_unfinished(self, group_ids: Sequence[int]) -> bool:
+        """Return whether one of these submitted groups is unfinished."""
+        return any(group_id in self._open for group_id in group_ids)
 
     def step(self) -> None:
         """Generate one token of each unfinished request. Raises EngineStateError unless RUNNING."""
@@ -230,11 +247,11 @@ class FakeLLM:
 
     def pause(self) -> None:
         """RUNNING -> PAUSED."""
-        self._run("pause")
+        self._run(PAUSE)
 
     def unpause(self) -> None:
         """PAUSED -> RUNNING."""
-        self._run("unpause")
+        self._run(UNPAUSE)
 
     def suspend(
         self,
@@ -243,7 +260,7 @@ class FakeLLM:
         discard_weights: bool = False,
     ) -> SuspendReport:
         """PAUSED -> SUSPENDED. Under "recompute" later steps write all KV anew."""
-        with self._machine.command("suspend") as is_first:
+        with self._machine.command(SUSPEND) as is_first:
             if isinstance(release, str) or not set(release) <= set(OWNERS):
                 raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
             if discard_weights and WEIGHTS not in release:
@@ -275,7 +292,7 @@ class FakeLLM:
         if self._released - restored and self.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")
         else:
-            self._run("resume")
+            self._run(RESUME)
         self._released = self._released - restored
         return ResumeReport(
             mode=self._mode.value,
@@ -287,8 +304,7 @@ class FakeLLM:
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
         """Keep the tensors in `weights`, and serve `version` (None: the next one)."""
-        if not (in_flight and self.state is EngineState.RUNNING):
-            self._machine.require(*_QUIET, to="update weights")
+        self._machine.require_update(in_flight=in_flight)
         if WEIGHTS in self._released:
             raise EngineStateError(
                 "cannot update weights: the weights' memory is released; "
@@ -308,7 +324,7 @@ class FakeLLM:
 
     def set_generation_epoch(self, version: int) -> None:
         """Serve `version` without new weights."""
-        self._machine.require(*_QUIET, to="set the generation epoch")
+        self._machine.require_legal(SET_GENERATION_EPOCH)
         self.weights_version = next_version(self.weights_version, version)
         self.calls.append("set_generation_epoch")
 
@@ -333,6 +349,7 @@ class FakeLLM:
         """End, from any state. Unfinished requests are FAILED, and later calls are refused."""
         for request_id in list(self._samples):
             self._end(request_id, RequestAbortedError("the engine was shut down"))
+        self._close_groups()
         self._machine.state = EngineState.STOPPED
 
     def __enter__(self) -> Self:
@@ -405,7 +422,102 @@ class FakeLLM:
                 self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
                 del self._open[group_id]
 
-    def _run(self, name: str) -> None:
-        with self._machine.command(name) as must_run:
+    def _run(self, transition: Transition) -> None:
+        with self._machine.command(transition) as must_run:
             if must_run:
-                self.calls.append(name)
+                self.calls.append(transition.name)
+
+
+class FakeAsyncLLM:
+    """AsyncLLM's methods for a training loop, over a FakeLLM.
+
+    `token_wait` is awaited before each step: by default other tasks run between two tokens. While
+    `llm` is not RUNNING, requests wait.
+    """
+
+    def __init__(
+        self, llm: FakeLLM, token_wait: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    ) -> None:
+        self.llm, self.tokenizer = llm, llm.tokenizer
+        self._token_wait, self._has_changed = token_wait, asyncio.Event()
+
+    @property
+    def state(self) -> EngineState:
+        """The state of `llm`."""
+        return self.llm.state
+
+    @property
+    def weights_version(self) -> int:
+        """The version that `llm` serves."""
+        return self.llm.weights_version
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingArgument = None,
+        n: int = 1,
+        *,
+        priority: int = 0,
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them."""
+        _, is_single = as_groups(prompts, sampling_params, n)
+        group_ids = self.llm.submit(prompts, sampling_params, n)
+        try:
+            while self.llm.has_unfinished(group_ids):
+                await self._token_wait()
+                while self.state is not EngineState.RUNNING and self.llm.has_unfinished(group_ids):
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+                if self.llm.has_unfinished(group_ids):
+                    self.llm.step()
+        finally:
+            groups = self.llm.abort(group_ids)  # finished ones are returned as they are
+        requests = [request for group in groups for request in group.requests]
+        return requests[0] if is_single and n == 1 else requests
+
+    async def pause(self) -> None:
+        """RUNNING -> PAUSED."""
+        self.llm.pause()
+
+    async def unpause(self) -> None:
+        """PAUSED -> RUNNING."""
+        self.llm.unpause()
+        self._has_changed.set()
+
+    async def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = (KV_CACHE,),
+        discard_weights: bool = False,
+    ) -> SuspendReport:
+        """PAUSED -> SUSPENDED."""
+        return self.llm.suspend(mode, release, discard_weights)
+
+    async def resume(self, only: str | None = None) -> ResumeReport:
+        """SUSPENDED -> PAUSED, once everything is restored."""
+        return self.llm.resume(only)
+
+    async def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+    ) -> WeightUpdateReport:
+        """Keep the tensors in `llm.weights`, and serve `version`."""
+        return self.llm.update_weights(named_tensors, version, in_flight)
+
+    async def set_generation_epoch(self, version: int) -> None:
+        """Serve `version` without new weights."""
+        self.llm.set_generation_epoch(version)
+
+    async def stats(self) -> EngineStats:
+        """Return the counters of `llm`."""
+        return self.llm.stats()
+
+    async def shutdown(self) -> None:
+        """End, from any state. Unfinished requests are FAILED."""
+        self.llm.shutdown()
+        self._has_changed.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()

@@ -108,6 +108,10 @@ class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return pack(self) == pack(other)
 
 
+class Message(WireData, frozen=True):
+    """Base of the messages, each of which is a frame. The tag of a class is its header."""
+
+
 class WithColumns(WireData, frozen=True):
     """Base of messages and parts with columns, which are received as bytes or given as numbers."""
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from rollout import LLM, InvalidRequestError, RolloutError, SamplingParams
-from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.requests import DynamicInferenceRequest
-from rollout.testing import Completion, FakeLLM
+from rollout.testing import Completion, FakeAsyncLLM, FakeLLM
 from tests.tiny_models import prompt_of, tiny_model
 from trainer_hooks import WeightSync, collate_rollouts, generation_phase
 
@@ -181,9 +180,38 @@ def test_a_training_step_runs_on_a_fake_llm(fake: FakeLLM) -> None:
         assert torch.equal(fake.weights["weight"], policy.weight)
 
 
-def test_threaded_llm_over_a_fake_llm_awaits_its_requests(fake: FakeLLM) -> None:
-    async def run() -> Any:
-        async with ThreadedLLM(fake) as threaded:  # type: ignore[arg-type]
-            return await threaded.generate(PROMPT, PARAMS, n=3)
+def test_fake_async_llm_generates_across_an_update_while_others_wait(fake: FakeLLM) -> None:
+    async def run() -> list[DynamicInferenceRequest]:
+        async with FakeAsyncLLM(fake) as llm:
+            requests = asyncio.create_task(llm.generate([PROMPT], PARAMS, n=3))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await llm.pause()
+            await llm.suspend()
+            await llm.set_generation_epoch(7)
+            await llm.resume()
+            await asyncio.sleep(0)
+            assert not requests.done()
+            await llm.unpause()
+            return list(await requests)  # type: ignore[arg-type]
 
-    assert [request.num_generated_tokens for request in asyncio.run(run())] == [6, 6, 6]
+    for request in asyncio.run(run()):
+        assert request.num_generated_tokens == 6
+        assert set(request.policy_versions.tolist()) == {0, 7}
+
+
+def test_fake_async_llm_aborts_requests_of_a_cancelled_caller_and_of_its_end(fake: FakeLLM) -> None:
+    async def run() -> DynamicInferenceRequest:
+        llm = FakeAsyncLLM(fake)
+        await llm.pause()
+        cancelled = asyncio.create_task(llm.generate(PROMPT, PARAMS))
+        waiting = asyncio.create_task(llm.generate(PROMPT, PARAMS))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert fake.stats().num_running == 1
+        await llm.shutdown()
+        return await waiting  # type: ignore[return-value]
+
+    assert asyncio.run(run()).finish_reason == "abort"

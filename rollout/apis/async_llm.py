@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,29 +16,18 @@ from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, 
 from rollout.apis.serving import Serving
 from rollout.apis.streaming import (
     LOST,
-    Results,
     failed_request,
     finished_request,
-    resume_report,
     streamed_items,
-    suspend_report,
     wait_for_requests,
 )
 from rollout.apis.weight_push import WeightPush
-from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.control.reports import (
-    EngineStats,
-    ResumeReport,
-    SuspendReport,
-    WeightChecksums,
-    WeightUpdateReport,
-)
+from rollout.config import InferenceConfig
+from rollout.control.commands import AsyncControlCalls, Command, R, fleet_stats
+from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.commands import CommandFuture
-from rollout.coordinator.client.fleet_stats import FleetStats, engine_stats, fleet_stats
 from rollout.coordinator.client.inference_client import Group, InferenceClient
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
-from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.security import CurveKeys
 from rollout.errors import (
@@ -61,15 +50,15 @@ from rollout.weights.update import NamedTensors
 _NOTICE_S = 1.0  # between the end of a connection and that of the coordinator's process
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControlCalls):
     """A model in `data_parallel_size` engine processes behind a coordinator. An async context
     manager: leaving it ends all processes.
 
-    `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. All verbs are those of
-    LLM, to be awaited; they take effect on all engines, and return when the last one has confirmed.
+    `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. LLM's methods are to be
+    awaited here. They take effect on all engines, and return when the last one has confirmed.
 
-    Only processes of the same user can join, unless a host or a port is given; over TCP everybody
-    on the machine can, or with `curve` in `coordinator_options` whose key is known.
+    Only processes of the same user can join, unless a host or a port is given. Over TCP every
+    process on the machine can, or, with `curve` in `coordinator_options`, peers with a known key.
     """
 
     _fleet: FleetProcesses | None
@@ -144,9 +133,11 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """Join the fleet of a coordinator that others have started. Its end is a goodbye: the fleet
-        goes on. `address`, `seed` and `curve` as for InferenceClient. The engines' config decides
-        whether weights that are not finite are refused. Raises CoordinatorLostError."""
+        """Join the fleet of a running coordinator, which goes on when this AsyncLLM ends.
+
+        `address`, `seed` and `curve` as for InferenceClient. The engines' config decides whether
+        weights that are not finite are refused. Raises CoordinatorLostError.
+        """
         llm = cls.joined(
             address, tokenizer, seed=seed, curve=curve, weight_transport=weight_transport
         )
@@ -164,7 +155,8 @@ class AsyncLLM:
         model_directory: str | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """As `connect`, but the first verb connects. model_directory: of the model, to serve."""
+        """Return the AsyncLLM of `connect`, which connects at its first call. model_directory: the
+        model's directory, for a server."""
         llm = cls.__new__(cls)
         dialled = address_of(address)
         push = WeightPush(weight_transport, False, partial(host_towards, dialled))
@@ -192,7 +184,7 @@ class AsyncLLM:
         self._end: asyncio.Future[None] | None = None
         self._lost: CoordinatorLostError | None = None
         self._is_lost = asyncio.Event()
-        self._state, self._weights_version = EngineState.RUNNING, weights_version
+        self._weights_version = weights_version  # while there is no client
 
     @property
     def client(self) -> InferenceClient:
@@ -205,16 +197,21 @@ class AsyncLLM:
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state after the latest verb of this object; others may have changed it."""
-        return self._state
+        """The fleet's state after the latest control call of this object. Other clients may have
+        changed it."""
+        if self._end is not None:
+            return EngineState.STOPPED
+        client = self._client
+        return EngineState.RUNNING if client is None else client.state
 
     @property
     def weights_version(self) -> int:
         """The fleet's weights version, known as `state` is."""
-        return self._weights_version
+        client = self._client
+        return self._weights_version if client is None else client.weights_version
 
     async def start(self) -> InferenceClient:
-        """Connect, unless that is done; `async with` and all verbs begin with it. The client."""
+        """Connect, unless connected. All methods begin with it. Returns the client."""
         async with self._start_turn:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
@@ -225,18 +222,12 @@ class AsyncLLM:
                 )
                 await client.start()
                 self._client = client
-                if (greeting := client.coordinator) is not None:
-                    self._know(greeting.state, greeting.weights_version)
             return self.client
 
-    def _know(self, state: str, weights_version: int) -> None:
-        self._state = CoordinatorState[state].engine_state
-        self._weights_version = weights_version
-
-    # ---- the end of pending verbs
+    # ---- the end of pending calls
 
     def _lose(self, error: CoordinatorLostError) -> None:
-        """The fleet's processes have ended: fail all pending verbs. Another thread calls this."""
+        """Fail all pending calls: the fleet's processes have ended. Another thread calls this."""
         self._lost = error
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
@@ -248,7 +239,7 @@ class AsyncLLM:
             self._client.stop()
 
     def _cut_short(self) -> RolloutError | None:
-        """Return why pending verbs get no answer; None if they may."""
+        """Return why pending calls get no answer; None if they may."""
         if self._end is not None:
             return EngineStateError("this AsyncLLM was shut down before the answer came")
         return None if self._lost is None else CoordinatorLostError(*self._lost.args)
@@ -333,7 +324,7 @@ class AsyncLLM:
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
-        """What a user gets of a request that is done: one without a record is FAILED."""
+        """Return the request of a future that is done. Without a record it is FAILED."""
         error: Any = future.exception()
         if error is None:
             return finished_request(future.result(), self.tokenizer)
@@ -349,9 +340,9 @@ class AsyncLLM:
         priority: int = 0,
         as_text: bool = False,
     ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
-        """Token ids as they come, each once, then the whole request. Closed early, it aborts.
+        """Yield token ids as they come, each once, then the whole request. Closed early, it aborts.
 
-        `as_text`: pieces of its text instead; what may begin a stop string waits until it is none.
+        as_text: yield pieces of text instead. Text that may begin a stop string is held back.
         """
         client, params = await self.start(), sampling_params or SamplingParams()
         if as_text and self.tokenizer is None:
@@ -388,42 +379,11 @@ class AsyncLLM:
 
     # ---- control: a command runs to its end, and `state` follows, if its caller is cancelled
 
-    async def _order(self, order: Callable[[InferenceClient], CommandFuture]) -> Results:
+    async def do(self, command: Command[R]) -> R:
+        """Do a control call on all engines; returns when the last one has confirmed."""
         client = await self.start()
         async with self._named_errors():
-            return await asyncio.shield(asyncio.ensure_future(self._results(order(client))))
-
-    async def _results(self, command: CommandFuture) -> Results:
-        results: Results = await command
-        self._know(results["state"], results["weights_version"])
-        return results
-
-    async def pause(self) -> None:
-        """Stop all engines at their next step."""
-        await self._order(lambda client: client.pause_engines())
-
-    async def unpause(self) -> None:
-        """Let the engines generate again."""
-        await self._order(lambda client: client.unpause_engines())
-
-    async def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = ("kv_cache",),
-        discard_weights: bool = False,
-    ) -> SuspendReport:
-        """Release memory; unfinished requests stay. The engines must be paused."""
-        return suspend_report(
-            await self._order(lambda client: client.suspend_engines(mode, release, discard_weights))
-        )
-
-    async def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore released memory. Once all is restored the engines are paused."""
-        return resume_report(await self._order(lambda client: client.resume_engines(only)))
-
-    async def set_generation_epoch(self, version: int) -> None:
-        """Set the weights version without new weights."""
-        await self._order(lambda client: client.set_generation_epoch(version))
+            return await asyncio.shield(client.do(command))
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -439,9 +399,7 @@ class AsyncLLM:
             self._push.push(
                 named_tensors,
                 self.start,  # raises if it was shut down while the update waited
-                lambda source: self._order(
-                    lambda client: client.update_weights(source, version, in_flight)
-                ),
+                lambda source: self.client.update_weights(source, version, in_flight),
             )
         )
         async with self._named_errors():
@@ -449,23 +407,23 @@ class AsyncLLM:
 
     async def weights_checksum(self) -> str:
         """Return the checksum of the weights that all engines serve, as they have agreed on it."""
-        results = await self._order(lambda client: client.engine_stats())
-        return str(results["weights_checksum"])
-
-    async def stats(self) -> EngineStats:
-        """Return the counters of all engines together."""
-        return engine_stats(await self._order(lambda client: client.engine_stats()))
+        client = await self.start()
+        async with self._named_errors():
+            return (await client.engine_stats()).weights_checksum
 
     async def fleet_stats(self) -> FleetStats:
         """Return the counters of each engine, and what the coordinator counts."""
-        return fleet_stats(await self._order(lambda client: client.engine_stats()))
+        client = await self.start()
+        async with self._named_errors():
+            results = await client.engine_stats()
+        return fleet_stats(results)
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
         """Return a page of the weights' checksums, from the weight at `start` on, of each engine by
         its rank."""
-        results = await self._order(lambda client: client.weight_checksums(start))
-        pages = results["ranks"].items()
-        return {int(rank): WeightChecksums(**page) for rank, page in pages if page}
+        client = await self.start()
+        async with self._named_errors():
+            return (await client.weight_checksums(start)).by_rank
 
     async def shutdown(self, *, end_fleet: bool | None = None) -> None:
         """End, from any state. A second call waits for the first.
@@ -474,7 +432,6 @@ class AsyncLLM:
         them. Else unfinished requests of this one are aborted, and the fleet goes on.
         """
         if self._end is None:
-            self._state = EngineState.STOPPED
             ends_fleet = self._fleet is not None if end_fleet is None else end_fleet
             self._end = asyncio.ensure_future(self._shut_down(ends_fleet))
         await asyncio.shield(self._end)
@@ -489,6 +446,7 @@ class AsyncLLM:
             async with self._start_turn:  # a running start ends first
                 client, self._client = self._client, None
             if client is not None:
+                self._weights_version = client.weights_version
                 last.push_async_callback(client.aclose)
                 with suppress(RolloutError):  # the processes are ended in any case
                     if ends_fleet:

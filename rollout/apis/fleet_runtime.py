@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollout.apis.async_llm import AsyncLLM
+from rollout.control.commands import Command, R
+from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.errors import EngineStateError
@@ -20,9 +22,10 @@ from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.text import Prompt
+from rollout.weights.update import NamedTensors
 
 _T = TypeVar("_T")
-VERBS_S = 5.0  # how long a shutdown waits for verbs after the fleet has ended
+CALLS_S = 5.0  # how long a shutdown waits for running calls after the fleet has ended
 
 
 class FleetRuntime:
@@ -41,7 +44,7 @@ class FleetRuntime:
         self._thread = threading.Thread(target=self._serve, name="fleet runtime", daemon=True)
         self._thread.start()
         try:
-            self._do(self._llm.start())
+            self._run(self._llm.start())
         except BaseException:  # after Ctrl-C, too, nobody else can end the thread
             self.shutdown()
             raise
@@ -50,7 +53,7 @@ class FleetRuntime:
         self._loop.run_forever()
         self._loop.close()
 
-    def _do(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         try:
             self._require_own_process()
             with self._turn:
@@ -86,7 +89,7 @@ class FleetRuntime:
 
         What only an engine can tell, such as an id beyond the vocabulary, fails the request later.
         """
-        return self._do(self._submit(groups, priority))
+        return self._run(self._submit(groups, priority))
 
     async def _submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
@@ -125,7 +128,7 @@ class FleetRuntime:
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
         """End requests now; waits for their records. Returns all that has ended meanwhile."""
-        self._do(self._abort(request_ids))
+        self._run(self._abort(request_ids))
         return self.take_ended()
 
     async def _abort(self, request_ids: Sequence[int]) -> None:
@@ -138,7 +141,7 @@ class FleetRuntime:
 
     def drop(self, request_ids: Sequence[int]) -> None:
         """End requests now, without a result. Ignores those that have ended."""
-        self._do(self._drop(request_ids))
+        self._run(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -155,13 +158,23 @@ class FleetRuntime:
     def weights_version(self) -> int:
         return self._llm.weights_version
 
-    def order(self, verb: str, *arguments: Any) -> Any:
-        """Do a verb of the AsyncLLM, and wait until all engines have confirmed."""
-        return self._do(getattr(self._llm, verb)(*arguments))
+    def do(self, command: Command[R]) -> R:
+        """Do a control call, and wait until all engines have confirmed."""
+        return self._run(self._llm.do(command))
+
+    def update_weights(
+        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
+    ) -> WeightUpdateReport:
+        """Replace the weights of all engines, or of none. See AsyncLLM.update_weights."""
+        return self._run(self._llm.update_weights(named_tensors, version, in_flight))
+
+    def weights_checksum(self) -> str:
+        """Return the checksum of the weights that all engines serve."""
+        return self._run(self._llm.weights_checksum())
 
     def serve(self, config: ServeConfig) -> tuple[str, int]:
         """Serve over HTTP until `stop_serving`. Returns host and port. See AsyncLLM.serve."""
-        self._do(self._llm.serve(config, blocking=False))
+        self._run(self._llm.serve(config, blocking=False))
         address = self._llm.serving.address
         assert address is not None, "it listens"
         return address
@@ -173,7 +186,7 @@ class FleetRuntime:
 
     def stop_serving(self, drain_timeout_s: float | None) -> None:
         """See AsyncLLM.stop_serving."""
-        self._do(self._llm.stop_serving(drain_timeout_s))
+        self._run(self._llm.stop_serving(drain_timeout_s))
 
     def shutdown(self) -> None:
         """End the fleet, and wait for its end. In a forked child it does nothing."""
@@ -191,10 +204,10 @@ class FleetRuntime:
             self._thread.join()
 
     async def _shut_down(self) -> None:
-        """End the AsyncLLM; running verbs end or are cancelled, since a thread waits for each."""
+        """End the AsyncLLM; running calls end or are cancelled, since a thread waits for each."""
         try:
             await self._llm.shutdown()
         finally:
-            verbs = asyncio.all_tasks() - {asyncio.current_task()}
+            calls = asyncio.all_tasks() - {asyncio.current_task()}
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*verbs, return_exceptions=True), VERBS_S)
+                await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CALLS_S)

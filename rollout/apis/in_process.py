@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
 
 from rollout.apis.streaming import finished_request
+from rollout.control.commands import Command, R
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
@@ -20,13 +20,10 @@ from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt, Tokenizer
 from rollout.weights.update import NamedTensors
 
-# Verbs that move or read the weights, or change their version; they wait while an update is staged.
-_USE_WEIGHTS = ("suspend", "resume", "set_generation_epoch", "weights_checksum")
-
 
 class InProcessRuntime:
     """Runs an LLM's requests by an engine in this process. One thread calls `submit`, `advance`,
-    `abort` and `drop`; verbs that other threads `order` take effect between two steps.
+    `abort` and `drop`; control calls of other threads take effect between two steps.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, tokenizer: Tokenizer | None) -> None:
@@ -125,26 +122,38 @@ class InProcessRuntime:
     def weights_version(self) -> int:
         return self.engine.weights_version
 
-    def order(self, verb: str, *arguments: Any) -> Any:
-        """Do the control verb of LLM that has this name; returns what it returns."""
+    def do(self, command: Command[R]) -> R:
+        """Do a control call between two steps. Calls that use the weights wait while an update is
+        staged."""
         try:
-            if verb == "update_weights":
-                return self._update_weights(*arguments)
-            with self._weights_turn if verb in _USE_WEIGHTS else nullcontext(), self._turn:
-                return getattr(self.engine, verb)(*arguments)
+            with self._weights_turn if command.uses_weights else nullcontext(), self._turn:
+                return self.engine.do(command)
         finally:
             self.on_command()
 
-    def _update_weights(
+    def weights_checksum(self) -> str:
+        """Return a checksum of all weights."""
+        with self._weights_turn, self._turn:
+            return self.engine.weights_checksum()
+
+    def warm_up(self) -> int:
+        """Capture steps ahead. Returns how many. See Engine.warm_up."""
+        with self._turn:
+            return self.engine.warm_up()
+
+    def update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
         """Stage beside the steps; only the commit keeps them waiting."""
-        with self._weights_turn:
-            with self._turn:
-                self.engine.check_update(version, in_flight)
-            staged = self.engine.stage_weights(named_tensors)
-            with self._turn:
-                return self.engine.commit_weights(staged, version, in_flight)
+        try:
+            with self._weights_turn:
+                with self._turn:
+                    self.engine.check_update(version, in_flight)
+                staged = self.engine.stage_weights(named_tensors)
+                with self._turn:
+                    return self.engine.commit_weights(staged, version, in_flight)
+        finally:
+            self.on_command()
 
     def shutdown(self) -> None:
         with self._turn:

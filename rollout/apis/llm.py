@@ -26,9 +26,16 @@ from rollout.apis.arguments import (
     config_with,
 )
 from rollout.apis.in_process import InProcessRuntime
-from rollout.apis.spmd import AllRanks, on_all_ranks, require_one_process, runtime_of
-from rollout.config import InferenceConfig, KVCacheManagementMode
-from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.apis.spmd import (
+    AllRanks,
+    call_of_command,
+    on_all_ranks,
+    require_one_process,
+    runtime_of,
+)
+from rollout.config import InferenceConfig
+from rollout.control.commands import Command, ControlCalls, R
+from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
@@ -42,7 +49,7 @@ from rollout.weights.update import NamedTensors
 _LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
 
 
-class LLM:
+class LLM(ControlCalls):
     """A model and the engine that serves it. A context manager: leaving it shuts the engine down.
 
     `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
@@ -292,7 +299,7 @@ class LLM:
         assert not isinstance(self._runtime, InProcessRuntime)
         return self._runtime
 
-    # ---- control
+    # ---- control calls: the other methods are those of ControlCalls
 
     @property
     def state(self) -> EngineState:
@@ -302,15 +309,13 @@ class LLM:
     def weights_version(self) -> int:
         return self._runtime.weights_version
 
-    @on_all_ranks
-    def pause(self) -> None:
-        """Stop at the next step edge."""
-        self._runtime.order("pause")
-
-    @on_all_ranks
-    def unpause(self) -> None:
-        """Let the engine generate again."""
-        self._runtime.order("unpause")
+    def do(self, command: Command[R]) -> R:
+        """Do a control call: with `pg_collection`, on all ranks."""
+        if self._ranks is None:
+            return self._runtime.do(command)
+        call = call_of_command(command)
+        result: R = self._ranks.run(call, (), lambda: self._runtime.do(command))
+        return result
 
     @on_all_ranks
     def warm_up(self) -> int:
@@ -322,34 +327,7 @@ class LLM:
                 "warm_up() needs the engine in this process; others capture a step when it first "
                 "comes"
             )
-        num_captured: int = self._runtime.order("warm_up")
-        return num_captured
-
-    @on_all_ranks
-    def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = ("kv_cache",),
-        discard_weights: bool = False,
-    ) -> SuspendReport:
-        """Release memory; unfinished requests stay. The engine must be paused.
-
-        See Engine.suspend.
-        """
-        report: SuspendReport = self._runtime.order("suspend", mode, release, discard_weights)
-        return report
-
-    @on_all_ranks
-    def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released memory, or that of the owner `only`. Once all is restored the engine
-        is paused."""
-        report: ResumeReport = self._runtime.order("resume", only)
-        return report
-
-    @on_all_ranks
-    def set_generation_epoch(self, version: int) -> None:
-        """Set the weights version without new weights. The engine must be paused or suspended."""
-        self._runtime.order("set_generation_epoch", version)
+        return self._runtime.warm_up()
 
     @on_all_ranks
     def update_weights(
@@ -361,22 +339,12 @@ class LLM:
         pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
         or call `trainer_hooks.take_part`. Only the copies keep steps waiting.
         """
-        report: WeightUpdateReport = self._runtime.order(
-            "update_weights", named_tensors, version, in_flight
-        )
-        return report
+        return self._runtime.update_weights(named_tensors, version, in_flight)
 
     @on_all_ranks
     def weights_checksum(self) -> str:
         """Return a checksum of all weights; equal for engines that serve the same ones."""
-        checksum: str = self._runtime.order("weights_checksum")
-        return checksum
-
-    @on_all_ranks
-    def stats(self) -> EngineStats:
-        """Counters and state of the engine, or of all engines together."""
-        stats: EngineStats = self._runtime.order("stats")
-        return stats
+        return self._runtime.weights_checksum()
 
     def shutdown(self) -> None:
         """Stop the engine and free its KV memory. A second call does nothing."""

@@ -12,11 +12,13 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
+from msgspec import structs
 from torch import nn
 
 from rollout.apis.in_process import InProcessRuntime
 from rollout.child_process import pickled
 from rollout.config import InferenceConfig
+from rollout.control.commands import Command
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
 from rollout.errors import ConfigError, EngineStateError, encode_error
@@ -148,6 +150,13 @@ def _told(error: BaseException) -> Mapping[str, Any]:
     if not str(encoded["message"]).startswith("rank "):  # another one was at fault
         encoded["message"] = f"rank 0: {encoded['message']}"
     return encoded
+
+
+def call_of_command(command: Command[Any]) -> VerbCall:
+    """Return what ranks compare of a control call: its name and arguments."""
+    arguments = structs.asdict(command)
+    del arguments["command_id"], arguments["deadline_s"]  # of the call as a message
+    return _call_of(command.name, arguments)
 
 
 def _call_of(verb: str, arguments: Mapping[str, Any]) -> VerbCall:

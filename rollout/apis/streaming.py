@@ -1,16 +1,13 @@
-"""Requests for users, from records, errors and streams; reports of a fleet's engines merged."""
+"""Requests for users, from records, errors and streams."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
 
 import torch
 
-from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
@@ -26,9 +23,6 @@ from rollout.requests.request import Status
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt, Tokenizer, encode_prompt
 
-# {"state", "weights_version", "weights_checksum", "ranks": {rank: report}, "lost_ranks"}, as a
-# coordinator answers.
-Results = Mapping[str, Any]
 # Errors that fail all pending requests at once.
 LOST = (CoordinatorLostError, ClientStateError)
 
@@ -142,49 +136,3 @@ async def wait_for_requests(
     finally:
         for future in futures:
             future.cancel()  # those that are not done
-
-
-# ---- reports of a fleet's engines, as one report
-
-
-def suspend_report(results: Results) -> SuspendReport:
-    """Return sums of bytes and requests over the engines, and the longest time: they work in
-    parallel."""
-    return SuspendReport(**_together(results))
-
-
-def resume_report(results: Results) -> ResumeReport:
-    """As `suspend_report`."""
-    return ResumeReport(**_together(results))
-
-
-def weight_update_report(results: Results, seconds: float) -> WeightUpdateReport:
-    """`seconds`: as the caller saw it. `num_bytes` of one engine, and the longest stall of any."""
-    reports = _of_ranks(results)
-    return WeightUpdateReport(
-        version=results["weights_version"],
-        seconds=seconds,
-        stall_seconds=max((r["stall_seconds"] for r in reports), default=0.0),
-        num_bytes=max((r["num_bytes"] for r in reports), default=0),
-        checksum=next((r["checksum"] for r in reports), ""),
-    )
-
-
-def _of_ranks(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the reports; engines that were in the target state already have none."""
-    return [report for report in results["ranks"].values() if report]
-
-
-def _together(results: Results) -> dict[str, Any]:
-    together: dict[str, Any] = {"mode": ""}
-    for report in _of_ranks(results):
-        for name, value in report.items():
-            if isinstance(value, str):
-                together[name] = value
-            elif isinstance(value, Mapping):
-                together[name] = dict(Counter(together.get(name, {})) + Counter(value))
-            elif name == "seconds":
-                together[name] = max(together.get(name, 0.0), value)
-            else:
-                together[name] = together.get(name, 0) + value
-    return together

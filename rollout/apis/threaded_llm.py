@@ -20,16 +20,9 @@ from rollout.apis.streaming import (
     streamed_items,
     wait_for_requests,
 )
-from rollout.config import KVCacheManagementMode
-from rollout.control.reports import (
-    EngineStats,
-    ResumeReport,
-    SuspendReport,
-    WeightChecksums,
-    WeightUpdateReport,
-)
+from rollout.control.commands import AsyncControlCalls, ChecksumWeights, Command, R
+from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.fleet_stats import FleetStats
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
 from rollout.coordinator.protocol.packed import token_runs
 from rollout.coordinator.protocol.token_runs import TokenRun
@@ -69,7 +62,7 @@ class _Submission:
     priority: int
 
 
-class ThreadedLLM:
+class ThreadedLLM(AsyncControlCalls):
     """An LLM of this process with the methods of AsyncLLM, for AsyncRolloutProducer, `evaluate`,
     `generation_phase`, weight syncs and servers. An async context manager.
 
@@ -261,33 +254,11 @@ class ThreadedLLM:
             return finished_request(future.result(), self.tokenizer)
         return failed_request(future.request_id, prompt, params, error, self.tokenizer)
 
-    # ---- control
+    # ---- control calls, beside those of AsyncControlCalls
 
-    async def pause(self) -> None:
-        """Stop at the next step boundary."""
-        await asyncio.to_thread(self._llm.pause)
-
-    async def unpause(self) -> None:
-        """Let the engine generate again."""
-        await asyncio.to_thread(self._llm.unpause)
-
-    async def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = ("kv_cache",),
-        discard_weights: bool = False,
-    ) -> SuspendReport:
-        """Release memory; unfinished requests stay. The engine must be paused."""
-        return await asyncio.to_thread(self._llm.suspend, mode, release, discard_weights)
-
-    async def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released memory, or that of `only`. Once all is restored the engine is
-        paused."""
-        return await asyncio.to_thread(self._llm.resume, only)
-
-    async def set_generation_epoch(self, version: int) -> None:
-        """Set the weights version without new weights. The engine must be paused or suspended."""
-        await asyncio.to_thread(self._llm.set_generation_epoch, version)
+    async def do(self, command: Command[R]) -> R:
+        """Do a control call in a thread. See LLM.do."""
+        return await asyncio.to_thread(self._llm.do, command)
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -301,11 +272,7 @@ class ThreadedLLM:
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
         """Return {0: a page of the weights' checksums, from the weight at `start` on}."""
-        return {0: await asyncio.to_thread(self._runtime.order, "weight_checksums", start)}
-
-    async def stats(self) -> EngineStats:
-        """Return counters and state of the engine."""
-        return await asyncio.to_thread(self._llm.stats)
+        return {0: await self.do(ChecksumWeights(start=start))}
 
     async def fleet_stats(self) -> FleetStats:
         """Return the counters as those of a fleet of one engine."""
@@ -382,11 +349,14 @@ class ThreadedLLM:
         """Wait until there is work. Returns False at the end. Raises EngineStateError if the LLM
         was shut down under open requests, and LockstepError if a rank of the engine is gone."""
         timeout_s = _CHECK_RANKS_S if self._runtime.has_ranks else None
-        with self._changed:
-            while not self._changed.wait_for(self._has_work, timeout_s):
+        has_work = False
+        while not has_work:
+            with self._changed:
+                has_work = self._changed.wait_for(self._has_work, timeout_s)
+            if not has_work:
                 self._runtime.check_ranks()
-            if self._is_ending:
-                return False
+        if self._is_ending:
+            return False
         if self._open and self._runtime.state is EngineState.STOPPED:
             raise EngineStateError("the LLM was shut down before the answer came")
         return True

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 
-from rollout.apis.streaming import Results, weight_update_report
 from rollout.control.reports import WeightUpdateReport
 from rollout.errors import WeightUpdateError
 from rollout.weights.source import WeightsSource
@@ -39,11 +39,11 @@ class WeightPush:
         self,
         named_tensors: NamedTensors,
         check: Callable[[], Awaitable[object]],
-        order: Callable[[WeightsSource], Awaitable[Results]],
+        update: Callable[[WeightsSource], Awaitable[WeightUpdateReport]],
     ) -> WeightUpdateReport:
-        """Publish the tensors, `order` the engines to take them, send them meanwhile, and keep them
-        for engines that come later; if that is refused, keep those before. `check` is awaited once
-        it is this update's turn, and may raise.
+        """Publish the tensors, have `update` commit them on the engines, send them meanwhile, and
+        keep them for engines that join later. If the update is refused, keep the weights before it.
+        `check` is awaited when earlier updates have ended, and may raise.
         """
         async with self._turn:
             await check()
@@ -51,7 +51,7 @@ class WeightPush:
             source = await asyncio.to_thread(self._transport.publish, named_tensors)
             sending = asyncio.ensure_future(asyncio.to_thread(self._send, source))
             try:
-                results = await order(source)
+                report = await update(source)
             except BaseException as error:  # a cancelled update is refused, too
                 # The drop ends a send that nobody takes any more.
                 await asyncio.to_thread(self._transport.drop)
@@ -62,7 +62,7 @@ class WeightPush:
             await sending  # engines have all of it
             # In a thread: to return gigabytes to the system would keep streams waiting.
             await asyncio.to_thread(self._transport.commit)
-            return weight_update_report(results, time.perf_counter() - start)
+            return replace(report, seconds=time.perf_counter() - start)
 
     def _send(self, source: WeightsSource) -> WeightUpdateError | None:
         """Return the fault of sending. The engines learn of it, too: it is in their votes."""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rollout.cli.http_faults import named_http_faults
 from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
-from rollout.coordinator.client.fleet_stats import fleet_stats
+from rollout.control.commands import fleet_stats
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
 from rollout.coordinator.net.security import CurveKeys

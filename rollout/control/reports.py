@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from rollout.control.state import EngineState
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts, sum_of_ranks
@@ -13,6 +14,7 @@ LATENCIES = ("first_token_latency", "token_latency", "request_latency")
 HISTOGRAMS = (*STALENESS, *LATENCIES, "finish_reasons")  # fields that are tuples of counts
 # Fields that are the least of the engines' in the stats of a fleet; other numbers are sums.
 LEAST_OF_FLEET = ("max_sequence_length", "block_size_tokens")
+_Report = TypeVar("_Report", "SuspendReport", "ResumeReport")
 NUM_AGES = 9  # of a histogram of staleness: 0 to 7 versions, and older
 
 
@@ -170,3 +172,68 @@ class EngineStats(SchedulerCounts):
             for rank in self.ranks:
                 values |= {f"rank_{rank.label}/{n}": getattr(rank, n) for n in RANK_FIELDS}
         return {f"{prefix}{n}": v for n, v in values.items() if isinstance(v, (int, float))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStats:
+    """Counters of a fleet at one moment.
+
+    state: the fleet's state by name. together: the counters of all engines as one. engines: the
+    counters of each engine by its rank. num_queued: requests that wait for an engine. refused:
+    connections and peers that the coordinator has refused, by reason.
+    """
+
+    state: str
+    together: EngineStats
+    engines: Mapping[int, EngineStats]
+    num_queued: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+# ---- reports of several engines as one
+
+
+def sum_of_reports(nothing: _Report, reports: Iterable[_Report]) -> _Report:
+    """Return sums of bytes and requests, and the longest time, as engines work in parallel.
+    `nothing`: the report of a fleet without engines."""
+    totals = {f.name: getattr(nothing, f.name) for f in fields(nothing)}
+    for report in reports:
+        for name, total in totals.items():
+            totals[name] = _added(name, total, getattr(report, name))
+    return replace(nothing, **totals)
+
+
+def _added(name: str, total: Any, value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: total.get(key, 0) + value.get(key, 0) for key in {**total, **value}}
+    return max(total, value) if name == "seconds" else total + value
+
+
+def stats_of_fleet(
+    engines: Mapping[int, EngineStats], state: EngineState, weights_version: int
+) -> EngineStats:
+    """Return sums over the engines of a fleet, and the fleet's own state and version.
+    `engines`: by rank."""
+    numbered = stats_by_engine(engines).values()
+    values: dict[str, Any] = {
+        "state": state,
+        "weights_version": weights_version,
+        "ranks": tuple(use for stats in numbered for use in stats.ranks),
+    }
+    for name in {f.name for f in fields(EngineStats)} - values.keys():
+        own = [getattr(stats, name) for stats in numbered]
+        if name in HISTOGRAMS:
+            values[name] = tuple(map(sum, zip(*own, strict=True)))
+        else:
+            values[name] = min(own, default=0) if name in LEAST_OF_FLEET else sum(own)
+    return EngineStats(**values)
+
+
+def stats_by_engine(engines: Mapping[int, EngineStats]) -> dict[int, EngineStats]:
+    """Return the engines' counters by rank, in order; the ranks of each engine name it."""
+    return {
+        rank: replace(stats, ranks=tuple(replace(use, engine=rank) for use in stats.ranks))
+        for rank, stats in sorted(engines.items())
+    }

@@ -1,4 +1,4 @@
-"""The states of an engine, and the commands that lead from one to another, as data."""
+"""The states of an engine and of a fleet, and which control call is legal in which state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """Four states that an engine rests in, and five that it passes through while a command runs."""
+    """Four states between control calls, and five transient ones while a call works."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -29,65 +29,107 @@ class EngineState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command is legal in the states `sources` and leads to `target`. While it runs the engine is
-    in `transient`.
+class Transition:
+    """In which states a control call is legal, and what becomes of the state.
+
+    name: the call's name in error messages. sources: states in which the call does its work.
+    transient: the state while it works. target: the state afterwards, in which the call is legal,
+    too, and finds its work done; None if the call leaves the state as it is.
     """
 
+    name: str
     sources: tuple[EngineState, ...]
-    transient: EngineState
-    target: EngineState
+    transient: EngineState | None = None
+    target: EngineState | None = None
+
+    def is_legal_in(self, state: EngineState) -> bool:
+        return state in self.sources or state is self.target
 
 
 _S = EngineState
-COMMANDS: dict[str, Command] = {
-    "pause": Command((_S.RUNNING,), _S.PAUSING, _S.PAUSED),
-    "unpause": Command((_S.PAUSED,), _S.UNPAUSING, _S.RUNNING),
-    "suspend": Command((_S.PAUSED,), _S.SUSPENDING, _S.SUSPENDED),
-    "resume": Command((_S.SUSPENDED,), _S.RESUMING, _S.PAUSED),
-    "stop": Command((_S.PAUSED, _S.SUSPENDED), _S.STOPPING, _S.STOPPED),
-}
+QUIET = (_S.PAUSED, _S.SUSPENDED)  # the states in which no step runs and a call can follow
+_ANY = tuple(EngineState)
+PAUSE = Transition("pause", (_S.RUNNING,), _S.PAUSING, _S.PAUSED)
+UNPAUSE = Transition("unpause", (_S.PAUSED,), _S.UNPAUSING, _S.RUNNING)
+SUSPEND = Transition("suspend", (_S.PAUSED,), _S.SUSPENDING, _S.SUSPENDED)
+RESUME = Transition("resume", (_S.SUSPENDED,), _S.RESUMING, _S.PAUSED)
+STOP = Transition("stop", QUIET, _S.STOPPING, _S.STOPPED)
+SET_GENERATION_EPOCH = Transition("set_generation_epoch", QUIET)
+INCREMENT_STALENESS = Transition("increment_staleness", QUIET)
+UPDATE_WEIGHTS = Transition("update_weights", QUIET)
+UPDATE_IN_FLIGHT = Transition("update_weights with in_flight=True", (_S.RUNNING,))
+STATS = Transition("stats", _ANY)
+WEIGHT_CHECKSUMS = Transition("weight_checksums", _ANY)
+SHUTDOWN = Transition("shutdown", _ANY)
+TRANSITIONS = (
+    *(PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, INCREMENT_STALENESS),
+    *(UPDATE_WEIGHTS, UPDATE_IN_FLIGHT, STATS, WEIGHT_CHECKSUMS, SHUTDOWN),
+)
 
 
 def legal_commands(state: EngineState) -> list[str]:
-    """Return the commands that are not refused in `state`; some of them may have nothing to do."""
-    return [name for name, c in COMMANDS.items() if state in c.sources or state is c.target]
+    """Return the names of the control calls that are legal in `state`."""
+    return [transition.name for transition in TRANSITIONS if transition.is_legal_in(state)]
 
 
 class StateMachine:
-    """The state of one engine. A command that fails leaves the state it found."""
+    """The state of one engine, or the state that all engines of a fleet have reached."""
 
-    def __init__(self, state: EngineState = EngineState.RUNNING) -> None:
+    def __init__(
+        self, state: EngineState = EngineState.RUNNING, subject: str = "the engine"
+    ) -> None:
+        """`subject`: whose state it is, for error messages."""
         self.state = state
+        self._subject = subject
 
-    def require(self, *states: EngineState, to: str) -> None:
-        """Raise EngineStateError unless in one of `states`; `to` says what was asked for."""
+    def require(self, *states: EngineState, to: str, why: str = "") -> None:
+        """Raise EngineStateError unless in one of `states`. `to`: what was asked for. `why`: a
+        further reason for the refusal."""
         if self.state not in states:
             wanted = " or ".join(state.name for state in states)
+            reason = why or f"{self._subject} must be {wanted}"
             raise EngineStateError(
-                f"cannot {to} while {self.state.name}: the engine must be {wanted}; "
-                f"legal commands now: {', '.join(legal_commands(self.state)) or 'none'}"
+                f"cannot {to} while {self.state.name}: {reason}; legal commands now: "
+                f"{', '.join(legal_commands(self.state))}"
             )
 
-    @contextmanager
-    def command(self, name: str) -> Iterator[bool]:
-        """Run a command's work inside `with machine.command("suspend") as must_run`.
+    def require_legal(self, transition: Transition) -> None:
+        """Raise EngineStateError, with the state and the legal commands, unless the call is
+        legal."""
+        if self.state is not transition.target:
+            self.require(*transition.sources, to=transition.name)
 
-        Yields False if the engine is in the target state already. Raises EngineStateError if the
-        command is not legal.
+    def require_update(self, *, in_flight: bool) -> None:
+        """Raise EngineStateError unless weights may be updated now. `in_flight`: also between two
+        steps."""
+        if not (in_flight and self.state in UPDATE_IN_FLIGHT.sources):
+            self.require(*UPDATE_WEIGHTS.sources, to="update weights")
+
+    def enter(self, transition: Transition) -> None:
+        """Take the target state of a call that has done its work."""
+        if transition.target is not None:
+            self.state = transition.target
+
+    @contextmanager
+    def command(self, transition: Transition) -> Iterator[bool]:
+        """Do a call's work inside `with machine.command(SUSPEND) as must_run`.
+
+        Yields False in the call's target state. Raises EngineStateError if the call is not legal.
+        If the work raises, the state is again what it was.
         """
-        command, before = COMMANDS[name], self.state
-        if before is command.target:
+        before = self.state
+        if before is transition.target:
             yield False
             return
-        self.require(*command.sources, to=name)
+        self.require_legal(transition)
         start = time.perf_counter()
-        self.state = command.transient
+        if transition.transient is not None:
+            self.state = transition.transient
         try:
             yield True
         except BaseException:
             self.state = before
             raise
-        self.state = command.target
+        self.enter(transition)
         seconds = time.perf_counter() - start
         logger.info("%s -> %s in %.4f s", before.name, self.state.name, seconds)

@@ -26,11 +26,10 @@ from rollout.coordinator.net.link_queues import SelfPipe
 from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveServerKeys
 from rollout.coordinator.protocol.codec import batched, encode
-from rollout.coordinator.protocol.messages import Message
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ConfigError, ProtocolError
-from rollout.wire import DEFAULT_MAX_FRAME_BYTES
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from rollout.config import KVCacheManagementMode
+from rollout.control.commands import Command, R
 from rollout.control.reports import (
     EngineStats,
     MemoryStatus,
@@ -17,7 +18,17 @@ from rollout.control.reports import (
     WeightChecksums,
     WeightUpdateReport,
 )
-from rollout.control.state import EngineState, StateMachine
+from rollout.control.state import (
+    PAUSE,
+    QUIET,
+    RESUME,
+    SET_GENERATION_EPOCH,
+    STOP,
+    SUSPEND,
+    UNPAUSE,
+    EngineState,
+    StateMachine,
+)
 from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
@@ -37,7 +48,6 @@ from rollout.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 _CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names
-_QUIET = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
 class Engine:
@@ -127,7 +137,7 @@ class Engine:
 
     def _require_not_stopped(self) -> None:
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
-            self._machine.require(EngineState.RUNNING, *_QUIET, to="add a request")
+            self._machine.require(EngineState.RUNNING, *QUIET, to="add a request")
 
     def _queue(self, request: ProcessedRequest) -> int:
         record, admission = request.record, request.admission
@@ -242,7 +252,13 @@ class Engine:
         steps."""
         self._executor.check_ranks()
 
-    # ---- states
+    # ---- control calls
+
+    def do(self, command: Command[R]) -> R:
+        """Do a control call at this step edge. Raises EngineStateError, with the legal commands,
+        if the call is illegal now, and what the engine's method raises."""
+        self._machine.require_legal(command.transition)
+        return command.run(self)
 
     @property
     def state(self) -> EngineState:
@@ -254,12 +270,12 @@ class Engine:
 
         The next step returns the records that a step in flight finished.
         """
-        with self._machine.command("pause"):
+        with self._machine.command(PAUSE):
             self._pipeline.commit_all()
 
     def unpause(self) -> None:
         """Let steps run again. Raises EngineStateError while the weights' values are missing."""
-        with self._machine.command("unpause") as must_run:
+        with self._machine.command(UNPAUSE) as must_run:
             if must_run:
                 self._weights.require_values("unpause")
                 self._suspension.resume()  # what a failed suspend may have left
@@ -295,7 +311,7 @@ class Engine:
         with (
             self._guard.change("suspend"),
             self._guard.undoing(),
-            self._machine.command("suspend") as is_first,
+            self._machine.command(SUSPEND) as is_first,
         ):
             report = self._suspension.suspend(
                 mode, release, discard=discard_weights, is_first=is_first
@@ -314,7 +330,7 @@ class Engine:
             if is_partial and self.state is EngineState.SUSPENDED:
                 report = self._suspension.resume(only)
             else:
-                with self._machine.command("resume") as must_run:
+                with self._machine.command(RESUME) as must_run:
                     report = self._suspension.resume()  # in PAUSED: what a failed suspend may leave
                 if not must_run:
                     return report
@@ -328,14 +344,14 @@ class Engine:
         all the same; call this again.
         """
         if self.state is EngineState.RUNNING:
-            with self._machine.command("pause"):
+            with self._machine.command(PAUSE):
                 try:
                     self._pipeline.commit_all()
                 except Exception:
                     # The pipeline has queued the step's requests again; a stop must not depend on
                     # a broken device.
                     logger.exception("a step in flight failed; the engine stops all the same")
-        with self._machine.command("stop"):
+        with self._machine.command(STOP):
             pass
         self._executor.close()
 
@@ -369,7 +385,7 @@ class Engine:
         Legal in PAUSED and SUSPENDED. Raises WeightUpdateError unless `version` is above the
         current one.
         """
-        self._machine.require(*_QUIET, to="set the generation epoch")
+        self._machine.require_legal(SET_GENERATION_EPOCH)
         with self._guard.change("set_generation_epoch"):
             with self._guard.undoing():
                 self._executor.set_version(version)
@@ -442,8 +458,7 @@ class Engine:
 
     def check_update(self, version: int | None = None, in_flight: bool = False) -> None:
         """Raise what `commit_weights` would raise now: EngineStateError or WeightUpdateError."""
-        running = (EngineState.RUNNING,) if in_flight else ()
-        self._machine.require(*_QUIET, *running, to="update weights")
+        self._machine.require_update(in_flight=in_flight)
         self._weights.require_resident("update weights")
         next_version(self.weights_version, version)
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rollout.config import KVCacheManagementMode
-from rollout.control.reports import (
-    EngineStats,
-    ResumeReport,
-    SuspendReport,
-    WeightChecksums,
-    WeightUpdateReport,
-)
+from rollout.control.commands import AsyncControlCalls
+from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.fleet_stats import FleetStats
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.errors import RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
@@ -25,7 +18,7 @@ from rollout.weights.update import NamedTensors
 Group = tuple[Prompt, Sequence[SamplingParams]]
 
 
-class ServedLLM(Protocol):
+class ServedLLM(AsyncControlCalls, Protocol):
     """An LLM behind a server, in the server's event loop: AsyncLLM over the engines of a fleet, or
     ThreadedLLM over the engine of this process.
 
@@ -74,22 +67,7 @@ class ServedLLM(Protocol):
         """Wait until no request can be answered any more. Returns the reason."""
         ...
 
-    # ---- control
-
-    async def pause(self) -> None: ...
-
-    async def unpause(self) -> None: ...
-
-    async def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = ("kv_cache",),
-        discard_weights: bool = False,
-    ) -> SuspendReport: ...
-
-    async def resume(self, only: str | None = None) -> ResumeReport: ...
-
-    async def set_generation_epoch(self, version: int) -> None: ...
+    # ---- control calls, beside those of AsyncControlCalls
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
@@ -100,7 +78,5 @@ class ServedLLM(Protocol):
         its rank.
         """
         ...
-
-    async def stats(self) -> EngineStats: ...
 
     async def fleet_stats(self) -> FleetStats: ...

@@ -22,11 +22,12 @@ from rollout import InferenceConfig
 from rollout.apis import engine_process
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.net.link import Link
-from rollout.coordinator.protocol.messages import Ack, AssignRequest, Commit, Message, Rollback
+from rollout.coordinator.protocol.messages import Ack, AssignRequest, Commit, Rollback
 from rollout.engine.engine import Engine
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.update import NamedTensors, by_name
+from rollout.wire import Message
 from tests.processes import PROCESSES
 
 WAIT_S = 150.0

@@ -16,13 +16,19 @@ import pytest
 
 from rollout import LLM, SamplingParams
 from rollout.apis import async_llm
+from rollout.control.commands import Command, FleetResults, Shutdown
+from rollout.control.reports import WeightUpdateReport
+from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.errors import ClientStateError, CoordinatorLostError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
+from rollout.weights.source import WeightsSource
 
 WAIT_S = 10.0
+UPDATED = FleetResults[WeightUpdateReport](state="RUNNING", weights_version=1)
 
 
 @dataclass
@@ -57,6 +63,8 @@ class FakeClient:
     """
 
     coordinator = None
+    state = EngineState.RUNNING
+    weights_version = 0
 
     def __init__(self) -> None:
         self.futures: dict[int, RequestFuture] = {}
@@ -94,20 +102,20 @@ class FakeClient:
             self._reply([future.request_id for future in futures])
         return futures
 
-    async def _done(self) -> dict[str, Any]:
-        return {"state": "RUNNING", "weights_version": 0}
+    def do(self, command: Command[Any]) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        done.set_result(None)
+        return done
 
-    def pause_engines(self) -> Any:
-        return self._done()
+    def shutdown_engines(self, *, deadline_s: float) -> asyncio.Future[None]:
+        return self.do(Shutdown())
 
-    def shutdown_engines(self, *, deadline_s: float) -> Any:
-        return self._done()
-
-    def update_weights(self, *args: Any) -> asyncio.Future[Any]:
+    def update_weights(self, source: WeightsSource, *_: Any) -> asyncio.Future[Any]:
         self.is_updating.set()
         self._orders.append(self._loop.create_future())
         if self.answers:
-            self._orders[-1].set_result({"state": "RUNNING", "weights_version": 1, "ranks": {}})
+            self.weights_version = 1
+            self._orders[-1].set_result(UpdateWeights(source=source).merged(UPDATED))
         return self._orders[-1]
 
     # ---- what a test has happen, from its own thread

@@ -44,7 +44,7 @@ def routed(path: Path, policy: str, **config: Any) -> dict[str, Any]:
             data_parallel_size=2,
             coordinator_options=options,
         ) as llm:
-            while len((await llm.client.engine_stats())["ranks"]) < 2:
+            while len((await llm.client.engine_stats()).by_rank) < 2:
                 await asyncio.sleep(0.01)  # requests do not wait for the second engine
             for seed in (1, 1, 2, 2, 3, 3):
                 await llm.generate(prompt_of(33, seed), PARAMS)

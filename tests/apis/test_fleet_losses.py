@@ -25,8 +25,8 @@ AT_ONCE_S = 30.0
 
 async def served(llm: AsyncLLM) -> list[int]:
     """The weights version of each engine that is there."""
-    ranks = (await llm.client.engine_stats())["ranks"]
-    return [stats["weights_version"] for stats in ranks.values()]
+    ranks = (await llm.client.engine_stats()).by_rank
+    return [stats.weights_version for stats in ranks.values()]
 
 
 @pytest.mark.parametrize("size", [2, 1])

@@ -51,4 +51,4 @@ def test_a_fleet_of_tcp_and_keys_serves_its_own_and_whose_keys_it_knows(tmp_path
 
 async def has_engines(llm: AsyncLLM, count: int) -> bool:
     results = await llm.client.engine_stats()
-    return len(results["ranks"]) == count
+    return len(results.by_rank) == count

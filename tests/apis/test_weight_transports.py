@@ -99,8 +99,8 @@ def test_a_trainer_that_waits_for_rollouts_of_a_lost_fleet_learns_that_it_must_p
 
 async def served(llm: AsyncLLM) -> list[int]:
     """The weights version of each engine that is there."""
-    ranks = (await llm.client.engine_stats())["ranks"]
-    return [stats["weights_version"] for stats in ranks.values()]
+    ranks = (await llm.client.engine_stats()).by_rank
+    return [stats.weights_version for stats in ranks.values()]
 
 
 @pytest.mark.drawn(2)

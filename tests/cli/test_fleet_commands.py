@@ -18,7 +18,8 @@ from rich.console import Console
 from rollout import AsyncLLM, EngineStats
 from rollout.cli.main import main
 from rollout.cli.top import view_of
-from rollout.coordinator.client.fleet_stats import FleetStats, fleet_stats
+from rollout.control.commands import FleetResults, fleet_stats
+from rollout.control.reports import FleetStats
 from rollout.serve.page.fleet import FleetSnapshot, FleetView
 from tests.apis.fleets import Load, directory, with_fleet
 
@@ -89,7 +90,7 @@ def test_top_wants_one_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "ipc:///nowhere", "interval_s=0"]) == 2
 
 
-NO_ENGINES = fleet_stats({"state": "RUNNING", "weights_version": 3, "ranks": {}})
+NO_ENGINES = fleet_stats(FleetResults(state="RUNNING", weights_version=3))
 
 
 def stats_of(**changes: Any) -> EngineStats:

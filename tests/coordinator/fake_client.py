@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 
 from rollout import SamplingParams
-from rollout.coordinator.protocol.headers import Headers
+from rollout.control.commands import Command, ControlMessage
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Ack,
     Attempt,
-    Command,
     ConnectAck,
     EngineReply,
     EngineReplyPartial,
-    Message,
     Nack,
     ReplyAck,
     Sample,
@@ -30,7 +27,7 @@ from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from rollout.weights.source import WeightsSource
-from rollout.wire import unpack
+from rollout.wire import Message, unpack
 from tests.coordinator.fake_engine import tokens_of
 
 PROMPT = (1, 2, 3, 4)
@@ -80,15 +77,15 @@ class FakeClient:
     def abort_all(self) -> AbortRequest:
         return AbortRequest(attempts=tuple(Attempt(request_id=i) for i in self.asked))
 
-    def command(self, header: Headers, **more: Any) -> Command:
+    def command(self, kind: type[Command[Any]], **more: Any) -> Command[Any]:
         self.num_commands += 1
-        return COMMAND_TYPES[header](command_id=self.num_commands, **more)
+        return kind(command_id=self.num_commands, **more)
 
     def update(self, source: WeightsSource, **more: Any) -> UpdateWeights:
         self.num_commands += 1
         return UpdateWeights(command_id=self.num_commands, source=source, **more)
 
-    def answer(self, message: Command | UpdateWeights) -> Ack | Nack | None:
+    def answer(self, message: ControlMessage[Any]) -> Ack | Nack | None:
         """The last answer to a command, None if there is none."""
         return self.answers.get(message.command_id, [None])[-1]
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from rollout.control.state import COMMANDS, EngineState
+from rollout.control.commands import (
+    ChecksumWeights,
+    Command,
+    SetGenerationEpoch,
+    Shutdown,
+    Stats,
+    Suspend,
+)
+from rollout.control.state import EngineState
 from rollout.coordinator.core.context import num_ahead
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     Commit,
     Credit,
     EngineReply,
     EngineStatus,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Progress,
@@ -38,7 +44,7 @@ from rollout.coordinator.protocol.packed import (
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, WeightUpdateError
 from rollout.weights.source import WeightsSource
-from rollout.wire import pack
+from rollout.wire import Message, pack
 from tests.coordinator.message_strategies import joined
 
 
@@ -86,7 +92,7 @@ class Held:
 
 @dataclass
 class FakeEngine:
-    """Does what it is told; `refuses` names headers and message types that it answers with Nack,
+    """Does what it is told; `refuses` names message types that it answers with Nack,
     `ignores` those that it does not answer."""
 
     identity: bytes
@@ -245,8 +251,8 @@ class FakeEngine:
         self.state = message.state
         return [self.heartbeat(), *self.ended.values()]
 
-    def _answer(self, message: Command | Prepare | Commit | Rollback) -> list[Message]:
-        name = message.header.name if isinstance(message, Command) else type(message).__name__
+    def _answer(self, message: Command[Any] | Prepare | Commit | Rollback) -> list[Message]:
+        name = type(message).__name__
         if name in self.ignores:
             return []
         if name in self.refuses:
@@ -255,14 +261,14 @@ class FakeEngine:
             self._do(message)
         except EngineStateError as error:
             return [nack_of(message.command_id, error)]
-        result = {}
+        result: dict[str, Any] | None = None
         if isinstance(message, Prepare):
             result = {"checksum": message.source.checksum}
-        elif name == "SUSPEND":
-            result = {"mode": message.arguments.get("mode", "recompute")}
+        elif isinstance(message, Suspend):
+            result = {"mode": message.mode or "recompute"}
         return [Ack(command_id=message.command_id, result=result), self.heartbeat()]
 
-    def _do(self, message: Command | Prepare | Commit | Rollback) -> None:
+    def _do(self, message: Command[Any] | Prepare | Commit | Rollback) -> None:
         if isinstance(message, Prepare):
             assert message.version > self.version
             self.prepared = message
@@ -273,16 +279,15 @@ class FakeEngine:
             assert self.prepared.command_id == message.command_id, "committed what was not voted on"
             self.version, self.checksum = message.version, self.prepared.source.checksum
             self.prepared = None
-        elif message.header is Headers.SET_GENERATION_EPOCH:
+        elif isinstance(message, SetGenerationEpoch):
             if self.state == "RUNNING":
                 raise EngineStateError("not while RUNNING")
-            self.version = message.arguments["version"]
-        elif message.header is Headers.SHUTDOWN:
+            self.version = message.version
+        elif isinstance(message, Shutdown):
             self.state = "STOPPED"
-        elif message.header in (Headers.STATS, Headers.CHECKSUMS):
-            return
-        else:
-            command = COMMANDS[message.header.name.lower()]
-            if EngineState[self.state] not in (*command.sources, command.target):
-                raise EngineStateError(f"{message.header.name} while {self.state}")
-            self.state = command.target.name
+        elif not isinstance(message, (Stats, ChecksumWeights)):
+            transition = message.transition
+            if not transition.is_legal_in(EngineState[self.state]):
+                raise EngineStateError(f"{message.name} while {self.state}")
+            assert transition.target is not None
+            self.state = transition.target.name

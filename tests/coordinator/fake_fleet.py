@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rollout.control.commands import Command
 from rollout.coordinator.core import core, dispatcher
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.core.core import CoordinatorCore
@@ -19,15 +20,14 @@ from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     Ack,
-    Command,
     Connect,
     Heartbeat,
-    Message,
     Nack,
     Register,
     UpdateWeights,
 )
 from rollout.coordinator.routing.policies import RoundRobinPolicy, RoutingPolicy
+from rollout.wire import Message
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine
 

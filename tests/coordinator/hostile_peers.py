@@ -12,17 +12,16 @@ import numpy as np
 import zmq
 
 from rollout import ProtocolError, SamplingParams
+from rollout.control.commands import Command, Pause, Shutdown, Stats
 from rollout.coordinator.protocol.codec import batched, decode, encode
 from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     Attempt,
-    Command,
     Connect,
     EngineReply,
     Heartbeat,
-    Message,
     Register,
     ReplyAck,
     Sample,
@@ -34,6 +33,7 @@ from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from rollout.errors import RolloutError
+from rollout.wire import Message
 from tests.coordinator.fake_engine import progress_of
 from tests.coordinator.message_strategies import TYPES, run_of
 from tests.coordinator.protocol.test_message_fields import EXAMPLES
@@ -41,7 +41,7 @@ from tests.coordinator.protocol.test_message_fields import EXAMPLES
 MiB = 2**20
 FRAMES = [encode(example) for example in EXAMPLES if type(example) in TYPES]
 # Orders that would be followed: whoever may connect may give them.
-_EFFECTIVE = (Headers.PAUSE, Headers.SHUTDOWN, Headers.STATS)
+_EFFECTIVE = (Pause, Shutdown, Stats)
 
 
 def rss_mib(pid: int) -> float:
@@ -180,7 +180,7 @@ def is_harmless(message: Message, weights_version: int) -> bool:
     engine is given work. Handshakes only with ids that none of the honest has, which are random.
     """
     if isinstance(message, Command):
-        return message.header not in _EFFECTIVE
+        return not isinstance(message, _EFFECTIVE)
     if isinstance(message, UpdateWeights):
         return not message.in_flight
     if isinstance(message, Register):

@@ -14,8 +14,8 @@ from rollout.coordinator.agent.loop import serve
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link, LinkClosedError
-from rollout.coordinator.protocol.messages import Message
 from rollout.weights.transports.registry import WeightFetcher
+from rollout.wire import Message
 from tests.tiny_models import BLOCK_SIZE, tiny_engine, tiny_model
 
 BOUND_S = 30.0

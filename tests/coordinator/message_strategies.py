@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rollout import SamplingParams
+from rollout.control.commands import COMMANDS
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     MESSAGE_TYPES,
     AbortRequest,
     Ack,
@@ -32,7 +32,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Progress,
@@ -53,19 +52,18 @@ from rollout.coordinator.protocol.token_runs import (
     TokenRuns,
     TopNRun,
 )
-from rollout.wire import PlainMap
+from rollout.wire import Message, PlainMap
 
-COMMANDS = list(COMMAND_TYPES)
 TYPES = list(MESSAGE_TYPES.values())
-_COMMAND_TYPES = set(COMMAND_TYPES.values())
+_COMMANDS = set(COMMANDS)
 _PRESENCE = {Heartbeat, Disconnect}
 _ANSWERS = {EngineReply, Ack, Nack}
 # Who may send what. A stranger may only shake hands.
 FROM_STRANGERS = {Connect, Register}
-FROM_CLIENTS = _COMMAND_TYPES | _PRESENCE | {Connect, SubmitRequest, AbortRequest, ReplyAck}
+FROM_CLIENTS = _COMMANDS | _PRESENCE | {Connect, SubmitRequest, AbortRequest, ReplyAck}
 FROM_CLIENTS |= {UpdateWeights}
 FROM_ENGINES = _ANSWERS | _PRESENCE | {Register, Credit, Progress}
-FROM_COORDINATORS = _COMMAND_TYPES | _ANSWERS | _PRESENCE | {ConnectAck, RegisterAck}
+FROM_COORDINATORS = _COMMANDS | _ANSWERS | _PRESENCE | {ConnectAck, RegisterAck}
 FROM_COORDINATORS |= {EngineReplyPartial}
 FROM_COORDINATORS |= {AssignRequest, ReplyAck, AbortRequest, Prepare, Commit, Rollback}
 MAX_TOKENS = 6
@@ -108,6 +106,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of([st.none() if arg is types.NoneType else of(arg) for arg in args])
     if origin is tuple:
         return st.lists(of(args[0]), max_size=3).map(tuple)
+    if origin is Sequence:
+        return st.lists(of(args[0]), max_size=3)
     if hint == PlainMap:
         return plain_maps
     if isinstance(origin, type) and issubclass(origin, Mapping):

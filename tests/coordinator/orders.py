@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from rollout import ConfigError, EngineStateError, InvalidRequestError, WeightUpdateError
-from rollout.coordinator.client.commands import CommandFuture
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.errors import CoordinatorLostError, RequestAbortedError, RolloutError
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.shared import SharedTransport
 from tests.coordinator.live_fleet import model
 
+CommandFuture = asyncio.Future[Any]
 # What a busy machine may add to a deadline before it counts as missed.
 SLACK_S = 30.0
 
@@ -33,7 +33,13 @@ class Giver:
     bad: WeightsSource
 
     def give(self, name: str, deadline_s: float) -> CommandFuture:
-        return ORDERS[name](self, deadline_s)
+        """Return the future of an order, which fails where the client refuses an argument."""
+        try:
+            return ORDERS[name](self, deadline_s)
+        except ConfigError as error:
+            refused: CommandFuture = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            return refused
 
 
 def publish(publisher: SharedTransport) -> WeightsSource:

@@ -20,12 +20,12 @@ from rollout.coordinator.protocol.messages import (
     Connect,
     ConnectAck,
     Heartbeat,
-    Message,
     Register,
     RegisterAck,
     nack_of,
 )
 from rollout.errors import ProtocolError
+from rollout.wire import Message
 
 # What to answer a message with: messages, or frames as they are.
 Answers = Sequence[Message | bytes] | None

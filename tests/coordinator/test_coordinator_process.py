@@ -18,22 +18,22 @@ from typing import Any
 import pytest
 import zmq
 
+from rollout.control.commands import Pause, Resume, Shutdown, Stats
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits, num_ahead
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     Ack,
     AssignRequest,
     Connect,
     Disconnect,
     EngineReply,
-    Message,
     Nack,
 )
 from rollout.errors import ConfigError
-from rollout.wire import pack
+from rollout.wire import Message, pack
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
 from tests.processes import PROCESSES
@@ -154,13 +154,13 @@ def test_requests_commands_and_garbage_through_a_process_that_leaves_nothing_beh
         assert [a.replies[0].record for a in fake.asked.values()] == [
             pack(tokens_of(a.seed, 0, a.num_total)) for a in fake.asked.values()
         ]
-        pause = fake.command(Headers.PAUSE)
+        pause = fake.command(Pause)
         client.send(pause)
         until(lambda: fake.answer(pause), *everybody)
         assert isinstance(fake.answer(pause), Ack)
         assert [line.peer.state for line in engines] == ["PAUSED", "PAUSED"]
-        refused = fake.command(Headers.RESUME)
-        stop = fake.command(Headers.SHUTDOWN)
+        refused = fake.command(Resume)
+        stop = fake.command(Shutdown)
         client.send(refused, stop)
         until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), *everybody)
         assert isinstance(fake.answer(refused), Ack)  # what it leads to is there already
@@ -358,7 +358,7 @@ def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
         client.send(fake.submission([5]))
         until(lambda: fake.asked[0].replies, client, *engines)
         assert not any(isinstance(m, Nack) for line in (client, *engines) for m in line.peer.seen)
-        client.send(fake.command(Headers.SHUTDOWN))
+        client.send(fake.command(Shutdown))
         until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client, *engines)
 
 
@@ -383,7 +383,7 @@ def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
         until(lambda: insider.peer.seen, insider, *outsiders)
         assert not any(outsider.peer.seen for outsider in outsiders)
         assert coordinator.counters.num_frames == 1
-        insider.send(insider.peer.command(Headers.STATS))
+        insider.send(insider.peer.command(Stats))
         until(lambda: any(isinstance(m, Ack) for m in insider.peer.seen), insider, *outsiders)
         (answer,) = (m for m in insider.peer.seen if isinstance(m, Ack))
         refused = coordinator.refusals

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from rollout.control.commands import Shutdown
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.net.key_gate import Refusals
 from rollout.coordinator.protocol.codec import encode
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
-from rollout.coordinator.protocol.messages import COMMAND_TYPES, Connect, Disconnect, Message
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol.messages import Connect, Disconnect
+from rollout.wire import Message
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine
 
@@ -172,7 +174,7 @@ def test_a_message_to_several_engines_is_encoded_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr("rollout.coordinator.coordinator.encode", count)
     client = FakeClient(b"client", b"c" * 16)
     greeting = Connect(client_id=client.client_id)
-    ask = COMMAND_TYPES[Headers.SHUTDOWN](command_id=1)  # goes to engines without work, too
+    ask = Shutdown(command_id=1)  # goes to engines without work, too
     incoming = [(engine.identity, engine.registration()) for engine in ENGINES]
     socket = ScriptedSocket([*incoming, (client.identity, greeting), (client.identity, ask)])
     run_one_turn(monkeypatch, socket)

@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from rollout import SamplingParams
+from rollout.control.commands import Shutdown
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.protocol.codec import encode, frames_in
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     Disconnect,
     Heartbeat,
@@ -78,7 +78,7 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
             f"heartbeat took {slowest_s:.2f} s at most; RSS {before:.1f}, then {after:.1f} MiB"
         )
         peer.socket.close(linger=0)
-        client.send(own.command(Headers.SHUTDOWN))
+        client.send(own.command(Shutdown))
         until(lambda: any(isinstance(m, Disconnect) for m in own.seen), client, *engines)
     assert slowest_s < 20.0
     assert after - before < 48

@@ -19,14 +19,14 @@ import zmq
 from hypothesis import find, given
 from hypothesis import strategies as st
 
+from rollout.control.commands import COMMANDS, Pause
 from rollout.coordinator.net.dealer import DealerSocket
 from rollout.coordinator.net.link import Link, LinkClosedError
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.protocol.codec import batched, encode, frames_in
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -39,7 +39,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     EngineStatus,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Register,
@@ -49,6 +48,7 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
+from rollout.wire import Message
 from tests.coordinator.message_strategies import FROM_COORDINATORS, TYPES, messages
 from tests.coordinator.scripted_router import (
     BOUND_S,
@@ -113,7 +113,7 @@ def acks(num: int, start: int = 0) -> list[Ack]:
     return [Ack(command_id=i) for i in range(start, start + num)]
 
 
-PAUSES = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(3)]
+PAUSES = [Pause(command_id=i) for i in range(3)]
 
 
 # ---- registration
@@ -167,7 +167,7 @@ def test_messages_keep_their_order_both_ways():
         for message in acks(2000):
             send(link, message)
         assert router.wait_for(Ack, 2000) == acks(2000)
-        commands = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(2000)]
+        commands = [Pause(command_id=i) for i in range(2000)]
         router.send(*commands)
         assert received(link, 2001)[1:] == commands
 
@@ -190,15 +190,15 @@ def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
         with caplog.at_level(logging.WARNING):
             router.send(b"", b"\xff", b"\x91\xcc\xff", connect_ack(), registration())
             router.send_frames(b"\x91\x00", b"")
-            router.send(COMMAND_TYPES[Headers.PAUSE](command_id=7))
-            assert received(link) == [COMMAND_TYPES[Headers.PAUSE](command_id=7)]
+            router.send(Pause(command_id=7))
+            assert received(link) == [Pause(command_id=7)]
         assert link.num_malformed == 6
         assert len([r for r in caplog.records if "malformed frame" in r.message]) == 1
         assert link.may_step()
 
 
 FOR_CLIENTS = {EngineReply, EngineReplyPartial, Ack, Nack}
-FOR_ENGINES = {*COMMAND_TYPES.values(), AssignRequest, AbortRequest, ReplyAck}
+FOR_ENGINES = {*COMMANDS, AssignRequest, AbortRequest, ReplyAck}
 FOR_ENGINES |= {Prepare, Commit, Rollback}
 # What a link takes for itself: the answers to its handshakes and heartbeats, and a goodbye.
 FOR_THE_SESSION = {ConnectAck, RegisterAck, Heartbeat, Disconnect}
@@ -243,7 +243,7 @@ def test_a_malformed_message_does_not_hurt_those_that_came_with_it():
         ((together, _),) = batched(frames)
         router.send(together, b"\x92\x54\xc0")
         assert received(link, num=2) == [PAUSES[0], PAUSES[2]]
-        router.send(b"\x93\x28\x07\x05")  # a PAUSE that names its command
+        router.send(b"\x93\x28\x07\xff")  # a PAUSE that names its command
         (failure,) = received(link)
         assert (type(failure), failure.command_id) == (Nack, 7)
         assert becomes(lambda: link.num_malformed == 4)
@@ -300,7 +300,7 @@ def test_an_engine_stops_making_more_while_half_of_the_queue_waits():
 
 
 def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
-    commands = [COMMAND_TYPES[Headers.PAUSE](command_id=i) for i in range(20)]
+    commands = [Pause(command_id=i) for i in range(20)]
     with ScriptedRouter() as router, link_to(router, max_queued=4) as link:
         router.wait_for(Register)
         router.send(*commands)
@@ -463,7 +463,7 @@ def test_an_engine_waits_for_its_first_coordinator_for_as_long_as_it_is_asked_to
 
 def test_what_an_engine_takes_at_once_is_of_one_session():
     inbox = Inbox(10, lambda: None, lambda: None)
-    pause = COMMAND_TYPES[Headers.PAUSE](command_id=1)
+    pause = Pause(command_id=1)
     for message in (pause, register_ack(), pause, pause, register_ack()):
         inbox.put([message])
     assert inbox.take_all(0) == [pause]

@@ -50,7 +50,7 @@ def test_what_is_pending_fails_at_once_when_the_coordinator_is_killed() -> None:
             params = SamplingParams(num_tokens_to_generate=5)
             pending = [client.add_request([1], params) for _ in range(100)]
             stats = await client.engine_stats()  # which says that all have arrived
-            assert stats["state"] == "RUNNING"
+            assert stats.state == "RUNNING"
             stream = client.stream([1], params)
             process.kill()
             killed_at = time.monotonic()

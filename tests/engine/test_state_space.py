@@ -88,10 +88,12 @@ ANSWERS: dict[str, dict[EngineState, EngineState]] = {
     "add_request": {state: state for state in (S.RUNNING, S.PAUSED, S.SUSPENDED)},
     **dict.fromkeys(("stage", "checksum", "abort", "get_record", "stats"), EVERYWHERE),
 }
+ALWAYS = "stats, weight_checksums, shutdown"
+QUIET = "set_generation_epoch, increment_staleness, update_weights"
 LEGAL = {
-    S.RUNNING: "pause, unpause",
-    S.PAUSED: "pause, unpause, suspend, resume, stop",
-    S.SUSPENDED: "suspend, resume, stop",
+    S.RUNNING: "pause, unpause, update_weights with in_flight=True",
+    S.PAUSED: "pause, unpause, suspend, resume, stop, " + QUIET,
+    S.SUSPENDED: "suspend, resume, stop, " + QUIET,
     S.STOPPED: "stop",
 }
 
@@ -189,7 +191,7 @@ def assert_answered(before: Key, name: str, error: BaseException | None, after: 
     text = str(error)
     if isinstance(error, EngineStateError) and f"while {before.state.name}" in text:
         assert target is None, (before, name)
-        assert text.endswith(f"legal commands now: {LEGAL[before.state]}")
+        assert text.endswith(f"legal commands now: {LEGAL[before.state]}, {ALWAYS}")
     elif isinstance(error, EngineStateError):
         assert not before.has_weights or "resume(only='weights') first" in text
         assert not before.weights_resident or "commit a full update first" in text

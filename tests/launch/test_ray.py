@@ -78,7 +78,7 @@ async def trained(launcher: Launcher) -> dict[str, Tensor]:
     async with AsyncLLM(policy, **engines, launcher=launcher) as llm:
         await async_minimal.train(llm, policy, suspend=False)
         stats = await llm.client.engine_stats()
-    assert all(each["num_finished"] for each in stats["ranks"].values()), "both worked"
+    assert all(each.num_finished for each in stats.by_rank.values()), "both worked"
     return policy.state_dict()
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from rollout import ServeConfig
 from rollout.cli.main import main
-from rollout.coordinator.client.fleet_stats import FleetStats, fleet_stats
+from rollout.control.commands import FleetResults, fleet_stats
+from rollout.control.reports import FleetStats
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.serve.page import feed, recent
 from rollout.serve.page.feed import FleetFeed
@@ -140,7 +141,7 @@ class CountingFleet:
     async def fleet_stats(self) -> FleetStats:
         self.num_asked += 1
         await asyncio.sleep(self.answer_delay_s)
-        return fleet_stats({"state": "RUNNING", "weights_version": 0, "ranks": {}})
+        return fleet_stats(FleetResults(state="RUNNING", weights_version=0))
 
 
 def test_the_engines_are_asked_only_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""An engine that only keeps its state and a log of calls, and finished requests made by hand."""
+"""LLMs without a model in a given state, and finished requests made by hand."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from rollout import testing
 from rollout.config import KVCacheManagementMode
 from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
-from rollout.control.state import EngineState, StateMachine
-from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.control.state import EngineState
 from rollout.requests import DynamicInferenceRequest, Status
 from rollout.sampling_params import SamplingParams
-from rollout.weights.update import NamedTensors, by_name
+from rollout.weights.update import NamedTensors
 
 
-class FakeLLM:
-    """The control verbs of LLM on the engine's own state machine; weights are kept by name."""
+class FakeLLM(testing.FakeLLM):
+    """rollout.testing.FakeLLM in a given state. `calls` begins there."""
 
     def __init__(
         self,
@@ -25,63 +25,21 @@ class FakeLLM:
         weights_version: int = 0,
         released: Sequence[str] = (),
     ) -> None:
-        self._machine = StateMachine(state)
-        self.released = set(released)
-        self.weights_version = weights_version
-        self.weights: dict[str, torch.Tensor] = {}
-        self.calls: list[str] = []
-
-    @property
-    def state(self) -> EngineState:
-        return self._machine.state
-
-    def pause(self) -> None:
-        self._run("pause")
-
-    def unpause(self) -> None:
-        self._run("unpause")
+        super().__init__(weights_version=weights_version)
+        if state is not EngineState.RUNNING:
+            super().pause()
+        if state is EngineState.SUSPENDED:
+            super().suspend(release=released)
+        self.calls.clear()
 
     def suspend(
-        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = (),
+        discard_weights: bool = False,
     ) -> SuspendReport:
-        self._run("suspend")
-        self.released.update(release)
         self.suspended_with = mode, release
-        return SuspendReport(mode="default" if mode is None else mode.value)
-
-    def resume(self, only: str | None = None) -> ResumeReport:
-        restored = self.released & {only} if only else set(self.released)
-        self.released -= restored
-        if self.released:
-            self.calls.append(f"resume {only}")
-        else:
-            self._run("resume")
-        return ResumeReport(
-            mode="default",
-            bytes_restored=len(restored),
-            restored_by_owner=dict.fromkeys(sorted(restored), 1),
-        )
-
-    def update_weights(
-        self, named_tensors: NamedTensors, version: int | None = None
-    ) -> WeightUpdateReport:
-        self._machine.require(EngineState.PAUSED, EngineState.SUSPENDED, to="update weights")
-        if "weights" in self.released:
-            raise EngineStateError("resume(only='weights') first")
-        self.calls.append("update")
-        weights = by_name(named_tensors)
-        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise WeightUpdateError("not finite")
-        self.weights = weights
-        self.weights_version = self.weights_version + 1 if version is None else version
-        return WeightUpdateReport(
-            version=self.weights_version, seconds=0.0, stall_seconds=0.0, num_bytes=0, checksum=""
-        )
-
-    def _run(self, command: str) -> None:
-        self.calls.append(command)
-        with self._machine.command(command):
-            pass
+        return super().suspend(mode, release, discard_weights)
 
 
 class FakeAsyncLLM(FakeLLM):

@@ -20,9 +20,9 @@ WEIGHTS = {"w": torch.ones(2)}
 @pytest.mark.parametrize(
     ("before", "entry"),
     [
-        (SUSPENDED, ["update", "resume", "unpause"]),
-        (PAUSED, ["update", "unpause"]),
-        (RUNNING, ["pause", "update", "unpause"]),
+        (SUSPENDED, ["update_weights", "resume", "unpause"]),
+        (PAUSED, ["update_weights", "unpause"]),
+        (RUNNING, ["pause", "update_weights", "unpause"]),
     ],
 )
 def test_weights_are_pushed_before_the_engine_runs(before: EngineState, entry: list[str]) -> None:
@@ -57,9 +57,9 @@ def test_released_weights_come_back_before_the_push_and_the_rest_after_it(
         assert llm.state is RUNNING
         assert not llm.released
     entry = {
-        ("kv_cache", "weights"): ["resume weights", "update", "resume", "unpause"],
-        ("weights",): ["resume", "update", "unpause"],
-        ("kv_cache",): ["update", "resume", "unpause"],
+        ("kv_cache", "weights"): ["resume weights", "update_weights", "resume", "unpause"],
+        ("weights",): ["resume", "update_weights", "unpause"],
+        ("kv_cache",): ["update_weights", "resume", "unpause"],
     }[release]
     assert llm.calls == [*entry, "pause", "suspend"]
     assert llm.released == {*release}
@@ -174,7 +174,7 @@ def test_async_with_awaits_every_command() -> None:
         return llm
 
     llm = asyncio.run(use())
-    assert llm.calls == ["pause", "update", "unpause", "pause", "suspend"]
+    assert llm.calls == ["pause", "update_weights", "unpause", "pause", "suspend"]
 
 
 @pytest.mark.parametrize("before", [RUNNING, PAUSED, SUSPENDED])

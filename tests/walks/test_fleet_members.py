@@ -59,8 +59,8 @@ def fleet() -> Iterator[Fleet]:
 
 async def served(llm: AsyncLLM) -> dict[int, int]:
     """The weights version of each rank."""
-    ranks = (await llm.client.engine_stats())["ranks"]
-    return {int(rank): stats["weights_version"] for rank, stats in ranks.items()}
+    ranks = (await llm.client.engine_stats()).by_rank
+    return {int(rank): stats.weights_version for rank, stats in ranks.items()}
 
 
 async def until_served(llm: AsyncLLM, version: int, count: int) -> None:

@@ -1,9 +1,8 @@
-"""Parts of a whole training job: config and command line, the files of a run, its pictures.
+"""`rollout train`: a whole training job, its configs, the files of a run and its pictures.
 
-A training loop of your own needs none of this, and the library never imports it. What needs
-transformers is imported from its module: jobs.task (prompts, rewards, policy), jobs.adapter and
-jobs.warm_up.
-jobs.report and jobs.dashboard_picture are programs as well.
+main is the program, job its settings (`compose_settings`), learner one step. A training loop of
+your own needs none of this, and the library never imports it. What needs transformers is imported
+from its own module: main, task, learner, adapter and warm_up. report is a program as well.
 """
 
 from trainer_hooks.train.config_loading import load_dataclass

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from rollout import AsyncLLM
 from rollout.apis.threaded_llm import ThreadedLLM
-from rollout.control.reports import EngineStats
-from rollout.coordinator.client.fleet_stats import stats_by_engine
+from rollout.control.reports import EngineStats, stats_by_engine
 from trainer_hooks.metrics import TimeAccount
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
@@ -336,4 +335,4 @@ async def _engines(llm: ThreadedLLM | AsyncLLM) -> dict[str, EngineStats]:
     if not isinstance(llm, AsyncLLM):
         return {"own": await llm.stats()}
     results = await llm.client.engine_stats()
-    return {str(rank): stats for rank, stats in stats_by_engine(results).items()}
+    return {str(rank): stats for rank, stats in stats_by_engine(results.by_rank).items()}

@@ -11,27 +11,26 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from enum import Enum
 from typing import Any
 
+from msgspec import to_builtins
+
+from rollout.control.commands import Command, Shutdown
 from rollout.control.state import EngineState
 from rollout.coordinator.agent.requests import EngineRequests
 from rollout.coordinator.agent.updates import Fetch, WeightUpdates
 from rollout.coordinator.core.context import num_ahead
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     Commit,
     Credit,
     EngineReply,
     EngineStatus,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Register,
@@ -43,6 +42,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.engine.engine import Engine
 from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
 from rollout.ranges import MAX_SECONDS
+from rollout.wire import Message
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
@@ -51,21 +51,7 @@ _RETRY_S = 0.5  # after an entry that failed
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
 _STAGING_POLL_S = 0.005
-# Commands that move the memory which staging reads, or end the engine.
-_END_STAGING = (Headers.SUSPEND, Headers.RESUME, Headers.STOP, Headers.SHUTDOWN)
-Ordered = Command | Prepare | Commit | Rollback
-# The engine's verb for each command, and the arguments that it takes.
-_VERBS: dict[Headers, tuple[str, tuple[str, ...]]] = {
-    Headers.PAUSE: ("pause", ()),
-    Headers.UNPAUSE: ("unpause", ()),
-    Headers.SUSPEND: ("suspend", ("mode", "release", "discard_weights")),
-    Headers.RESUME: ("resume", ("only",)),
-    Headers.SET_GENERATION_EPOCH: ("set_generation_epoch", ("version",)),
-    Headers.STATS: ("stats", ()),
-    Headers.CHECKSUMS: ("weight_checksums", ("start",)),
-    Headers.STOP: ("shutdown", ()),
-    Headers.SHUTDOWN: ("shutdown", ()),
-}
+Ordered = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
@@ -213,7 +199,7 @@ class EngineAgent:
             return []
         if isinstance(message, RegisterAck):
             return self._begin_session(message)
-        if isinstance(message, Ordered):
+        if isinstance(message, (Command, Prepare, Commit, Rollback)):
             return self._answer(message)
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
@@ -284,8 +270,9 @@ class EngineAgent:
         (commit, answer, ended_at), self._committed = self._committed, None
         if stepped:
             more_s = time.perf_counter() - ended_at - self._last_step_s
-            stall_s = answer.result["stall_seconds"] + max(0.0, more_s)
-            result = {**answer.result, "stall_seconds": stall_s}
+            report = answer.result or {}
+            stall_s = report["stall_seconds"] + max(0.0, more_s)
+            result = {**report, "stall_seconds": stall_s}
             answer = Ack(command_id=commit.command_id, result=result)
         return [self._keep(commit, answer)]
 
@@ -295,15 +282,16 @@ class EngineAgent:
             self._answers.popitem(last=False)
         return answer
 
-    def _do(self, message: Command | Commit | Rollback) -> Mapping[str, Any]:
+    def _do(self, message: Command[Any] | Commit | Rollback) -> Mapping[str, Any] | None:
         if isinstance(message, Command):
-            self.is_shut_down |= message.header is Headers.SHUTDOWN
-            return _run_command(self._engine, message)
+            self.is_shut_down |= isinstance(message, Shutdown)
+            report: Mapping[str, Any] | None = to_builtins(self._engine.do(message))
+            return report
         is_staged = self._updates.voted_command_id == message.command_id
         if isinstance(message, Rollback):
             if is_staged:
                 self._updates.drop()
-            return {}
+            return None
         if not is_staged:
             raise WeightUpdateError(
                 f"nothing is prepared for version {message.version}; prepare it again"
@@ -333,9 +321,9 @@ class EngineAgent:
         result = {"checksum": self._updates.staged_checksum}
         return self._keep(message, Ack(command_id=message.command_id, result=result))
 
-    def _ends_staging(self, message: Command | Commit | Rollback) -> bool:
+    def _ends_staging(self, message: Command[Any] | Commit | Rollback) -> bool:
         if isinstance(message, Command):
-            return message.header in _END_STAGING
+            return message.ends_staging
         staging = self._updates.in_staging
         return isinstance(staging, Prepare) and staging.command_id == message.command_id
 
@@ -422,21 +410,3 @@ class EngineAgent:
             engine.pause()
         if target is EngineState.SUSPENDED and engine.state is EngineState.PAUSED:
             engine.suspend()
-
-
-def _run_command(engine: Engine, command: Command) -> Mapping[str, Any]:
-    """Run a command. Returns its report as plain values, {} if it has none.
-
-    Raises ProtocolError for an unknown command or argument, and what the engine raises.
-    """
-    verb, known = _VERBS.get(command.header, ("", ()))
-    if not verb:
-        raise ProtocolError(f"{command.header.name} is no command for an engine")
-    if unknown := command.arguments.keys() - known:
-        raise ProtocolError(
-            f"{command.header.name} has no argument {sorted(unknown)[0]!r}; it takes {known}"
-        )
-    report = getattr(engine, verb)(**command.arguments)
-    if not is_dataclass(report) or isinstance(report, type):
-        return {}
-    return {k: v.name if isinstance(v, Enum) else v for k, v in asdict(report).items()}

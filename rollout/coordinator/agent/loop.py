@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.net.link import Link
-from rollout.coordinator.protocol.messages import Message
 from rollout.errors import LockstepError, ProtocolError
+from rollout.wire import Message
 
 _logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # of steps in sequence, whatever requests they have

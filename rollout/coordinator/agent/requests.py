@@ -12,7 +12,6 @@ from rollout.coordinator.protocol.messages import (
     AssignRequest,
     Attempt,
     EngineReply,
-    Message,
     Progress,
     Sample,
     WireError,
@@ -28,6 +27,7 @@ from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
+from rollout.wire import Message
 
 _logger = logging.getLogger(__name__)
 

@@ -4,75 +4,92 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from rollout.control.commands import ControlMessage, FleetResults, R, engine_state_of
+from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import set_exception
 from rollout.coordinator.protocol.codec import require_valid
-from rollout.coordinator.protocol.messages import (
-    Ack,
-    Command,
-    ConnectAck,
-    Message,
-    Nack,
-    UpdateWeights,
-    command_name,
-)
+from rollout.coordinator.protocol.messages import Ack, ConnectAck, Nack
 from rollout.errors import CoordinatorLostError, RolloutError
+from rollout.wire import Message
 
-CommandFuture = asyncio.Future[dict[str, Any]]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A command without an answer. read: makes the future's result of the engines' results."""
+
+    command: ControlMessage[Any]
+    future: asyncio.Future[Any]
+    read: Callable[[FleetResults[Any]], Any]
 
 
 class PendingCommands:
-    """Futures by command id, in one event loop. A failure that nobody awaits is not reported."""
+    """Futures by command id, in one event loop. A failure that nobody awaits is not reported.
+
+    state, weights_version: the fleet's, by the latest answer of the coordinator.
+    """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
-        self._futures: dict[int, CommandFuture] = {}
+        self._pending: dict[int, _Pending] = {}
+        self.state, self.weights_version = EngineState.RUNNING, 0
 
-    def welcome(self, ack: ConnectAck) -> None:
-        """Take the grace period from the coordinator's ConnectAck."""
+    def connected(self, ack: ConnectAck) -> None:
+        """Take the fleet's state and the grace period from the coordinator's ConnectAck."""
         self._grace_s = ack.answer_grace_s
+        self.state, self.weights_version = engine_state_of(ack.state), ack.weights_version
 
-    def submit(self, command: Command | UpdateWeights) -> CommandFuture:
-        """Send a command. Returns the future of its result. Raises ProtocolError if it is
-        malformed.
+    def submit(
+        self, command: ControlMessage[R], read: Callable[[FleetResults[R]], _T]
+    ) -> asyncio.Future[_T]:
+        """Send a command. Returns the future of what `read` makes of the engines' results. Raises
+        ConfigError for an argument of a wrong type.
 
         The coordinator keeps the deadline; a grace period later the future fails by itself.
         """
+        command.check()
         loop, command_id = asyncio.get_running_loop(), command.command_id
-        future: CommandFuture = loop.create_future()
+        future: asyncio.Future[_T] = loop.create_future()
         require_valid(command)  # it has values of a user
         self._send(command)
-        self._futures[command_id] = future
+        self._pending[command_id] = _Pending(command, future, read)
         future.add_done_callback(_retrieve_exception)
-        future.add_done_callback(lambda _: self._futures.pop(command_id, None))
+        future.add_done_callback(lambda _: self._pending.pop(command_id, None))
         if command.deadline_s is not None:
             limit_s = command.deadline_s + self._grace_s
-            name = command_name(command)
-            error = CoordinatorLostError(f"{name} has no answer after {limit_s:g} s")
+            error = CoordinatorLostError(f"{command.name} has no answer after {limit_s:g} s")
             timer = loop.call_later(limit_s, set_exception, future, error)
             future.add_done_callback(lambda _: timer.cancel())
         return future
 
     def take(self, answer: Ack | Nack) -> None:
-        """Resolve a command's future. An answer without one belongs to a command that was given
-        up."""
-        future = None if answer.command_id is None else self._futures.get(answer.command_id)
-        if future is None or future.done():
+        """Resolve a command's future. Ignores an answer to a command that was given up."""
+        pending = None if answer.command_id is None else self._pending.get(answer.command_id)
+        if pending is None or pending.future.done():
             return
-        if isinstance(answer, Ack):
-            future.set_result(dict(answer.result))
-        else:
-            future.set_exception(answer.error.to_error())
+        if isinstance(answer, Nack):
+            pending.future.set_exception(answer.error.to_error())
+            return
+        try:
+            results = pending.command.read(answer.result or {})
+            self.state = engine_state_of(results.state)
+            self.weights_version = results.weights_version
+            pending.future.set_result(pending.read(results))
+        except RolloutError as error:  # the answer is malformed, or engines disagree
+            pending.future.set_exception(error)
 
     def fail(self, error: RolloutError) -> None:
         """Fail all futures."""
-        for future in list(self._futures.values()):
-            set_exception(future, type(error)(*error.args))
+        for pending in list(self._pending.values()):
+            set_exception(pending.future, type(error)(*error.args))
 
 
-def _retrieve_exception(future: CommandFuture) -> None:
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
     """Mark the exception as retrieved, so that asyncio does not report it."""
     if not future.cancelled():
         future.exception()

@@ -7,27 +7,36 @@ import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
+from msgspec import structs
 
-from rollout.config import KVCacheManagementMode
-from rollout.coordinator.client.commands import CommandFuture, PendingCommands
+from rollout.control.commands import (
+    COMMAND_DEADLINE_S,
+    UPDATE_DEADLINE_S,
+    ClientControlCalls,
+    Command,
+    ControlMessage,
+    FleetResults,
+    R,
+)
+from rollout.control.reports import WeightUpdateReport
+from rollout.control.state import EngineState
+from rollout.coordinator.client.commands import PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
 from rollout.coordinator.client.submission import submission_of
 from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     Ack,
     Connect,
     ConnectAck,
     EngineReply,
     EngineReplyPartial,
-    Message,
     Nack,
     UpdateWeights,
 )
@@ -36,16 +45,16 @@ from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Prompt, as_tokenizer
 from rollout.weights.source import WeightsSource
-from rollout.wire import DEFAULT_MAX_FRAME_BYTES
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
 _logger = logging.getLogger(__name__)
-COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0
+_Message = TypeVar("_Message", bound=ControlMessage[Any])
 _BATCH = 64  # messages taken before others of the event loop have their turn
 
 Group = tuple[Prompt, Sequence[SamplingParams]]
 
 
-class InferenceClient:
+class InferenceClient(ClientControlCalls):
     """A client of a coordinator, in one event loop. An async context manager.
 
     inference_coordinator_port: a port on loopback, or an address. tokenizer: for text prompts and
@@ -152,6 +161,16 @@ class InferenceClient:
             await asyncio.gather(self.listener_task, return_exceptions=True)
 
     # ---- state
+
+    @property
+    def state(self) -> EngineState:
+        """The fleet's state by the coordinator's latest answer; others may have changed it."""
+        return self._commands.state
+
+    @property
+    def weights_version(self) -> int:
+        """The fleet's weights version, known as `state` is."""
+        return self._commands.weights_version
 
     @property
     def completion_futures(self) -> dict[int, RequestFuture]:
@@ -277,66 +296,17 @@ class InferenceClient:
         self.next_request_id = next_id
         return self._requests.submit(submissions)
 
-    # ---- commands: each resolves to the results of all engines, or raises why it was not done
+    # ---- control calls: the methods are those of ClientControlCalls
 
-    def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """Freeze all engines at their next step."""
-        return self._command(Headers.PAUSE, deadline_s)
+    def do(
+        self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[R]:
+        return self._commands.submit(self._numbered(command, deadline_s), command.merged)
 
-    def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """Let paused engines run again."""
-        return self._command(Headers.UNPAUSE, deadline_s)
-
-    def suspend_engines(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] | None = None,
-        discard_weights: bool = False,
-        *,
-        deadline_s: float = COMMAND_DEADLINE_S,
-    ) -> CommandFuture:
-        """Release memory of paused engines. Arguments as for `engine.suspend`; None: its
-        default."""
-        arguments: dict[str, Any] = {"discard_weights": discard_weights}
-        if mode is not None:
-            arguments["mode"] = mode.value if isinstance(mode, KVCacheManagementMode) else mode
-        if release is not None:
-            arguments["release"] = list(release)
-        return self._command(Headers.SUSPEND, deadline_s, **arguments)
-
-    def resume_engines(
-        self, only: str | None = None, *, deadline_s: float = COMMAND_DEADLINE_S
-    ) -> CommandFuture:
-        """Restore all released memory, or that of the owner `only`."""
-        return self._command(Headers.RESUME, deadline_s, **({} if only is None else {"only": only}))
-
-    def set_generation_epoch(
-        self, version: int, *, deadline_s: float = COMMAND_DEADLINE_S
-    ) -> CommandFuture:
-        """Set the weights version of paused or suspended engines, without new weights."""
-        return self._command(Headers.SET_GENERATION_EPOCH, deadline_s, version=version)
-
-    def increment_staleness(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """`set_generation_epoch` of the current version + 1."""
-        return self._command(Headers.INCREMENT_STALENESS, deadline_s)
-
-    def stop_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """Stop paused or suspended engines for good."""
-        return self._command(Headers.STOP, deadline_s)
-
-    def shutdown_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """Stop the engines from any state."""
-        return self._command(Headers.SHUTDOWN, deadline_s)
-
-    def engine_stats(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> CommandFuture:
-        """Ask each engine for its counters, in any state; nothing changes."""
-        return self._command(Headers.STATS, deadline_s)
-
-    def weight_checksums(
-        self, start: int = 0, *, deadline_s: float = UPDATE_DEADLINE_S
-    ) -> CommandFuture:
-        """Ask each engine for the checksums of its weights, from the one at `start` on."""
-        return self._command(Headers.CHECKSUMS, deadline_s, start=start)
+    def ask(
+        self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[FleetResults[R]]:
+        return self._commands.submit(self._numbered(command, deadline_s), lambda results: results)
 
     def update_weights(
         self,
@@ -345,30 +315,20 @@ class InferenceClient:
         in_flight: bool = False,
         *,
         deadline_s: float = UPDATE_DEADLINE_S,
-    ) -> CommandFuture:
+    ) -> asyncio.Future[WeightUpdateReport]:
         """Commit the weights of `source` on all engines or on none. version: None means current +
         1. in_flight: while engines run.
         """
-        return self._commands.submit(
-            UpdateWeights(
-                command_id=self._new_command_id(),
-                source=source,
-                version=version,
-                in_flight=in_flight,
-                deadline_s=float(deadline_s),
-            )
-        )
+        update = UpdateWeights(source=source, version=version, in_flight=in_flight)
+        return self._commands.submit(self._numbered(update, deadline_s), update.merged)
 
-    def _command(self, header: Headers, deadline_s: float, **arguments: Any) -> CommandFuture:
-        command = COMMAND_TYPES[header](
-            command_id=self._new_command_id(), arguments=arguments, deadline_s=float(deadline_s)
-        )
-        return self._commands.submit(command)
-
-    def _new_command_id(self) -> int:
+    def _numbered(self, command: _Message, deadline_s: float) -> _Message:
+        """Return the command with an id and a deadline."""
         self._require_usable()
         self._next_command_id += 1
-        return self._next_command_id - 1
+        return structs.replace(
+            command, command_id=self._next_command_id - 1, deadline_s=float(deadline_s)
+        )
 
     # ---- between the link and the pending futures
 
@@ -444,7 +404,7 @@ class InferenceClient:
             elif isinstance(message, ConnectAck):
                 self.coordinator = message
                 self._requests.welcome(message)
-                self._commands.welcome(message)
+                self._commands.connected(message)
 
     def _lose(self, error: RolloutError) -> None:
         self._lost = error

@@ -20,7 +20,6 @@ from rollout.coordinator.protocol.messages import (
     ConnectAck,
     EngineReply,
     EngineReplyPartial,
-    Message,
     ReplyAck,
     SubmitRequest,
 )
@@ -29,6 +28,7 @@ from rollout.errors import CoordinatorLostError, ProtocolError, RequestAbortedEr
 from rollout.generated_text import add_text
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.text import Tokenizer
+from rollout.wire import Message
 
 Record = DynamicInferenceRequestRecord
 

@@ -16,11 +16,11 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
-    Message,
     Nack,
     nack_of,
 )
 from rollout.errors import RolloutError
+from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
 

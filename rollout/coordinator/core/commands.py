@@ -7,16 +7,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.control.commands import ControlMessage
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.core.operations import Operation, Question, Shutdown, operation_type
+from rollout.coordinator.core.operations import (
+    Operation,
+    ShutdownOperation,
+    StatsOperation,
+    operation_of,
+)
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import ClientSession, EngineSession
 from rollout.coordinator.protocol.messages import (
     Ack,
-    Command,
     Nack,
-    UpdateWeights,
     WireError,
     nack_of,
 )
@@ -26,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class PendingCommands:
-    """One command runs at a time, and the others wait in order; a Question runs beside it. is_over:
-    whether a SHUTDOWN has been done."""
+    """One command runs at a time, and the others wait in order; Stats run beside it. is_over:
+    whether a Shutdown has been done."""
 
     def __init__(self, registry: Registry, requests: RequestLifecycle) -> None:
         self._registry, self._context, self._requests = registry, registry.context, requests
@@ -37,8 +41,8 @@ class PendingCommands:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a command runs that is no Question."""
-        return any(type(operation) is not Question for operation in self._running.values())
+        """Whether a command runs that others must wait for."""
+        return any(type(operation) is not StatsOperation for operation in self._running.values())
 
     @property
     def has_any(self) -> bool:
@@ -47,7 +51,7 @@ class PendingCommands:
 
     # ---- input
 
-    def submit(self, client: ClientSession, message: Command | UpdateWeights, now: float) -> None:
+    def submit(self, client: ClientSession, message: ControlMessage[Any], now: float) -> None:
         """Queue a command. If it is a repeated one, its answer is sent again, if there is one."""
         limits, counters = self._context.limits, self._context.counters
         if message.command_id in client.answers:
@@ -66,9 +70,9 @@ class PendingCommands:
         deadline_s = message.deadline_s
         if deadline_s is None:
             deadline_s = limits.command_deadline_s
-        operation = operation_type(message)(self._registry, client, message, now + deadline_s)
+        operation = operation_of(self._registry, client, message, now + deadline_s)
         self._context.timers.set(("command", operation.command_id), operation.deadline_at)
-        if isinstance(operation, Question) and not self.is_over:
+        if isinstance(operation, StatsOperation) and not self.is_over:
             self._begin(operation, now)
         else:
             self._queue.append(operation)
@@ -118,9 +122,14 @@ class PendingCommands:
         return True
 
     def shorten_answer(self, client: ClientSession, command_id: int) -> None:
-        """An answer is too large to be sent: the client gets an Ack without a result."""
-        client.answers[command_id] = Ack(command_id=command_id)
-        self._context.send(client, Ack(command_id=command_id))
+        """Answer again, without the engines' reports: with them the answer is too large to be
+        sent."""
+        answer = client.answers.get(command_id)
+        if not isinstance(answer, Ack) or answer.result is None:
+            return
+        shorter = Ack(command_id=command_id, result={**answer.result, "ranks": {}})
+        client.answers[command_id] = shorter
+        self._context.send(client, shorter)
 
     def close(self, reason: str) -> None:
         """Refuse whatever runs or waits."""
@@ -152,7 +161,7 @@ class PendingCommands:
         if self._running.pop(operation.command_id, None) is None:
             return
         self._answer(operation, operation.outcome)
-        if isinstance(operation, Shutdown):
+        if isinstance(operation, ShutdownOperation):
             self.is_over = True
         elif self._registry.fleet.state is CoordinatorState.STOPPING:
             error = RequestAbortedError("the engines were stopped before the request had ended")

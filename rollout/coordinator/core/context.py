@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.coordinator.core.request_table import Session
-from rollout.coordinator.protocol.messages import Message
 from rollout.errors import ConfigError
 from rollout.ranges import MAX_SECONDS, PositiveInt, PositiveSeconds, check_fields
+from rollout.wire import Message
 
 _STEP_SLACK = 4.0  # see step_deadline_s
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollout.control.commands import COMMANDS
 from rollout.coordinator.core.clients import Clients
 from rollout.coordinator.core.commands import PendingCommands
 from rollout.coordinator.core.context import Context, CoordinatorLimits, Counters
@@ -22,7 +23,6 @@ from rollout.coordinator.core.request_table import (
 )
 from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, failures_of
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Ack,
     Connect,
@@ -30,7 +30,6 @@ from rollout.coordinator.protocol.messages import (
     Disconnect,
     EngineReply,
     Heartbeat,
-    Message,
     Nack,
     Progress,
     Register,
@@ -43,6 +42,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.routing.policies import RoutingPolicy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
 from rollout.errors import ProtocolError, RequestAbortedError, RolloutError
+from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class CoordinatorCore:
             ReplyAck: requests.acknowledged,
             Heartbeat: clients.heartbeat,
             AbortRequest: requests.abort,
-            **dict.fromkeys(COMMAND_TYPES.values(), commands.submit),
+            **dict.fromkeys(COMMANDS, commands.submit),
             UpdateWeights: commands.submit,
             Connect: lambda client, message, now: clients.connect(client.identity, message, now),
             Disconnect: lambda client, message, now: clients.remove(client),

@@ -1,5 +1,4 @@
-"""Fleet: the state that all engines have confirmed, the weights that they serve, and which commands
-are legal in each state (the counterpart of control/state.py)."""
+"""Fleet: the state that all engines have confirmed, and the weights that they serve."""
 
 from __future__ import annotations
 
@@ -7,23 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import count
+from typing import Any
 
-from rollout.control.state import COMMANDS, EngineState, legal_commands
-from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Command, UpdateWeights
-from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.control.commands import (
+    Command,
+    ControlMessage,
+    Resume,
+    Suspend,
+    engine_state_of,
+)
+from rollout.control.state import EngineState, StateMachine
+from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.weights.source import WeightsSource
 
-_STATE_COMMANDS: Mapping[Headers, str] = {
-    Headers.PAUSE: "pause",
-    Headers.UNPAUSE: "unpause",
-    Headers.SUSPEND: "suspend",
-    Headers.RESUME: "resume",
-    Headers.STOP: "stop",
-}
-EPOCH_COMMANDS = (Headers.SET_GENERATION_EPOCH, Headers.INCREMENT_STALENESS)
 _MAX_VERSION = 2**31 - 1
-_DEFAULT_RELEASE = ("kv_cache",)
 
 
 class CoordinatorState(Enum):
@@ -37,10 +33,7 @@ class CoordinatorState(Enum):
     @property
     def engine_state(self) -> EngineState:
         """The state that every engine is in."""
-        return EngineState.STOPPED if self is CoordinatorState.STOPPING else EngineState[self.name]
-
-
-_QUIET = (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
+        return engine_state_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +57,16 @@ class CommittedWeights:
 
 @dataclass(slots=True)
 class Fleet:
-    """The state of all engines together. Its methods are the only writers of weights and settings.
+    """The state, the weights and the settings that all engines have in common. Its methods are the
+    only writers of weights and settings.
 
-    released: resources whose memory a SUSPEND has released. is_diverged: engines may be in another
-    state or hold other memory than is known, because only some have done a command, or because one
-    joined a suspended fleet. command_ids: the ids of commands towards engines.
+    machine: the state that all engines have confirmed, and the legality of commands. released: the
+    resources whose memory a Suspend has released. is_diverged: engines may be in another state or
+    hold other memory than is known, because only some have done a command, or because one joined a
+    suspended fleet. command_ids: the ids of commands towards engines.
     """
 
-    state: CoordinatorState = CoordinatorState.RUNNING
+    machine: StateMachine = field(default_factory=lambda: StateMachine(subject="all engines"))
     released: frozenset[str] = frozenset()
     is_diverged: bool = False
     command_ids: Iterator[int] = field(default_factory=count)
@@ -104,17 +99,22 @@ class Fleet:
         self._weights = replace(self._weights or CommittedWeights(0, "", None), version=version)
 
     @property
+    def state(self) -> CoordinatorState:
+        is_over = self.machine.state is EngineState.STOPPED
+        return CoordinatorState.STOPPING if is_over else CoordinatorState[self.machine.state.name]
+
+    @property
     def weights_version(self) -> int:
         return 0 if self.weights is None else self.weights.version
 
     @property
     def weights_checksum(self) -> str:
-        """That of the weights which every engine serves, "" as long as no engine has joined."""
+        """The checksum of the weights that every engine serves; "" until an engine has joined."""
         return "" if self.weights is None else self.weights.checksum
 
     def difference(self, settings: Mapping[str, str]) -> str:
-        """Return in what an engine of these settings differs from the first one, for an error
-        message; "" if in nothing, or if there was no engine."""
+        """Return how an engine's settings differ from the first engine's, for an error message; ""
+        if they are equal, or if there was no engine."""
         if self._settings is None:
             return ""
         own = self._settings
@@ -122,49 +122,26 @@ class Fleet:
         listed = [f"{name}={settings.get(name)}, the fleet {own.get(name)}" for name in names[:3]]
         return "; ".join(listed) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
-    def is_done(self, header: Headers) -> bool:
-        """Whether every engine is in the command's target state already.
+    def is_done(self, command: Command[Any]) -> bool:
+        """Return whether every engine is in the command's target state already.
 
-        Always False for SUSPEND, which may name memory that is not released yet.
+        Always False for Suspend, which may name memory that is not released yet.
         """
-        if self.is_diverged or header is Headers.SUSPEND:
+        if self.is_diverged or isinstance(command, Suspend):
             return False
-        return COMMANDS[_STATE_COMMANDS[header]].target is self.state.engine_state
+        return self.machine.state is command.transition.target
 
-    def require_legal(self, message: Command | UpdateWeights) -> None:
-        """Raise EngineStateError, naming the state and the legal commands, if the command may not
-        run now, and InvalidRequestError for arguments that the coordinator itself cannot use."""
-        state, why = self.state, ""
+    def require_legal(self, message: ControlMessage[Any]) -> None:
+        """Raise EngineStateError, with the state and the legal commands, unless the call is
+        legal."""
         if isinstance(message, UpdateWeights):
-            is_running_too = message.in_flight and state is CoordinatorState.RUNNING
-            is_legal, name = state in _QUIET or is_running_too, "update weights"
-        elif message.header in EPOCH_COMMANDS:
-            is_legal, name = state in _QUIET, message.header.name
-        elif message.header in _STATE_COMMANDS:
-            command = COMMANDS[_STATE_COMMANDS[message.header]]
-            is_legal = state.engine_state in (*command.sources, command.target)
-            name = message.header.name
-            if message.header is Headers.RESUME and message.arguments.get("only") is not None:
-                # Engines that hold different memory would come to different states.
-                is_legal, name = is_legal and not self.is_diverged, "RESUME in part"
-                why = "; engines may hold different memory, resume all" if self.is_diverged else ""
-        else:
-            is_legal, name = True, message.header.name
-        if not is_legal:
-            raise EngineStateError(
-                f"cannot {name} while {state.name}{why}; legal commands now: "
-                f"{', '.join(self._legal_commands())}"
-            )
-        if isinstance(message, Command):
-            _require_readable(message)
-
-    def _legal_commands(self) -> list[str]:
-        commands = legal_commands(self.state.engine_state)
-        if self.state in _QUIET:
-            commands += ["set_generation_epoch", "increment_staleness", "update_weights"]
-        elif self.state is CoordinatorState.RUNNING:
-            commands += ["update_weights with in_flight=True"]
-        return [*commands, "stats", "shutdown"]
+            self.machine.require_update(in_flight=message.in_flight)
+            return
+        if isinstance(message, Resume) and message.only is not None and self.is_diverged:
+            # Engines that hold different memory would come to different states.
+            why = "engines may hold different memory, resume all"
+            self.machine.require(to=f"resume only={message.only!r}", why=why)
+        self.machine.require_legal(message.transition)
 
     def require_next_version(self, version: object, error_type: type[Exception]) -> int:
         """Return `version`; raise `error_type` unless it is an integer above the current one."""
@@ -176,33 +153,18 @@ class Fleet:
             )
         return version
 
-    def change_state(self, command: Command) -> None:
+    def change_state(self, command: Command[Any]) -> None:
         """Take the state after a command that every engine has done.
 
         Engines that were resumed in part stay suspended until all memory is restored.
         """
-        if command.header is Headers.SUSPEND:
-            asked = command.arguments.get("release")
-            self.released |= frozenset(_DEFAULT_RELEASE if asked is None else asked)
-            self.state = CoordinatorState.SUSPENDED
-            # is_diverged stays: a repeated SUSPEND does not say what engines released before.
+        if isinstance(command, Suspend):
+            self.released |= frozenset(command.release)
+            self.machine.enter(command.transition)
+            # is_diverged stays: a repeated Suspend does not say what engines released before.
             return
-        only = command.arguments.get("only")
-        is_partial = command.header is Headers.RESUME and only is not None
-        self.released = self.released - {only} if is_partial else frozenset()
-        target = COMMANDS[_STATE_COMMANDS[command.header]].target
-        if target is EngineState.STOPPED:
-            self.state = CoordinatorState.STOPPING
-        elif not self.released:
-            self.state = CoordinatorState[target.name]
+        only = command.only if isinstance(command, Resume) else None
+        self.released = frozenset() if only is None else self.released - {only}
+        if not self.released:
+            self.machine.enter(command.transition)
         self.is_diverged = False
-
-
-def _require_readable(command: Command) -> None:
-    release, only = command.arguments.get("release"), command.arguments.get("only")
-    if release is not None and not (
-        isinstance(release, (list, tuple)) and all(isinstance(owner, str) for owner in release)
-    ):
-        raise InvalidRequestError(f"release={release!r:.100} must be a list of names")
-    if only is not None and not isinstance(only, str):
-        raise InvalidRequestError(f"only={only!r:.100} must be a name")

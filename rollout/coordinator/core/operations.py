@@ -9,24 +9,29 @@ from typing import Any
 from msgspec import structs
 
 from rollout.config import KVCacheManagementMode
-from rollout.coordinator.core.fleet import EPOCH_COMMANDS
+from rollout.control.commands import (
+    ChecksumWeights,
+    Command,
+    ControlMessage,
+    IncrementStaleness,
+    SetGenerationEpoch,
+    Shutdown,
+    Stats,
+    Suspend,
+)
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_table import ClientSession, EngineSession
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     Ack,
-    Command,
     Commit,
-    Message,
     Nack,
     Prepare,
     Rollback,
     UpdateWeights,
     WireError,
-    command_name,
 )
 from rollout.errors import EngineStateError, InvalidRequestError, WeightUpdateError
+from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +54,18 @@ class Operation:
         self,
         registry: Registry,
         client: ClientSession,
-        message: Command | UpdateWeights,
+        message: ControlMessage[Any],
         deadline_at: float,
     ) -> None:
         self.registry, self.context, self.fleet = registry, registry.context, registry.fleet
         self.client, self.message, self.deadline_at = client, message, deadline_at
-        self.name = command_name(message)
+        self.name = message.name
         self.command_id = next(self.fleet.command_ids)
         self.outcome: Mapping[str, Any] | WireError | None = None
         self.members: dict[bytes, EngineSession] = {}
         self.waiting: dict[bytes, EngineSession] = {}
         self.lost_ranks: list[int] = []
-        self.results: dict[int, Mapping[str, Any]] = {}
+        self.results: dict[int, Mapping[str, Any] | None] = {}  # by rank; None without a report
         self.refusals: dict[int, WireError] = {}  # by rank, the first one first
 
     def begin(self, now: float) -> None:
@@ -137,14 +142,14 @@ class Operation:
         self.outcome = WireError.of(error)
 
 
-class Question(Operation):
-    """STATS. It changes nothing, so it runs beside other commands, and says nothing of progress."""
+class StatsOperation(Operation):
+    """Stats. It changes nothing, so it runs beside other commands, and says nothing of progress."""
 
     holds_engines = False
 
     def complete(self, now: float) -> None:
-        """The reports, how many requests no engine has, and who was refused: connections, and peers
-        that do not belong here."""
+        """Add to the reports the number of requests that no engine has, and of refused connections
+        and peers."""
         super().complete(now)
         if isinstance(self.outcome, Mapping):
             strangers = self.context.counters.num_strangers
@@ -153,8 +158,8 @@ class Question(Operation):
             self.outcome = {**self.outcome, "num_queued": num_queued, "refused": refused}
 
 
-class Shutdown(Operation):
-    """SHUTDOWN. It is legal in every state, and the fleet ends whatever engines answer."""
+class ShutdownOperation(Operation):
+    """Shutdown. It is legal in every state, and the fleet ends whatever engines answer."""
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
         """Ask engines that are not ready yet, too: they would look for the coordinator for ever."""
@@ -165,16 +170,16 @@ class Shutdown(Operation):
 
 
 class StateChange(Operation):
-    """PAUSE, UNPAUSE, SUSPEND, RESUME, STOP. The state changes once all engines have confirmed.
+    """Pause, Unpause, Suspend, Resume, Stop. The state changes once all engines have confirmed.
 
     If only some have, the state stays and the fleet is diverged: the client can repeat the command
     or give its reverse, which engines that are in its target state confirm at once.
     """
 
-    message: Command
+    message: Command[Any]
 
     def begin(self, now: float) -> None:
-        if self.fleet.is_done(self.message.header):
+        if self.fleet.is_done(self.message):
             super().complete(now)
         else:
             super().begin(now)
@@ -186,11 +191,11 @@ class StateChange(Operation):
             before = self.fleet.state
             self.fleet.change_state(self.message)
             logger.info("%s -> %s", before.name, self.fleet.state.name)
-            if self.message.header is Headers.SUSPEND and "kv_cache" in self.fleet.released:
+            if isinstance(self.message, Suspend) and "kv_cache" in self.fleet.released:
                 self.registry.dispatcher.caches_dropped(
                     engine
                     for engine in self.members.values()
-                    if self.results.get(engine.rank, {}).get("mode") == _RECOMPUTE
+                    if (self.results.get(engine.rank) or {}).get("mode") == _RECOMPUTE
                 )
         super().complete(now)
 
@@ -200,23 +205,23 @@ class StateChange(Operation):
 
 
 class EpochChange(Operation):
-    """SET_GENERATION_EPOCH, INCREMENT_STALENESS: the same weights under a later version.
+    """SetGenerationEpoch, IncrementStaleness: the same weights under a later version.
 
     Unless every engine refuses, the version is set: an engine that has not confirmed is removed,
     and gets the version when it registers again.
     """
 
-    message: Command
+    message: SetGenerationEpoch | IncrementStaleness
 
     def begin(self, now: float) -> None:
-        version: object = self.fleet.weights_version + 1
-        if self.message.header is Headers.SET_GENERATION_EPOCH:
-            version = self.message.arguments.get("version")
+        version = self.fleet.weights_version + 1
+        if isinstance(self.message, SetGenerationEpoch):
+            version = self.message.version
         self._version = self.fleet.require_next_version(version, InvalidRequestError)
-        own = COMMAND_TYPES[Headers.SET_GENERATION_EPOCH](
+        own = SetGenerationEpoch(
             command_id=self.command_id,
-            arguments={"version": self._version},
             deadline_s=self.deadline_at - now,
+            version=self._version,
         )
         self.ask(self.registry.ready_engines(), own, now)
 
@@ -334,7 +339,7 @@ class WeightCommit(Operation):
         if self.message.source.checksum:
             named[self.message.source.checksum] = "the source"
         for rank, vote in sorted(self.results.items()):
-            checksum = vote.get("checksum") or ""
+            checksum = (vote or {}).get("checksum") or ""
             if not isinstance(checksum, str):
                 return "", f"rank {rank} names the checksum {checksum!r:.100}, which is no text"
             if checksum:
@@ -378,14 +383,21 @@ class WeightCommit(Operation):
         self.outcome = error
 
 
-def operation_type(message: Command | UpdateWeights) -> type[Operation]:
-    if isinstance(message, UpdateWeights):
-        return WeightCommit
-    if message.header in EPOCH_COMMANDS:
-        return EpochChange
-    own = {
-        Headers.STATS: Question,
-        Headers.SHUTDOWN: Shutdown,
-        Headers.CHECKSUMS: Operation,  # no commit runs meanwhile, so that engines can be compared
-    }
-    return own.get(message.header, StateChange)
+def operation_of(
+    registry: Registry, client: ClientSession, message: ControlMessage[Any], deadline_at: float
+) -> Operation:
+    """Return the operation that does `message` for `client`."""
+    arguments = registry, client, message, deadline_at
+    match message:
+        case UpdateWeights():
+            return WeightCommit(*arguments)
+        case SetGenerationEpoch() | IncrementStaleness():
+            return EpochChange(*arguments)
+        case Stats():
+            return StatsOperation(*arguments)
+        case Shutdown():
+            return ShutdownOperation(*arguments)
+        case ChecksumWeights():  # no commit runs meanwhile, so that engines can be compared
+            return Operation(*arguments)
+        case _:
+            return StateChange(*arguments)

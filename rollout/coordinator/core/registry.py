@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from rollout.control.commands import SetGenerationEpoch, Unpause
 from rollout.control.state import EngineState
 from rollout.coordinator.core.context import Context, num_ahead
 from rollout.coordinator.core.dispatcher import Dispatcher
 from rollout.coordinator.core.fleet import CommittedWeights, CoordinatorState, Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import EngineSession, Recent, Request
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Disconnect,
     Heartbeat,
@@ -283,9 +282,11 @@ class Registry:
             # If it had been committed, there would be a source, which replaces what is staged.
             self.context.send(engine, Rollback(command_id=prepared_command_id))
         if is_renumbered:
-            self._command(engine, Headers.SET_GENERATION_EPOCH, {"version": weights.version})
+            command_ids = self.fleet.command_ids
+            epoch = SetGenerationEpoch(command_id=next(command_ids), version=weights.version)
+            self.context.send(engine, epoch)
             if is_running:
-                self._command(engine, Headers.UNPAUSE, {})
+                self.context.send(engine, Unpause(command_id=next(command_ids)))
 
     @staticmethod
     def _awaits_push(engine: EngineSession, weights: CommittedWeights) -> bool:
@@ -293,13 +294,6 @@ class Registry:
         sources = (weights.source, weights.base)
         is_gone = any(source is not None and not source.is_kept for source in sources)
         return is_gone and engine.weights_version < weights.version
-
-    def _command(
-        self, engine: EngineSession, header: Headers, arguments: Mapping[str, int]
-    ) -> None:
-        command_id = next(self.fleet.command_ids)
-        command = COMMAND_TYPES[header](command_id=command_id, arguments=arguments)
-        self.context.send(engine, command)
 
     # ---- staying
 

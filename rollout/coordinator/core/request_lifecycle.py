@@ -21,7 +21,6 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     EngineReply,
     EngineReplyPartial,
-    Message,
     Progress,
     ReplyAck,
     Sample,
@@ -30,6 +29,7 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
+from rollout.wire import Message
 
 
 class RequestLifecycle:

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import zmq
 
+from rollout.control.commands import COMMANDS
 from rollout.coordinator.net.dealer import CONNECTED, REFUSED, DealerSocket, address_of
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
@@ -23,7 +24,6 @@ from rollout.coordinator.protocol.codec import (
 )
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -36,7 +36,6 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     EngineStatus,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Register,
@@ -45,14 +44,14 @@ from rollout.coordinator.protocol.messages import (
     Rollback,
 )
 from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
-from rollout.wire import DEFAULT_MAX_FRAME_BYTES
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
 _logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 2**16  # messages of an engine, in each direction
 _FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
 _FOR_ENGINES: frozenset[type[Message]] = frozenset(
-    {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMAND_TYPES.values()}
+    {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
 )
 
 _MAX_REASON = 1000

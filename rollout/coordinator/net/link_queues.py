@@ -10,12 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rollout.coordinator.protocol.codec import batched
-from rollout.coordinator.protocol.messages import (
-    ConnectAck,
-    Message,
-    RegisterAck,
-)
+from rollout.coordinator.protocol.messages import ConnectAck, RegisterAck
 from rollout.errors import RolloutError
+from rollout.wire import Message
 
 
 class SelfPipe:

@@ -11,14 +11,12 @@ from msgspec import Meta
 
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     MAX_SAMPLES,
     MESSAGE_TYPES,
     Ack,
     AssignRequest,
     Connect,
     EngineReply,
-    Message,
     Nack,
     Register,
     SubmitRequest,
@@ -30,11 +28,11 @@ from rollout.wire import (
     FAULTS,
     MAX_PLAIN_BYTES,
     Count,
+    Message,
     pack,
 )
 
 _DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAGE_TYPES.items()}
-_WITH_PLAIN_MAP = frozenset({*COMMAND_TYPES.values(), Ack})
 _FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
 
 MAX_BATCH_FRAMES = 256
@@ -107,7 +105,7 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
         frame = pack(message)
     except ProtocolError as fault:
         raise ProtocolError(f"{name} {fault}") from fault
-    if type(message) in _WITH_PLAIN_MAP:
+    if type(message) is Ack:  # its result is of any type
         num_allowed = min(max_bytes, MAX_PLAIN_BYTES)
     if len(frame) > num_allowed:
         raise ProtocolError(f"{name} of {len(frame)} bytes, at most {num_allowed} are allowed")
@@ -136,7 +134,7 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
     decoder = _DECODERS.get(frame[1])
     if decoder is None:
         raise ProtocolError(f"unknown header {frame[1]:#04x}")
-    if len(frame) > MAX_PLAIN_BYTES and decoder.type in _WITH_PLAIN_MAP:
+    if len(frame) > MAX_PLAIN_BYTES and decoder.type is Ack:  # its result is of any type
         raise ProtocolError(
             f"{decoder.type.__name__} of {len(frame)} bytes, at most {MAX_PLAIN_BYTES} are allowed"
         )

@@ -8,13 +8,16 @@ changes its name, nothing else. Times are durations in seconds: no clock is shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType, new_class
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from msgspec import Meta, field
 
 from rollout import errors
+from rollout.control.commands import ControlMessage, FleetResults
+from rollout.control.reports import WeightUpdateReport
+from rollout.control.state import UPDATE_WEIGHTS
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
 from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error
@@ -24,6 +27,7 @@ from rollout.wire import (
     MAX_PLAIN_BYTES,
     Count,
     Int,
+    Message,
     Name,
     PlainMap,
     Seconds,
@@ -119,10 +123,6 @@ class WireError(WireData, frozen=True, kw_only=True):
             "request_id": self.request_id,
         }
         return decode_error(encoded)
-
-
-class Message(WireData, frozen=True):
-    """Base of the messages, each of which is a frame. The tag of a class is its header."""
 
 
 # ---- sessions: handshakes, heartbeats, goodbyes
@@ -319,24 +319,11 @@ def _check_names(message: str, samples: Sequence[Sample]) -> None:
 # ---- commands, their answers, and weight updates in two phases
 
 
-class Command(Message, frozen=True, kw_only=True):
-    """Client -> coordinator -> engines. Answered once, by Ack or Nack of its `command_id`, which is
-    the sender's; a repeated one is the same command. One class per header: COMMAND_TYPES."""
-
-    header: ClassVar[Headers]
-    command_id: Count
-    arguments: PlainMap = field(default_factory=dict)
-    deadline_s: Seconds | None = None
-
-    def __post_init__(self) -> None:
-        check_plain(f"{type(self).__name__}.arguments", self.arguments)
-
-
 class Ack(Message, frozen=True, kw_only=True, tag=70):
     """Command `command_id` is done; to Prepare it is the vote yes."""
 
     command_id: Count
-    result: PlainMap = field(default_factory=dict)
+    result: PlainMap | None = None
 
     def __post_init__(self) -> None:
         check_plain("Ack.result", self.result)
@@ -357,22 +344,27 @@ def nack_of(command_id: int | None, error: BaseException) -> Nack:
     return Nack(command_id=command_id, error=WireError.of(error))
 
 
-class UpdateWeights(Message, frozen=True, kw_only=True, tag=77):
+class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=True, tag=77):
     """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
 
     version: None means current + 1. in_flight: commit while engines run, between two steps.
     """
 
-    command_id: Count
+    transition = UPDATE_WEIGHTS
     source: WeightsSource
     version: Version | None = None
     in_flight: bool = False
-    deadline_s: Seconds | None = None
 
-
-def command_name(message: Command | UpdateWeights) -> str:
-    """Return the name of the message's header."""
-    return message.header.name if isinstance(message, Command) else Headers.UPDATE_WEIGHTS.name
+    def merged(self, results: FleetResults[WeightUpdateReport]) -> WeightUpdateReport:
+        """Return the fleet's version, the bytes of one engine, and the longest times of any."""
+        reports = results.by_rank.values()
+        return WeightUpdateReport(
+            version=results.weights_version,
+            seconds=max((report.seconds for report in reports), default=0.0),
+            stall_seconds=max((report.stall_seconds for report in reports), default=0.0),
+            num_bytes=max((report.num_bytes for report in reports), default=0),
+            checksum=next((report.checksum for report in reports), ""),
+        )
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag=78):
@@ -401,25 +393,12 @@ class Rollback(Message, frozen=True, kw_only=True, tag=80):
     command_id: Count
 
 
-COMMAND_TYPES: Mapping[Headers, type[Command]] = MappingProxyType(
-    {
-        header: new_class(
-            header.name.title().replace("_", ""),
-            (Command,),
-            {"tag": header.value},
-            lambda namespace, header=header: namespace.update(header=header),  # type: ignore[misc]
-        )
-        for header in (
-            *(Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP),
-            *(Headers.SET_GENERATION_EPOCH, Headers.INCREMENT_STALENESS),
-            *(Headers.SHUTDOWN, Headers.STATS, Headers.CHECKSUMS),
-        )
-    }
-)
-MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(
-    {
-        Headers(tag): cls
-        for cls in (*Message.__subclasses__(), *Command.__subclasses__())
-        if isinstance(tag := cls.__struct_config__.tag, int)
-    }
-)
+def _with_tags(base: type[Message]) -> Iterator[tuple[Headers, type[Message]]]:
+    for cls in base.__subclasses__():
+        if isinstance(tag := cls.__struct_config__.tag, int):
+            yield Headers(tag), cls
+        yield from _with_tags(cls)
+
+
+# Every message; the commands among them are rollout.control.commands.COMMANDS.
+MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(dict(_with_tags(Message)))

@@ -1,4 +1,4 @@
-"""The checksum of each weight that all engines of a server have alike."""
+"""The checksum of each weight, which all engines of a server have in common."""
 
 from __future__ import annotations
 

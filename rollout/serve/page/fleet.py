@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.control.reports import EngineStats
-from rollout.coordinator.client.fleet_stats import FleetStats
+from rollout.control.reports import EngineStats, FleetStats
 
 _COUNTS = (
     *("num_waiting", "num_running", "num_paused"),

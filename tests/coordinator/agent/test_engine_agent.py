@@ -14,22 +14,28 @@ from msgspec import structs
 from numpy.testing import assert_allclose
 
 from rollout import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
+from rollout.control.commands import (
+    Command,
+    IncrementStaleness,
+    Pause,
+    Resume,
+    SetGenerationEpoch,
+    Shutdown,
+    Suspend,
+    Unpause,
+)
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.protocol.codec import decode, encode
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Ack,
     AssignRequest,
     Attempt,
-    Command,
     Commit,
     Credit,
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Progress,
@@ -51,6 +57,7 @@ from rollout.errors import (
 )
 from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors
+from rollout.wire import Message
 from tests.tiny_models import generate_all, prompt_of, tiny_engine, tiny_model
 
 PROMPT = prompt_of(11, seed=1)
@@ -170,8 +177,8 @@ def entered(*keep: Attempt, state: str = "RUNNING", **changes: Any) -> RegisterA
     return RegisterAck(state=state, keep=keep, **(fields | changes))
 
 
-def command(header: Headers, command_id: int, **arguments: Any) -> Command:
-    return COMMAND_TYPES[header](command_id=command_id, arguments=arguments)
+def command(kind: type[Command[Any]], command_id: int, **arguments: Any) -> Command[Any]:
+    return kind(command_id=command_id, **arguments)
 
 
 def requests_of(messages: Iterable[Message]) -> dict[int, DynamicInferenceRequest]:
@@ -341,33 +348,30 @@ def test_commands_are_done_once_and_refused_with_their_class() -> None:
     agent = make_agent()
     tell(agent, assignment(0))
     steps(agent, 2)
-    *_, ack = tell(agent, command(Headers.PAUSE, 1))
+    *_, ack = tell(agent, command(Pause, 1))
     assert isinstance(ack, Ack)
     assert not agent.has_work
-    (nack,) = tell(agent, command(Headers.SUSPEND, 2, mode="nonsense"))
+    (nack,) = tell(agent, command(Suspend, 2, mode="nonsense"))
     assert isinstance(nack, Nack)
     assert "nonsense" in str(nack.error.to_error())
-    (ack,) = tell(agent, command(Headers.SUSPEND, 3, mode="offload"))
+    (ack,) = tell(agent, command(Suspend, 3, mode="offload"))
     assert isinstance(ack, Ack)
     assert ack.result["bytes_released"] > 0
-    (nack,) = tell(agent, command(Headers.UNPAUSE, 4))
+    (nack,) = tell(agent, command(Unpause, 4))
     assert isinstance(nack, Nack)
     assert isinstance(nack.error.to_error(), EngineStateError)
-    tell(agent, command(Headers.SET_GENERATION_EPOCH, 5, version=7))
-    (nack,) = tell(agent, command(Headers.INCREMENT_STALENESS, 6))
-    assert "no command for an engine" in str(nack.error.to_error()), "it comes as a new epoch"
-    assert agent.status().weights_version == 7
-    tell(agent, command(Headers.RESUME, 7))
-    tell(agent, command(Headers.UNPAUSE, 8))
-    (again,) = [m for m in tell(agent, command(Headers.UNPAUSE, 4)) if isinstance(m, Nack)]
+    tell(agent, command(SetGenerationEpoch, 5, version=7))
+    tell(agent, command(IncrementStaleness, 6))
+    assert agent.status().weights_version == 8
+    tell(agent, command(Resume, 7))
+    tell(agent, command(Unpause, 8))
+    (again,) = [m for m in tell(agent, command(Unpause, 4)) if isinstance(m, Nack)]
     assert isinstance(again.error.to_error(), EngineStateError), (
         "a repeated command gets its answer"
     )
     requests = requests_of(steps(agent))
     assert requests[0].generated_tokens == undisturbed()[0].generated_tokens
-    (nack,) = tell(agent, command(Headers.PAUSE, 9, now=True))
-    assert "no argument 'now'" in str(nack.error.to_error())
-    tell(agent, command(Headers.SHUTDOWN, 10))
+    tell(agent, command(Shutdown, 10))
     assert agent.is_shut_down
 
 

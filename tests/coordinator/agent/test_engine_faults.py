@@ -11,20 +11,18 @@ import pytest
 
 from rollout import SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
+from rollout.control.commands import Command, Pause, Suspend
 from rollout.coordinator.agent import loop as serving
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.net.link import LinkClosedError
 from rollout.coordinator.protocol import packed
 from rollout.coordinator.protocol.codec import encode
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     Ack,
     AssignRequest,
     Attempt,
     EngineReply,
     Heartbeat,
-    Message,
     Nack,
     Prepare,
     Progress,
@@ -35,7 +33,7 @@ from rollout.coordinator.protocol.packed import (
 )
 from rollout.errors import ProtocolError, RemoteError
 from rollout.weights.source import WeightsSource
-from rollout.wire import pack
+from rollout.wire import Message, pack
 from tests.coordinator.message_strategies import joined, run_of
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
@@ -59,6 +57,9 @@ class FaultyEngine:
             MODEL, num_blocks=64, max_requests=max_requests, before_forward=before_forward
         )
         self._faults = {name: [fault] * num_faults for name, fault in faults.items()}
+
+    def do(self, command: Command[Any]) -> Any:
+        return command.run(self)
 
     def __getattr__(self, name: str) -> Any:
         if not self._faults.get(name):
@@ -315,10 +316,7 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
 
 def test_a_command_after_a_failed_one_is_done() -> None:
     engine = FaultyEngine(1, suspend=RuntimeError("the arena is broken"))
-    commands = [
-        COMMAND_TYPES[header](command_id=i)
-        for i, header in enumerate([Headers.PAUSE, Headers.SUSPEND, Headers.SUSPEND])
-    ]
+    commands = [kind(command_id=i) for i, kind in enumerate([Pause, Suspend, Suspend])]
     link = ScriptedLink(register_ack(), *commands)
     serve(agent_of(engine), link)
     assert [nack.command_id for nack in link.of(Nack)] == [1]

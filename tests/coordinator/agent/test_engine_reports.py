@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout import SamplingParams
-from rollout.coordinator.protocol.headers import Headers
+from rollout.control.commands import Pause, Unpause
 from rollout.coordinator.protocol.messages import (
     AssignRequest,
     EngineReplyPartial,
@@ -35,11 +35,11 @@ def test_the_last_token_of_a_request_is_told_with_its_end_only(num_steps: int) -
     tell(agent, entered(report_interval_tokens=1))
     tell(agent, assignment(0))
     before = steps(agent, num_steps)
-    answers = tell(agent, command(Headers.PAUSE, 1))
+    answers = tell(agent, command(Pause, 1))
     run = told([*before, *answers], 0)
     assert run is not None
     assert len(run) == 13
-    tell(agent, command(Headers.UNPAUSE, 2))
+    tell(agent, command(Unpause, 2))
     after = steps(agent)
     assert not [m for m in after if isinstance(m, EngineReplyPartial)]
     assert_as_undisturbed(requests_of(after))

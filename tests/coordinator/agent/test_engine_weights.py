@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from rollout import DynamicInferenceEngine
+from rollout.control.commands import Command, Pause, Shutdown, Stats, Suspend
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.agent.loop import serve
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     Attempt,
     Commit,
-    Message,
     Nack,
     Prepare,
     Rollback,
@@ -25,6 +24,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.errors import RemoteError, WeightUpdateError
 from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors
+from rollout.wire import Message
 from tests.coordinator.agent.test_engine_agent import (
     assignment,
     command,
@@ -163,12 +163,12 @@ def test_the_reported_stall_is_the_gap_between_two_steps(sources: HeldSources) -
     assert agent.handle(Commit(command_id=1, version=5))[-1] == ack
 
 
-@pytest.mark.parametrize("header", [Headers.PAUSE, Headers.STATS])
+@pytest.mark.parametrize("kind", [Pause, Stats])
 def test_a_commit_is_confirmed_before_any_other_command(
-    header: Headers, sources: HeldSources
+    kind: type[Command[Any]], sources: HeldSources
 ) -> None:
     agent = committed(sources)
-    acks = [m for m in agent.handle(command(header, 9)) if isinstance(m, Ack)]
+    acks = [m for m in agent.handle(command(kind, 9)) if isinstance(m, Ack)]
     assert [ack.command_id for ack in acks] == [1, 9]
     assert acks[0].result["stall_seconds"] > 0
 
@@ -192,7 +192,7 @@ class HeldLink:
         self.timeouts.append(timeout_s)
         messages, self._messages = self._messages, []
         if len(self.timeouts) == self._num_turns:
-            messages.append(command(Headers.SHUTDOWN, 99))
+            messages.append(command(Shutdown, 99))
         return messages
 
     def queue(self, message: Message) -> None:
@@ -310,11 +310,13 @@ def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
     assert log == ["begin", "end", "begin"]
 
 
-@pytest.mark.parametrize("header", [Headers.SUSPEND, Headers.SHUTDOWN])
-def test_no_thread_reads_weights_whose_memory_goes(sources: HeldSources, header: Headers) -> None:
+@pytest.mark.parametrize("kind", [Suspend, Shutdown])
+def test_no_thread_reads_weights_whose_memory_goes(
+    sources: HeldSources, kind: type[Command[Any]]
+) -> None:
     engine, begun, log = tiny_engine(model()), threading.Event(), []
     agent = holding_agent(sources, engine=engine)
-    agent.handle(command(Headers.PAUSE, 7))
+    agent.handle(command(Pause, 7))
 
     def endless(_: NamedTensors, check: Any, checksum: str) -> None:
         begun.set()
@@ -332,7 +334,7 @@ def test_no_thread_reads_weights_whose_memory_goes(sources: HeldSources, header:
     sources.free(21)
     agent.handle(prepare(1, 5, source_of(21)))
     assert begun.wait(BOUND_S)
-    answers = agent.handle(command(header, 8))
+    answers = agent.handle(command(kind, 8))
     assert "cancelled before" in refusal(answers, 1)
     assert isinstance(answers[-1], Ack)
     assert log == ["staging ended", "memory"]
@@ -372,7 +374,7 @@ def test_an_engine_that_enters_hears_the_coordinator_while_it_fetches(
     entry = entered(weights_version=4, weights=sources.add(21))
     assert agent.handle(entry) == []
     assert not agent.has_work
-    assert isinstance(agent.handle(command(Headers.STATS, 3))[-1], Ack)
+    assert isinstance(agent.handle(command(Stats, 3))[-1], Ack)
     assert agent.handle(entry) == [], "another session goes on with what is being fetched"
     sources.free(21)
     staged(agent)

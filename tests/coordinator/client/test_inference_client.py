@@ -17,26 +17,38 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams, Status
+from rollout.control.commands import (
+    Command,
+    ControlMessage,
+    IncrementStaleness,
+    Pause,
+    Resume,
+    SetGenerationEpoch,
+    Shutdown,
+    Stop,
+    Suspend,
+    Unpause,
+)
+from rollout.control.reports import ResumeReport, SuspendReport
+from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
+from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     Ack,
     Attempt,
-    Command,
     Connect,
     Disconnect,
     EngineReply,
     EngineReplyPartial,
     Heartbeat,
-    Message,
     ReplyAck,
     SubmitRequest,
     UpdateWeights,
@@ -60,6 +72,7 @@ from rollout.ranges import MAX_SECONDS
 from rollout.step.seeds import mix_seed
 from rollout.version_spans import VersionSpans
 from rollout.weights.source import WeightsSource
+from rollout.wire import Message
 from tests.coordinator.message_strategies import run_of
 from tests.coordinator.scripted_router import (
     BOUND_S,
@@ -98,12 +111,25 @@ def reply_to(request_id: int, prompt: Sequence[int] = (1, 2), **changes: Any) ->
     return EngineReply(**{**fields, **changes})
 
 
+UPDATE = {"version": 8, "seconds": 0.0, "stall_seconds": 0.0, "num_bytes": 4, "checksum": "abc"}
+
+
+def results_of(message: ControlMessage[Any]) -> dict[str, Any]:
+    """What a coordinator answers of two engines."""
+    reports: list[dict[str, Any] | None] = [None, None]
+    if isinstance(message, (Suspend, Resume)):
+        reports = [{"mode": "offload", "seconds": 0.5}, {"mode": "offload", "seconds": 0.25}]
+    elif isinstance(message, UpdateWeights):
+        reports = [{**UPDATE, "seconds": 0.5}, {**UPDATE, "seconds": 0.25}]
+    return {"state": "PAUSED", "weights_version": 8, "ranks": dict(zip("01", reports, strict=True))}
+
+
 def obedient(message: Message) -> Sequence[Message] | None:
     """Answers requests and commands at once."""
     if isinstance(message, SubmitRequest):
         return [reply_to(sample.request_id, message.prompt_tokens) for sample in message.samples]
-    if isinstance(message, (Command, UpdateWeights)):
-        return [Ack(command_id=message.command_id, result={"0": {"seconds": 0.5}})]
+    if isinstance(message, ControlMessage):
+        return [Ack(command_id=message.command_id, result=results_of(message))]
     return polite(message)
 
 
@@ -810,33 +836,38 @@ def test_a_stream_that_fails_raises_after_its_last_piece():
 # ---- commands
 
 
-def test_each_verb_sends_its_command_and_resolves_to_the_result():
+def test_each_control_call_sends_its_command_and_resolves_to_the_merged_result():
     async def test(client, router):
-        verbs = [
-            (client.pause_engines, (), Headers.PAUSE, {}),
-            (
-                client.suspend_engines,
-                ("offload", ("kv_cache", "weights"), True),
-                Headers.SUSPEND,
-                {"discard_weights": True, "mode": "offload", "release": ["kv_cache", "weights"]},
-            ),
-            (client.suspend_engines, (), Headers.SUSPEND, {"discard_weights": False}),
-            (client.resume_engines, ("weights",), Headers.RESUME, {"only": "weights"}),
-            (client.resume_engines, (), Headers.RESUME, {}),
-            (client.set_generation_epoch, (7,), Headers.SET_GENERATION_EPOCH, {"version": 7}),
-            (client.increment_staleness, (), Headers.INCREMENT_STALENESS, {}),
-            (client.unpause_engines, (), Headers.UNPAUSE, {}),
-            (client.stop_engines, (), Headers.STOP, {}),
-            (client.shutdown_engines, (), Headers.SHUTDOWN, {}),
+        both = ("kv_cache", "weights")
+        discards = Suspend(mode="offload", release=both, discard_weights=True)
+        calls = [
+            (client.pause_engines, (), Pause()),
+            (client.suspend_engines, ("offload", both, True), discards),
+            (client.suspend_engines, (), Suspend()),
+            (client.resume_engines, ("weights",), Resume(only="weights")),
+            (client.resume_engines, (), Resume()),
+            (client.set_generation_epoch, (7,), SetGenerationEpoch(version=7)),
+            (client.increment_staleness, (), IncrementStaleness()),
+            (client.unpause_engines, (), Unpause()),
+            (client.stop_engines, (), Stop()),
+            (client.shutdown_engines, (), Shutdown()),
         ]
-        for index, (verb, arguments, header, sent) in enumerate(verbs):
-            assert await verb(*arguments, deadline_s=9) == {"0": {"seconds": 0.5}}
-            assert router.wait_for(Command, index + 1)[-1] == COMMAND_TYPES[header](
-                command_id=index, arguments=sent, deadline_s=9.0
+        for index, (call, arguments, sent) in enumerate(calls):
+            result = await call(*arguments, deadline_s=9)
+            expected = {Suspend: SuspendReport, Resume: ResumeReport}.get(type(sent))
+            assert (
+                result is None
+                if expected is None
+                else result == expected(mode="offload", seconds=0.5)
             )
-        assert await client.update_weights(SOURCE, version=8, in_flight=True)
+            assert router.wait_for(Command, index + 1)[-1] == structs.replace(
+                sent, command_id=index, deadline_s=9.0
+            )
+        assert (client.state, client.weights_version) == (EngineState.PAUSED, 8)
+        report = await client.update_weights(SOURCE, version=8, in_flight=True)
+        assert (report.version, report.seconds, report.checksum) == (8, 0.5, "abc")
         assert router.wait_for(UpdateWeights)[0] == UpdateWeights(
-            command_id=len(verbs), source=SOURCE, version=8, in_flight=True, deadline_s=600.0
+            command_id=len(calls), source=SOURCE, version=8, in_flight=True, deadline_s=600.0
         )
 
     run(obedient, test)
@@ -891,7 +922,7 @@ def test_what_is_never_answered_fails_soon_after_its_deadline():
     async def test(client, router):
         command = client.pause_engines(deadline_s=0.1)
         request = client.add_request([1], PARAMS, deadline_s=0.1)
-        with pytest.raises(CoordinatorLostError, match=r"PAUSE has no answer after 0\.2 s"):
+        with pytest.raises(CoordinatorLostError, match=r"pause has no answer after 0\.2 s"):
             await command
         with pytest.raises(CoordinatorLostError, match="request 0 has no reply"):
             await request
@@ -950,8 +981,9 @@ def test_a_network_that_fails_for_a_while_loses_nothing():
                 in [s.request_id for m in router.wait_for(SubmitRequest) for s in m.samples]
             )
         )
-        router.send(Ack(command_id=0), *[reply_to(i) for i in range(1, 5)])
-        assert await command == {}
+        done = Ack(command_id=0, result={"state": "PAUSED", "weights_version": 0})
+        router.send(done, *[reply_to(i) for i in range(1, 5)])
+        assert await command is None
         await asyncio.gather(*group, while_away)
         assert [m.command_id for m in router.wait_for(Command)] in ([0], [0, 0])
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
+from rollout.control.commands import Command
+from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.protocol.messages import (
     Ack,
-    Command,
     Disconnect,
     EngineReply,
     SubmitRequest,
@@ -33,13 +34,18 @@ def test_answers_that_come_together_with_the_goodbye_are_taken() -> None:
                 # Blocking on purpose: the client's loop finds all three at once.
                 shutdown = router.wait_for(Command)[0]
                 submitted = router.wait_for(SubmitRequest)[0].samples[0]
+                ended = {"state": "STOPPING", "weights_version": 0}
                 failure = WireError.of(EngineStateError("stopped"))
                 router.send(
-                    Ack(command_id=shutdown.command_id, result={"state": "STOPPING"}),
+                    Ack(
+                        command_id=shutdown.command_id,
+                        result=ended,
+                    ),
                     EngineReply(request_id=submitted.request_id, error=failure, is_failed=True),
                     Disconnect(reason="shut down"),
                 )
-                assert await asyncio.wait_for(order, BOUND_S) == {"state": "STOPPING"}
+                assert await asyncio.wait_for(order, BOUND_S) is None
+                assert client.state is EngineState.STOPPED
                 with pytest.raises(EngineStateError, match="stopped"):
                     await asyncio.wait_for(request, BOUND_S)
                 with pytest.raises(CoordinatorLostError, match="shut down"):

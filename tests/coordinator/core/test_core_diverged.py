@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.control.commands import Pause, Resume, Suspend
 from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
-    Command,
     Nack,
 )
 from tests.coordinator.fake_client import FakeClient
@@ -24,10 +23,10 @@ def suspended_late() -> tuple[FakeFleet, FakeClient, list[FakeEngine]]:
     fleet = FakeFleet()
     client, engines = fleet.client(), [fleet.engine(), fleet.engine()]
     fleet.run()
-    assert isinstance(fleet.give(client, client.command(Headers.PAUSE)), Ack)
+    assert isinstance(fleet.give(client, client.command(Pause)), Ack)
     for engine in engines:
-        engine.ignores.add("SUSPEND")
-    late = client.command(Headers.SUSPEND, arguments=BOTH)
+        engine.ignores.add("Suspend")
+    late = client.command(Suspend, **BOTH)
     fleet.send(client, late)
     fleet.run()
     fleet.pass_time(LIMITS.command_deadline_s + 1)
@@ -39,14 +38,14 @@ def suspended_late() -> tuple[FakeFleet, FakeClient, list[FakeEngine]]:
 
 
 def assert_partial_resume_is_refused(fleet: FakeFleet, client: FakeClient) -> None:
-    partial = client.command(Headers.RESUME, arguments={"only": "weights"})
+    partial = client.command(Resume, only="weights")
     refusal = fleet.give(client, partial)
     assert isinstance(refusal, Nack)
     message = str(refusal.error.message)
     assert fleet.core.state.name in message
     assert "resume all" in message
     assert "legal commands now" in message
-    assert isinstance(fleet.give(client, client.command(Headers.RESUME)), Ack)
+    assert isinstance(fleet.give(client, client.command(Resume)), Ack)
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
@@ -57,19 +56,19 @@ def test_who_may_hold_other_memory_is_not_resumed_in_part() -> None:
 
 def test_a_suspend_after_a_failed_one_does_not_say_what_each_engine_has_released() -> None:
     fleet, client, _ = suspended_late()
-    assert isinstance(fleet.give(client, client.command(Headers.SUSPEND)), Ack)
+    assert isinstance(fleet.give(client, client.command(Suspend)), Ack)
     assert fleet.core.state is CoordinatorState.SUSPENDED
     assert_partial_resume_is_refused(fleet, client)
 
 
 def test_a_whole_resume_makes_partial_ones_possible_again() -> None:
     fleet, client, _ = suspended_late()
-    for header, arguments in (
-        *((Headers.RESUME, {}), (Headers.SUSPEND, BOTH)),
-        *((Headers.RESUME, {"only": "weights"}), (Headers.RESUME, {"only": "kv_cache"})),
+    for kind, arguments in (
+        *((Resume, {}), (Suspend, BOTH)),
+        *((Resume, {"only": "weights"}), (Resume, {"only": "kv_cache"})),
     ):
-        order: Command = client.command(header, arguments=arguments)
-        assert isinstance(fleet.give(client, order), Ack), header
+        order = client.command(kind, **arguments)
+        assert isinstance(fleet.give(client, order), Ack), kind
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
@@ -81,8 +80,8 @@ def test_who_joins_a_suspended_fleet_may_hold_other_memory(released: list[str], 
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()
     fleet.run()
-    fleet.give(client, client.command(Headers.PAUSE))
-    fleet.give(client, client.command(Headers.SUSPEND, arguments={"release": released}))
+    fleet.give(client, client.command(Pause))
+    fleet.give(client, client.command(Suspend, release=released))
     fleet.engine(state=state)
     fleet.run()
     assert_partial_resume_is_refused(fleet, client)
@@ -92,11 +91,11 @@ def test_a_fresh_engine_that_joins_fits_a_fleet_without_kv() -> None:
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()
     fleet.run()
-    fleet.give(client, client.command(Headers.PAUSE))
-    fleet.give(client, client.command(Headers.SUSPEND, arguments=BOTH))
+    fleet.give(client, client.command(Pause))
+    fleet.give(client, client.command(Suspend, **BOTH))
     fleet.engine()
     fleet.run()
     for owner in ("weights", "kv_cache"):
-        order = client.command(Headers.RESUME, arguments={"only": owner})
+        order = client.command(Resume, only=owner)
         assert isinstance(fleet.give(client, order), Ack)
     assert fleet.core.state is CoordinatorState.PAUSED

@@ -9,15 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollout.control.commands import Pause
 from rollout.coordinator.protocol.codec import encode
-from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
-    Connect,
-    EngineReply,
-    Message,
-    Register,
-)
+from rollout.coordinator.protocol.messages import Connect, EngineReply, Register
+from rollout.wire import Message
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
@@ -143,7 +138,7 @@ def test_a_malformed_request_or_command_of_a_client_is_answered_with_the_fault()
     sent = fleet.core.handle(client.identity, streams, fleet.now)
     assert [(type(m), m.request_id) for _, m in sent] == [(EngineReply, 900)], "known ones go on"
     assert "SubmitRequest.streaming" in str(sent[0][1].error.message)
-    paused = msgpack.packb([40, 7, 5])
+    paused = msgpack.packb([40, 7, -5])
     ((identity, refusal),) = fleet.core.handle(client.identity, paused, fleet.now)
     assert (identity, refusal.command_id) == (client.identity, 7)
     assert fleet.core.handle(b"stranger", paused, fleet.now) == []
@@ -164,7 +159,7 @@ def test_a_malformed_reply_or_answer_of_an_engine_ends_what_it_names() -> None:
     (reply,) = [m for identity, m in sent if identity == client.identity]
     assert reply.is_failed
     assert "EngineReply.record" in str(reply.error.message)
-    pause = COMMAND_TYPES[Headers.PAUSE](command_id=3)
+    pause = Pause(command_id=3)
     ((_, asked),) = fleet.core.handle(client.identity, pause, fleet.now)[-1:]
     broken = msgpack.packb([70, asked.command_id, 5])
     sent = fleet.core.handle(engine.identity, broken, fleet.now)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from rollout.coordinator.protocol.headers import Headers
+from rollout.control.commands import Pause, Resume, Suspend, Unpause
 from rollout.coordinator.protocol.messages import (
-    COMMAND_TYPES,
     AbortRequest,
     AssignRequest,
     Attempt,
@@ -416,11 +415,11 @@ def test_assignments_that_are_never_sent_take_no_credit() -> None:
 
 def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_command() -> None:
     fleet = FakeFleet()
-    client, first, second = fleet.client(), fleet.engine(), fleet.engine(ignores={"PAUSE"})
+    client, first, second = fleet.client(), fleet.engine(), fleet.engine(ignores={"Pause"})
     fleet.send(client, client.submission([99]))
     fleet.run()
     assert first.held
-    fleet.send(client, COMMAND_TYPES[Headers.PAUSE](command_id=1))
+    fleet.send(client, Pause(command_id=1))
     fleet.run()
     fleet.send(client, AbortRequest(attempts=(Attempt(request_id=0),)))
     fleet.run(client)
@@ -440,9 +439,9 @@ def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_co
 
 def test_an_engine_that_must_wait_for_a_commands_end_is_told_that_it_was_heard() -> None:
     fleet = FakeFleet()
-    client, first, _ = fleet.client(), fleet.engine(), fleet.engine(ignores={"PAUSE"})
+    client, first, _ = fleet.client(), fleet.engine(), fleet.engine(ignores={"Pause"})
     fleet.run()
-    fleet.send(client, COMMAND_TYPES[Headers.PAUSE](command_id=1))
+    fleet.send(client, Pause(command_id=1))
     fleet.run()
     first.seen.clear()
     for _ in range(2):  # it dials again as long as it is not admitted
@@ -527,11 +526,11 @@ def test_prompts_do_not_follow_blocks_that_a_suspend_has_dropped(mode: str, is_k
     fleet.run()
     assert first.held
     fleet.finish()
-    for header, arguments in (
-        *((Headers.PAUSE, {}), (Headers.SUSPEND, {"mode": mode})),
-        *((Headers.RESUME, {}), (Headers.UNPAUSE, {})),
+    for kind, arguments in (
+        *((Pause, {}), (Suspend, {"mode": mode})),
+        *((Resume, {}), (Unpause, {})),
     ):
-        fleet.give(client, client.command(header, arguments=arguments))
+        fleet.give(client, client.command(kind, **arguments))
     fleet.send(client, client.submission([3], prompt_tokens=prompt))
     fleet.run()
     assert bool(first.held) is is_kept

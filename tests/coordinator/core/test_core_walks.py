@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from rollout.coordinator.protocol.headers import Headers
+from rollout.control.commands import Command, IncrementStaleness, Pause, Resume, Suspend, Unpause
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Attempt,
-    Command,
     EngineReply,
     Progress,
     UpdateWeights,
@@ -29,13 +28,13 @@ from tests.run_kind import scaled
 
 MAX_PEERS = 4
 COMMANDS = [
-    Headers.PAUSE,
-    Headers.UNPAUSE,
-    Headers.SUSPEND,
-    Headers.RESUME,
-    Headers.INCREMENT_STALENESS,
+    Pause,
+    Unpause,
+    Suspend,
+    Resume,
+    IncrementStaleness,
 ]
-FAULTS = ["PAUSE", "SUSPEND", "UNPAUSE", "Prepare", "Commit", "SET_GENERATION_EPOCH"]
+FAULTS = ["Pause", "Suspend", "Unpause", "Prepare", "Commit", "SetGenerationEpoch"]
 pick = st.integers(0, 99)
 
 
@@ -205,10 +204,10 @@ class FleetWalk(RuleBasedStateMachine):
     # ---- orders
 
     @precondition(lambda self: self.clients)
-    @rule(number=pick, header=st.sampled_from(COMMANDS))
-    def command(self, number: int, header: Headers) -> None:
+    @rule(number=pick, kind=st.sampled_from(COMMANDS))
+    def command(self, number: int, kind: type[Command[Any]]) -> None:
         client = self.one_of(self.clients, number)
-        self.ordered.append((client, client.command(header)))
+        self.ordered.append((client, client.command(kind)))
         self.fleet.send(client, self.ordered[-1][1])
 
     @precondition(lambda self: self.clients)
@@ -316,8 +315,8 @@ class FleetWalk(RuleBasedStateMachine):
         self.client_redials(0)
         self.settle()
         first = self.clients[0]
-        for header in (Headers.PAUSE, Headers.RESUME, Headers.PAUSE, Headers.UNPAUSE):
-            fleet.give(first, first.command(header))
+        for kind in (Pause, Resume, Pause, Unpause):
+            fleet.give(first, first.command(kind))
         self.settle()
         assert fleet.core.state.name == "RUNNING"
         version = fleet.core.weights_version + 1  # for engines that wait for a push
@@ -364,7 +363,7 @@ test_walks = FleetWalk.TestCase
 def test_an_engine_that_dials_anew_beside_a_command_comes_in_as_the_command_leaves_the_fleet():
     walk = FleetWalk()
     walk.engine_is_stopped_or_goes_on(number=0)
-    walk.command(header=Headers.PAUSE, number=0)
+    walk.command(kind=Pause, number=0)
     walk.all_messages_move()
     walk.engine_is_stopped_or_goes_on(number=0)
     walk.engine_redials(number=0)

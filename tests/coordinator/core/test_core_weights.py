@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from rollout.control.commands import Pause, Stats, Suspend
 from rollout.coordinator.core.fleet import Fleet
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     Ack,
     Commit,
@@ -211,7 +211,7 @@ def test_an_engine_whose_measured_steps_are_longer_than_the_deadline_commits_in_
 def test_asking_for_stats_does_not_prolong_a_commit_that_hangs() -> None:
     fleet, client, _, update = committing_amid_a_step()
     for _ in range(int(LIMITS.progress_deadline_s) + 2):
-        fleet.send(client, client.command(Headers.STATS, deadline_s=0.5))
+        fleet.send(client, client.command(Stats, deadline_s=0.5))
         fleet.run(client)
         fleet.pass_time(1)
     assert_rank_0_is_removed(fleet, client, update)
@@ -262,7 +262,7 @@ def test_a_vote_whose_checksum_is_no_text_rolls_all_back(checksum: object) -> No
 def test_a_late_joiner_gets_state_and_weights_before_it_gets_work() -> None:
     fleet, client, _ = fleet_in("PAUSED", 1)
     fleet.give(client, client.update(source_of(2), version=2))
-    fleet.give(client, client.command(Headers.SUSPEND))
+    fleet.give(client, client.command(Suspend))
     late = fleet.engine()
     fleet.move_one(late)
     assert list(fleet.core.ranks()) == [0]
@@ -421,7 +421,7 @@ def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> N
     fleet = FakeFleet()
     client = fleet.client()
     fleet.run()
-    fleet.give(client, client.command(Headers.PAUSE))
+    fleet.give(client, client.command(Pause))
     nack = fleet.give(client, client.update(source_of(4), version=4))
     assert isinstance(nack, Nack)
     assert "no engine was there to verify version 4" in nack.error.message
@@ -562,7 +562,7 @@ def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still(
     fleet.run()
     assert list(fleet.core.ranks()) == [0]
     assert len(first.held) == 2
-    fleet.give(client, client.command(Headers.PAUSE))
+    fleet.give(client, client.command(Pause))
     fleet.pass_time(LIMITS.progress_deadline_s + 5)
     assert list(fleet.core.ranks()) == [0]
 

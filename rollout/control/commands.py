@@ -1,0 +1,479 @@
+"""Control calls: one struct for each, which is the call's message, its legality and its work.
+
+Whatever takes control calls has one generic method, `do(command)`: an engine (`Engine`), the
+runtimes of an LLM (`InProcessRuntime`, `FleetRuntime`), `LLM`, `AsyncLLM`, `ThreadedLLM` and
+`InferenceClient`. Their methods `pause()`, `suspend(...)` and so on are those of `ControlCalls`,
+`AsyncControlCalls` and `ClientControlCalls`, each one line over `do`.
+
+To add an argument to a call, add a field to its struct, pass it on in `run`, and add it to the
+methods below; the engine's method does the work. A new call is a new struct in COMMANDS, with a
+tag that no other message has, and a Transition in rollout/control/state.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, field
+
+from rollout.config import KVCacheManagementMode
+from rollout.control import state
+from rollout.control.reports import (
+    EngineStats,
+    FleetStats,
+    ResumeReport,
+    SuspendReport,
+    WeightChecksums,
+    stats_by_engine,
+    stats_of_fleet,
+    sum_of_reports,
+)
+from rollout.control.state import EngineState, Transition
+from rollout.errors import ConfigError, EngineStateError, ProtocolError
+from rollout.wire import FAULTS, Count, Message, Name, Seconds, Version
+
+R = TypeVar("R")
+COMMAND_DEADLINE_S, UPDATE_DEADLINE_S = 60.0, 600.0
+ResourceNames = Annotated[Sequence[Name], Meta(max_length=64)]
+_POSITION = re.compile(r" - at `\$\[(\d+)\].*")
+
+
+class ControlledEngine(Protocol):
+    """The methods of rollout.engine.engine.Engine that commands call."""
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def pause(self) -> None: ...
+
+    def unpause(self) -> None: ...
+
+    def suspend(
+        self, mode: str | None, release: Sequence[str], discard_weights: bool
+    ) -> SuspendReport: ...
+
+    def resume(self, only: str | None) -> ResumeReport: ...
+
+    def set_generation_epoch(self, version: int) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def weight_checksums(self, start: int) -> WeightChecksums: ...
+
+    def shutdown(self) -> None: ...
+
+
+class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+    """What the engines of a fleet have answered to one control call.
+
+    state: the name of the fleet's state after the call. weights_checksum: of the weights that all
+    engines serve, "" if it is not known. by_rank: each engine's result; empty if no engine was
+    asked. lost_ranks: engines that left the fleet meanwhile. num_queued: requests that no engine
+    has; refused: connections and peers that the coordinator refused, by reason (Stats alone).
+    """
+
+    state: str
+    weights_version: int
+    weights_checksum: str = ""
+    by_rank: Mapping[int, R] = field(default_factory=dict, name="ranks")
+    lost_ranks: Sequence[int] = ()
+    num_queued: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
+    """A control call as it travels: client -> coordinator, and from there to the engines.
+
+    command_id: the sender's number of the call, by which it is answered once; a repeated one is
+    the same call. deadline_s: in how many seconds it must be answered; None: as the coordinator
+    is configured. Engines of this process look at neither.
+    """
+
+    transition: ClassVar[Transition]
+    command_id: Count = 0
+    deadline_s: Seconds | None = None
+
+    @property
+    def name(self) -> str:
+        """The call's name in error messages."""
+        return self.transition.name
+
+    def merged(self, results: FleetResults[R]) -> R:
+        """Return one result for the results of all engines."""
+        raise NotImplementedError
+
+    def read(self, answer: Mapping[str, Any]) -> FleetResults[R]:
+        """Return a coordinator's answer with the types of this call. Raises ProtocolError."""
+        try:
+            results: FleetResults[R] = msgspec.convert(
+                answer, _results_type(type(self)), str_keys=True
+            )
+        except FAULTS as fault:
+            raise ProtocolError(f"the answer to {self.name} is malformed: {fault}") from fault
+        return results
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the argument, if a receiver could not read the message."""
+        try:
+            msgspec.convert(msgspec.to_builtins(self), type(self))
+        except FAULTS as fault:
+            reason, where = str(fault), ""
+            if (found := _POSITION.search(reason)) is not None:
+                argument = self.__struct_fields__[int(found[1]) - 1]
+                where = f"{argument}={getattr(self, argument)!r:.100} "
+                reason = reason[: found.start()].replace("Expected", "must be")
+            raise ConfigError(f"{self.name}: {where}{reason.replace(', got', ', not')}") from fault
+
+
+@cache
+def _results_type(command_type: type[ControlMessage[Any]]) -> Any:
+    """Return FleetResults[R] for a subclass of Command[R]."""
+    base: Any = command_type.__orig_bases__[0]  # type: ignore[attr-defined]
+    fleet_results: Any = FleetResults
+    return fleet_results[get_args(base)]
+
+
+class Command(ControlMessage[R], Generic[R], frozen=True, kw_only=True):
+    """A control call that an engine does between two steps.
+
+    uses_weights: the call moves or reads the weights, or changes their version, so that it waits
+    while an engine of this process stages an update. ends_staging: an engine of a fleet cancels
+    the update that it is staging, as the call moves the memory of the weights.
+    """
+
+    uses_weights: ClassVar[bool] = False
+    ends_staging: ClassVar[bool] = False
+
+    def run(self, engine: ControlledEngine) -> R:
+        """Do the call. Raises what the engine's method raises."""
+        raise NotImplementedError
+
+
+class CommandWithoutResult(Command[None], frozen=True, kw_only=True):
+    """A command that returns None."""
+
+    def merged(self, results: FleetResults[None]) -> None:
+        return None
+
+
+class Pause(CommandWithoutResult, frozen=True, kw_only=True, tag=40):
+    """Stop at the next step edge."""
+
+    transition = state.PAUSE
+
+    def run(self, engine: ControlledEngine) -> None:
+        engine.pause()
+
+
+class Unpause(CommandWithoutResult, frozen=True, kw_only=True, tag=41):
+    """Let steps run again."""
+
+    transition = state.UNPAUSE
+
+    def run(self, engine: ControlledEngine) -> None:
+        engine.unpause()
+
+
+class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
+    """Release memory; unfinished requests stay.
+
+    mode: a KVCacheManagementMode; None: the engine's. release: the resources to release, of
+    "kv_cache" and "weights". discard_weights: keep no copy of the weights.
+    """
+
+    transition = state.SUSPEND
+    uses_weights = ends_staging = True
+    mode: Name | None = None
+    release: ResourceNames = ("kv_cache",)
+    discard_weights: bool = False
+
+    def run(self, engine: ControlledEngine) -> SuspendReport:
+        return engine.suspend(self.mode, self.release, self.discard_weights)
+
+    def merged(self, results: FleetResults[SuspendReport]) -> SuspendReport:
+        return sum_of_reports(SuspendReport(mode=""), results.by_rank.values())
+
+
+class Resume(Command[ResumeReport], frozen=True, kw_only=True, tag=43):
+    """Restore what is released. only: the one resource to restore; None: all."""
+
+    transition = state.RESUME
+    uses_weights = ends_staging = True
+    only: Name | None = None
+
+    def run(self, engine: ControlledEngine) -> ResumeReport:
+        return engine.resume(self.only)
+
+    def merged(self, results: FleetResults[ResumeReport]) -> ResumeReport:
+        return sum_of_reports(ResumeReport(mode=""), results.by_rank.values())
+
+
+class SetGenerationEpoch(CommandWithoutResult, frozen=True, kw_only=True, tag=44):
+    """Serve the same weights as `version`."""
+
+    transition = state.SET_GENERATION_EPOCH
+    uses_weights = True
+    version: Version
+
+    def run(self, engine: ControlledEngine) -> None:
+        engine.set_generation_epoch(self.version)
+
+
+class Stop(CommandWithoutResult, frozen=True, kw_only=True, tag=45):
+    """Stop for good; requests can still be aborted."""
+
+    transition = state.STOP
+    uses_weights = ends_staging = True
+
+    def run(self, engine: ControlledEngine) -> None:
+        engine.shutdown()
+
+
+class IncrementStaleness(CommandWithoutResult, frozen=True, kw_only=True, tag=46):
+    """Serve the same weights as the current version + 1."""
+
+    transition = state.INCREMENT_STALENESS
+    uses_weights = True
+
+    def run(self, engine: ControlledEngine) -> None:
+        engine.set_generation_epoch(engine.weights_version + 1)
+
+
+class Shutdown(CommandWithoutResult, frozen=True, kw_only=True, tag=61):
+    """Stop from any state; engine processes end."""
+
+    transition = state.SHUTDOWN
+    uses_weights = ends_staging = True
+
+    def run(self, engine: ControlledEngine) -> None:
+        engine.shutdown()
+
+
+class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
+    """Return counters and state; nothing changes."""
+
+    transition = state.STATS
+
+    def run(self, engine: ControlledEngine) -> EngineStats:
+        return engine.stats()
+
+    def merged(self, results: FleetResults[EngineStats]) -> EngineStats:
+        fleet_state = engine_state_of(results.state)
+        return stats_of_fleet(results.by_rank, fleet_state, results.weights_version)
+
+
+class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=85):
+    """Return the checksum of each weight, of a page that begins with the weight at `start`."""
+
+    transition = state.WEIGHT_CHECKSUMS
+    uses_weights = True
+    start: Count = 0
+
+    def run(self, engine: ControlledEngine) -> WeightChecksums:
+        return engine.weight_checksums(self.start)
+
+    def merged(self, results: FleetResults[WeightChecksums]) -> WeightChecksums:
+        """Return the checksums that all engines have. Raises EngineStateError if they differ."""
+        if not results.by_rank:
+            raise EngineStateError("no engine is there to compute checksums")
+        (first, page), *others = results.by_rank.items()
+        for rank, other in others:
+            if other != page:
+                raise EngineStateError(f"engines {first} and {rank} serve different weights")
+        return page
+
+
+AnyCommand = (
+    Pause
+    | Unpause
+    | Suspend
+    | Resume
+    | SetGenerationEpoch
+    | Stop
+    | IncrementStaleness
+    | Shutdown
+    | Stats
+    | ChecksumWeights
+)
+COMMANDS: tuple[type[Command[Any]], ...] = get_args(AnyCommand)
+
+
+def engine_state_of(fleet_state: str) -> EngineState:
+    """Return the state of every engine of a fleet in the state of this name."""
+    return EngineState.STOPPED if fleet_state == "STOPPING" else EngineState[fleet_state]
+
+
+def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
+    """Return the engines' answers to Stats as the counters of a fleet."""
+    return FleetStats(
+        state=results.state,
+        together=Stats().merged(results),
+        engines=stats_by_engine(results.by_rank),
+        num_queued=results.num_queued,
+        refused=results.refused,
+    )
+
+
+# ---- the methods of whatever takes control calls
+
+
+class ControlCalls(Protocol):
+    """Control calls that return when they are done."""
+
+    def do(self, command: Command[R]) -> R:
+        """Do a control call, on all engines if there are several. Raises EngineStateError if the
+        call is illegal now, and what the call itself raises."""
+        ...
+
+    def pause(self) -> None:
+        """Stop at the next step edge."""
+        self.do(Pause())
+
+    def unpause(self) -> None:
+        """Let the engine generate again."""
+        self.do(Unpause())
+
+    def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> SuspendReport:
+        """Release memory; unfinished requests stay. The engine must be paused.
+
+        See Engine.suspend.
+        """
+        return self.do(Suspend(mode=mode, release=release, discard_weights=discard_weights))
+
+    def resume(self, only: str | None = None) -> ResumeReport:
+        """Restore all released memory, or the resource `only`. Once all is restored the engine is
+        paused."""
+        return self.do(Resume(only=only))
+
+    def set_generation_epoch(self, version: int) -> None:
+        """Set the weights version without new weights. The engine must be paused or suspended."""
+        self.do(SetGenerationEpoch(version=version))
+
+    def stats(self) -> EngineStats:
+        """Return counters and state of the engine, or of all engines together."""
+        return self.do(Stats())
+
+
+class AsyncControlCalls(Protocol):
+    """Control calls to be awaited."""
+
+    async def do(self, command: Command[R]) -> R:
+        """Do a control call, on all engines if there are several. Raises EngineStateError if the
+        call is illegal now, and what the call itself raises."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop all engines at their next step edge."""
+        await self.do(Pause())
+
+    async def unpause(self) -> None:
+        """Let the engines generate again."""
+        await self.do(Unpause())
+
+    async def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+    ) -> SuspendReport:
+        """Release memory; unfinished requests stay. The engines must be paused."""
+        return await self.do(Suspend(mode=mode, release=release, discard_weights=discard_weights))
+
+    async def resume(self, only: str | None = None) -> ResumeReport:
+        """Restore all released memory, or the resource `only`. Once all is restored the engines
+        are paused."""
+        return await self.do(Resume(only=only))
+
+    async def set_generation_epoch(self, version: int) -> None:
+        """Set the weights version without new weights. The engines must be paused or suspended."""
+        await self.do(SetGenerationEpoch(version=version))
+
+    async def stats(self) -> EngineStats:
+        """Return counters of all engines together."""
+        return await self.do(Stats())
+
+
+class ClientControlCalls(Protocol):
+    """Control calls to a fleet as futures, which may be ignored. deadline_s: how long the answer
+    may take."""
+
+    def do(
+        self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[R]:
+        """Do a control call on all engines. Returns the future of the merged result, which raises
+        why the call was refused. Raises ConfigError for an argument of a wrong type."""
+        ...
+
+    def ask(
+        self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[FleetResults[R]]:
+        """Do as `do`, but return the future of each engine's own result."""
+        ...
+
+    def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
+        """Freeze all engines at their next step edge."""
+        return self.do(Pause(), deadline_s=deadline_s)
+
+    def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
+        """Let paused engines run again."""
+        return self.do(Unpause(), deadline_s=deadline_s)
+
+    def suspend_engines(
+        self,
+        mode: KVCacheManagementMode | str | None = None,
+        release: Sequence[str] = ("kv_cache",),
+        discard_weights: bool = False,
+        *,
+        deadline_s: float = COMMAND_DEADLINE_S,
+    ) -> asyncio.Future[SuspendReport]:
+        """Release memory of paused engines. Arguments as for Engine.suspend."""
+        command = Suspend(mode=mode, release=release, discard_weights=discard_weights)
+        return self.do(command, deadline_s=deadline_s)
+
+    def resume_engines(
+        self, only: str | None = None, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[ResumeReport]:
+        """Restore all released memory, or the resource `only`."""
+        return self.do(Resume(only=only), deadline_s=deadline_s)
+
+    def set_generation_epoch(
+        self, version: int, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[None]:
+        """Set the weights version of paused or suspended engines, without new weights."""
+        return self.do(SetGenerationEpoch(version=version), deadline_s=deadline_s)
+
+    def increment_staleness(
+        self, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[None]:
+        """Do `set_generation_epoch` of the current version + 1."""
+        return self.do(IncrementStaleness(), deadline_s=deadline_s)
+
+    def stop_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
+        """Stop paused or suspended engines for good."""
+        return self.do(Stop(), deadline_s=deadline_s)
+
+    def shutdown_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
+        """Stop the engines from any state."""
+        return self.do(Shutdown(), deadline_s=deadline_s)
+
+    def engine_stats(
+        self, *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> asyncio.Future[FleetResults[EngineStats]]:
+        """Ask each engine for its counters, in any state; nothing changes."""
+        return self.ask(Stats(), deadline_s=deadline_s)
+
+    def weight_checksums(
+        self, start: int = 0, *, deadline_s: float = UPDATE_DEADLINE_S
+    ) -> asyncio.Future[FleetResults[WeightChecksums]]:
+        """Ask each engine for the checksums of its weights, from the weight at `start` on."""
+        return self.ask(ChecksumWeights(start=start), deadline_s=deadline_s)
