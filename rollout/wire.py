@@ -59,7 +59,7 @@ class Column:
 
     def convert(self, values: Any) -> npt.NDArray[Any]:
         """Return a sender's numbers as an array of the dtype. Raises ProtocolError if they do not
-        fit."""
+        fit. The numbers of an array that has the dtype already are not looked at."""
         array_N = np.asarray(values)
         if array_N.ndim != 1:
             raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")
@@ -69,6 +69,8 @@ class Column:
                 raise ProtocolError(f"expected {self.dtype.name}, got {array_N.dtype.name}")
             if is_integer and (array_N.astype(self.dtype) != array_N).any():
                 raise ProtocolError(f"holds numbers that do not fit {self.dtype.name}")
+            if not self.is_signed and (lowest := array_N.min()) < 0:
+                raise ProtocolError(f"holds {lowest}, which is below 0")
         return array_N.astype(self.dtype, copy=False)
 
 
@@ -114,9 +116,7 @@ class WithColumns(WireData, frozen=True):
     """Base of messages and parts with columns, which are received as bytes or given as numbers."""
 
     def __post_init__(self) -> None:
-        """Make arrays of the columns. Raises ProtocolError naming the field. The sign of a sender's
-        numbers is checked by `encode`, which decodes the frame again.
-        """
+        """Make arrays of the columns. Raises ProtocolError naming the field."""
         for name, column in columns_of(type(self)).items():
             value = getattr(self, name)
             if value is None:

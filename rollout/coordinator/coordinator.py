@@ -252,16 +252,17 @@ class DataParallelInferenceCoordinator:
         self._send(outgoing, now)
 
     def _send(self, outgoing: Outgoing, now: float) -> None:
-        """Send each peer its messages, small ones together. The core is told at once of those that
-        no frame can carry, and may send others instead. Those that reach nobody are kept for the
-        end of the turn."""
+        """Send each peer its messages, small ones together. A message to several peers is encoded
+        once. The core learns at once of messages that no frame can carry, and may send others
+        instead. Messages whose peer cannot be reached are kept for the end of the turn."""
         while outgoing:
+            encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity
             by_peer: dict[bytes, list[Message]] = {}
             for identity, message in outgoing:
                 by_peer.setdefault(identity, []).append(message)
             outgoing = []
             for identity, messages in by_peer.items():
-                for message, fault in self._send_to(identity, messages):
+                for message, fault in self._send_to(identity, messages, encoded):
                     if self._has_ended:  # a peer that has gone needs no goodbye
                         continue
                     if fault is None:
@@ -270,18 +271,29 @@ class DataParallelInferenceCoordinator:
                         outgoing += self._core.undelivered(identity, message, fault, now)
 
     def _send_to(
-        self, identity: bytes, messages: Sequence[Message]
+        self,
+        identity: bytes,
+        messages: Sequence[Message],
+        encoded: dict[int, bytes | ProtocolError],
     ) -> list[tuple[Message, ProtocolError | None]]:
         """Send one peer its messages. Returns those that could not be sent, each with the fault if
-        no frame can carry it, and with None if the peer cannot be reached."""
+        no frame can carry it, and with None if the peer cannot be reached. `encoded`: the frames so
+        far, or faults, by id(message); new ones are added."""
         failed: list[tuple[Message, ProtocolError | None]] = []
         sendable, frames = [], []
         for message in messages:
-            try:
-                frames.append(encode(message, self._max_frame_bytes))
+            frame = encoded.get(id(message))
+            if frame is None:
+                try:
+                    frame = encode(message, self._max_frame_bytes)
+                except ProtocolError as fault:
+                    frame = fault
+                encoded[id(message)] = frame
+            if isinstance(frame, ProtocolError):
+                failed.append((message, frame))
+            else:
+                frames.append(frame)
                 sendable.append(message)
-            except ProtocolError as fault:
-                failed.append((message, fault))
         num_sent = 0
         for frame, num_messages in batched(frames, self._max_frame_bytes):
             if not self._router.send(identity, frame, num_messages, keeps=self._core.is_engine):

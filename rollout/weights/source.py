@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
-from rollout.wire import Count, Name, WireData
+from rollout.errors import WeightUpdateError
+from rollout.wire import FAULTS, Count, Name, WireData, pack
 
 Alpha = Annotated[float, Meta(ge=-1e9, le=1e9)]  # which excludes NaN
 # The largest mixtures have 100,000 tensors, of some 120 bytes each in a manifest.
@@ -21,6 +23,15 @@ class TensorEntry(WireData, frozen=True, kw_only=True):
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
     offset: Count
     num_bytes: Count
+
+
+Entries = Annotated[dict[Name, TensorEntry], Meta(max_length=MAX_TENSORS)]
+_entries_decoder = msgspec.msgpack.Decoder(Entries)
+
+
+def pack_manifest(entries: Mapping[str, TensorEntry]) -> bytes:
+    """Return the manifest of these tensors. Raises ProtocolError if a value cannot be sent."""
+    return pack(entries)
 
 
 class LoraTerms(WireData, frozen=True, kw_only=True):
@@ -37,7 +48,8 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     """Where weights can be fetched. The weights themselves do not travel over these sockets.
 
     kind: how they are fetched. address: from where.
-    manifest: where each tensor is; empty for kinds whose fetch finds that out.
+    manifest: where each tensor is, packed by `pack_manifest`; engines that fetch unpack it by
+    `entries`. Empty for kinds whose fetch finds that out.
     checksum: of all tensors, as `engine.weights_checksum()` reports it once they are served.
     tensors_checksum: of the tensors in the source, before any cast; "" where it comes with them.
     lora: settings of the adapter whose A and B the tensors are; None for weights.
@@ -49,7 +61,7 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
     kind: Name
     address: Name
-    manifest: Annotated[Mapping[str, TensorEntry], Meta(max_length=MAX_TENSORS)]
+    manifest: bytes
     checksum: Name
     tensors_checksum: Name = ""
     lora: LoraTerms | None = None
@@ -61,3 +73,13 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     def stands_alone(self) -> bool:
         """Whether an engine needs no earlier source: this is neither an adapter nor a change."""
         return self.lora is None and not self.builds_on
+
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Return where each tensor is, by name. Raises WeightUpdateError if the manifest is
+        malformed."""
+        try:
+            return _entries_decoder.decode(self.manifest) if self.manifest else {}
+        except FAULTS as fault:
+            raise WeightUpdateError(
+                f"the manifest of the weights at {self.address!r} cannot be read: {fault!s:.200}"
+            ) from fault

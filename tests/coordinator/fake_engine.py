@@ -70,7 +70,7 @@ def token_run(seed: int, start: int, end: int, version: int = 0) -> TokenRun:
 
 
 def source_of(version: int) -> WeightsSource:
-    return WeightsSource(kind="fake", address=str(version), manifest={}, checksum=f"sum{version}")
+    return WeightsSource(kind="fake", address=str(version), manifest=b"", checksum=f"sum{version}")
 
 
 def progress_of(request_id: int, attempt: int, run: TokenRun) -> Progress:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollout.control.commands import Shutdown
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.net.key_gate import Refusals
@@ -16,6 +17,7 @@ from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import Connect, Disconnect
 from rollout.wire import Message
+from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine
 
 ENGINES = [FakeEngine(b"engine%d" % number, bytes([number]) * 16) for number in range(3)]
@@ -160,3 +162,21 @@ def test_an_engine_that_says_goodbye_while_it_is_sent_something_is_not_lost(
     run_one_turn(monkeypatch, socket, count)
     assert lost == [(1, 1)], "who says goodbye is counted as well, once"
     assert not caplog.records, "a lost one would be warned of"
+
+
+def test_a_message_to_several_engines_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Message] = []
+
+    def count(message: Message, max_bytes: int) -> bytes:
+        encoded.append(message)
+        return encode(message, max_bytes)
+
+    monkeypatch.setattr("rollout.coordinator.coordinator.encode", count)
+    client = FakeClient(b"client", b"c" * 16)
+    greeting = Connect(client_id=client.client_id)
+    ask = Shutdown(command_id=1)  # goes to engines without work, too
+    incoming = [(engine.identity, engine.registration()) for engine in ENGINES]
+    socket = ScriptedSocket([*incoming, (client.identity, greeting), (client.identity, ask)])
+    run_one_turn(monkeypatch, socket)
+    shutdowns = [message for message in encoded if type(message) is type(ask)]
+    assert len(ENGINES) > len(shutdowns) == 1

@@ -243,7 +243,10 @@ def test_a_malformed_message_does_not_hurt_those_that_came_with_it():
         ((together, _),) = batched(frames)
         router.send(together, b"\x92\x54\xc0")
         assert received(link, num=2) == [PAUSES[0], PAUSES[2]]
-        assert becomes(lambda: link.num_malformed == 3)
+        router.send(b"\x93\x28\x07\xff")  # a PAUSE that names its command
+        (failure,) = received(link)
+        assert (type(failure), failure.command_id) == (Nack, 7)
+        assert becomes(lambda: link.num_malformed == 4)
 
 
 def test_messages_that_are_queued_together_are_one_frame():

@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.messages import (
     Attempt,
     Commit,
     Credit,
+    EngineReply,
     EngineStatus,
     Heartbeat,
     Nack,
@@ -186,6 +187,10 @@ class EngineAgent:
     def _handle(self, message: Message) -> Sequence[Message]:
         if isinstance(message, AssignRequest):
             return self._requests.assign(message)
+        if isinstance(message, EngineReply):  # of an assignment that could not be read
+            return [self._requests.refuse(message)]
+        if isinstance(message, Nack):  # of a command that could not be read
+            return [message]
         if isinstance(message, AbortRequest):
             return [reply for named in message.attempts for reply in self._requests.abort(named)]
         if isinstance(message, ReplyAck):

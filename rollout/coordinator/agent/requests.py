@@ -126,6 +126,11 @@ class EngineRequests:
                 replies += [self._keep(_refusal(sample, error)) for sample in samples]
         return replies
 
+    def refuse(self, failure: EngineReply) -> EngineReply:
+        """Keep and return the failure of an attempt whose assignment could not be read."""
+        self.num_received += 1
+        return self._keep(failure)
+
     def _known_attempt(self, request_id: int) -> int:
         running, ended = self._running.get(request_id), self._ended.get(request_id)
         if running is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rollout.control.commands import ControlMessage, FleetResults, R, engine_state_of
 from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import set_exception
+from rollout.coordinator.protocol.codec import require_valid
 from rollout.coordinator.protocol.messages import Ack, ConnectAck, Nack
 from rollout.errors import CoordinatorLostError, RolloutError
 from rollout.wire import Message
@@ -54,6 +55,7 @@ class PendingCommands:
         command.check()
         loop, command_id = asyncio.get_running_loop(), command.command_id
         future: asyncio.Future[_T] = loop.create_future()
+        require_valid(command)  # it has values of a user
         self._send(command)
         self._pending[command_id] = _Pending(command, future, read)
         future.add_done_callback(_retrieve_exception)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rollout.coordinator.client.streams import RequestFuture, StreamedTokens, set_exception
 from rollout.coordinator.client.submission import Submission
 from rollout.coordinator.protocol.messages import (
+    MAX_SAMPLES,
     AbortRequest,
     Attempt,
     ConnectAck,
@@ -35,8 +36,6 @@ Record = DynamicInferenceRequestRecord
 # reply. Until then the coordinator keeps them.
 MAX_UNACKNOWLEDGED = 64
 ACKNOWLEDGE_WITHIN_S = 0.01
-# The most samples of one SubmitRequest.
-_MAX_SAMPLES = 2**16
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +122,7 @@ class PendingRequests:
         if submission.error is not None:
             self._fail_unsent(message, submission.error)
             return
-        max_samples = min(self._max_sent, _MAX_SAMPLES)
+        max_samples = min(self._max_sent, MAX_SAMPLES)
         for start in range(0, len(message.samples), max_samples):
             samples = message.samples[start : start + max_samples]
             part = (

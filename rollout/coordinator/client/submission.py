@@ -46,6 +46,8 @@ def submission_of(
     _check_int("priority", priority, -(2**63), 2**63 - 1)
     if deadline_s is not None and not 0.0 <= deadline_s <= 1e9:
         raise InvalidRequestError(f"deadline_s={deadline_s!r} must be in [0, 1e9], or None")
+    if type(streaming) is not bool:
+        raise InvalidRequestError(f"streaming={streaming!r} must be True or False")
     error = None
     if isinstance(prompt, str):
         tokens_N, error = _encoded(tokenizer, prompt, sampling_params)

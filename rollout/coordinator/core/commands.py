@@ -62,9 +62,8 @@ class PendingCommands:
             return
         num_pending = len(self._queue) + len(self._running)
         if num_pending > limits.max_queued_commands:
-            counters.num_commands_refused += 1
             error = EngineStateError(f"{num_pending} commands wait already; try again later")
-            self._context.send(client, nack_of(message.command_id, error))
+            self.refuse(client, nack_of(message.command_id, error))
             return
         counters.num_commands += 1
         client.answers[message.command_id] = None
@@ -77,6 +76,13 @@ class PendingCommands:
             self._begin(operation, now)
         else:
             self._queue.append(operation)
+
+    def refuse(self, client: ClientSession, refusal: Nack) -> None:
+        """Refuse a command that is not taken. Nothing is sent if its id is one of a known
+        command."""
+        if refusal.command_id not in client.answers:
+            self._context.counters.num_commands_refused += 1
+            self._context.send(client, refusal)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         """Take an engine's answer. One that no command waits for is counted and dropped."""

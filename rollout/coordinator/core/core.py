@@ -21,7 +21,7 @@ from rollout.coordinator.core.request_table import (
     Recent,
     RequestTable,
 )
-from rollout.coordinator.protocol.codec import ProtocolVersionError, decode
+from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, failures_of
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
@@ -166,14 +166,12 @@ class CoordinatorCore:
     def handle(self, identity: bytes, frame: bytes | memoryview | Message, now: float) -> Outgoing:
         """Handle one frame of a peer, whatever its bytes. Returns the messages to send."""
         self.counters.num_frames += 1
-        try:
-            message = frame if isinstance(frame, Message) else decode(frame)
-            self._take(identity, message, now)
-        except ProtocolError as fault:
-            self.counters.num_malformed += 1
-            self._log_once(identity, f"sent a malformed frame: {fault}")
-            if isinstance(fault, ProtocolVersionError):
-                self._context.outbox.append((identity, nack_of(None, fault)))
+        message = frame if isinstance(frame, Message) else self._decoded(identity, frame, now)
+        if message is not None:
+            try:
+                self._take(identity, message, now)
+            except ProtocolError as fault:
+                self._count_malformed(identity, fault)
         return self._settled(now)
 
     def tick(self, now: float) -> Outgoing:
@@ -210,9 +208,7 @@ class CoordinatorCore:
     def stood_still(self, seconds: float) -> None:
         """The process stood still for so long: no peer could be heard, so leases are extended."""
         for session in self._context.sessions.values():
-            session.last_seen += seconds
-            if isinstance(session, EngineSession):
-                session.progress_at += seconds
+            session.extend_lease(seconds)
 
     def close(self, reason: str) -> Outgoing:
         """End: fail all that is unfinished and say goodbye. Returns the messages to send."""
@@ -258,6 +254,34 @@ class CoordinatorCore:
         self._answered_at[identity] = now
         error = RolloutError("the coordinator does not know you; connect or register first")
         self._context.outbox.append((identity, nack_of(None, error)))
+
+    def _decoded(self, identity: bytes, frame: bytes | memoryview, now: float) -> Message | None:
+        """Return the message in a frame; None, and an answer, if it is malformed.
+
+        The requests and the command that a connected peer's frame names fail: somebody waits for
+        them. A handshake of another protocol version is refused.
+        """
+        try:
+            return decode(frame)
+        except ProtocolError as fault:
+            self._count_malformed(identity, fault)
+            session = self._context.sessions.get(identity)
+            if isinstance(fault, ProtocolVersionError):
+                self._context.outbox.append((identity, nack_of(None, fault)))
+            elif isinstance(session, ClientSession):
+                for failure in failures_of(bytes(frame), fault, self._from_client):
+                    if isinstance(failure, EngineReply):
+                        self._requests.refuse(session, failure)
+                    else:
+                        self._commands.refuse(session, failure)
+            elif session is not None:
+                for failure in failures_of(bytes(frame), fault, self._from_engine):
+                    self._from_engine[type(failure)](session, failure, now)
+            return None
+
+    def _count_malformed(self, identity: bytes, fault: ProtocolError) -> None:
+        self.counters.num_malformed += 1
+        self._log_once(identity, f"sent a malformed frame: {fault}")
 
     def _log_once(self, identity: bytes, what: str) -> None:
         """Log what a peer did; only the first entry of each peer is logged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import count
 from typing import Any
@@ -55,22 +55,46 @@ class CommittedWeights:
 
 @dataclass(slots=True)
 class Fleet:
-    """The state, the weights and the settings that all engines have in common.
+    """The state, the weights and the settings that all engines have in common. Its methods are the
+    only writers of weights and settings.
 
-    machine: the state that all engines have confirmed, and the legality of commands. weights: None
-    until an engine registers or an update is committed. settings: the first engine's settings; None
-    until there was one. released: the resources whose memory a Suspend has released. is_diverged:
-    engines may be in another state or hold other memory than is known, because only some have done
-    a command, or because one joined a suspended fleet. command_ids: the ids of commands towards
-    engines.
+    machine: the state that all engines have confirmed, and the legality of commands. released: the
+    resources whose memory a Suspend has released. is_diverged: engines may be in another state or
+    hold other memory than is known, because only some have done a command, or because one joined a
+    suspended fleet. command_ids: the ids of commands towards engines.
     """
 
     machine: StateMachine = field(default_factory=lambda: StateMachine(subject="all engines"))
-    weights: CommittedWeights | None = None
-    settings: Mapping[str, str] | None = None
     released: frozenset[str] = frozenset()
     is_diverged: bool = False
     command_ids: Iterator[int] = field(default_factory=count)
+    _weights: CommittedWeights | None = None
+    _settings: Mapping[str, str] | None = None
+
+    @property
+    def weights(self) -> CommittedWeights | None:
+        """The weights that every engine serves; None before the first engine or update."""
+        return self._weights
+
+    def join(self, version: int, checksum: str, settings: Mapping[str, str]) -> CommittedWeights:
+        """Return the weights that a joining engine must serve. The first engine's own weights and
+        settings become the fleet's, and so does its checksum while none is known."""
+        weights = self._weights or CommittedWeights(version, checksum, None)
+        self._weights = weights if weights.checksum else replace(weights, checksum=checksum)
+        if self._settings is None:
+            self._settings = settings
+        return self._weights
+
+    def commit(self, version: int, checksum: str, source: WeightsSource) -> None:
+        """Serve the weights of `source`, which every engine has staged. An adapter keeps the full
+        weights below it."""
+        before = self._weights
+        base = before.full_source if source.lora is not None and before is not None else None
+        self._weights = CommittedWeights(version, checksum, source, base)
+
+    def renumber(self, version: int) -> None:
+        """Serve the same weights under a later version."""
+        self._weights = replace(self._weights or CommittedWeights(0, "", None), version=version)
 
     @property
     def state(self) -> CoordinatorState:
@@ -89,9 +113,9 @@ class Fleet:
     def difference(self, settings: Mapping[str, str]) -> str:
         """Return how an engine's settings differ from the first engine's, for an error message; ""
         if they are equal, or if there was no engine."""
-        if self.settings is None:
+        if self._settings is None:
             return ""
-        own = self.settings
+        own = self._settings
         names = [name for name in {**own, **settings} if settings.get(name) != own.get(name)]
         listed = [f"{name}={settings.get(name)}, the fleet {own.get(name)}" for name in names[:3]]
         return "; ".join(listed) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -20,7 +19,6 @@ from rollout.control.commands import (
     Stats,
     Suspend,
 )
-from rollout.coordinator.core.fleet import CommittedWeights
 from rollout.coordinator.core.registry import Registry
 from rollout.coordinator.core.request_table import ClientSession, EngineSession
 from rollout.coordinator.protocol.messages import (
@@ -118,7 +116,8 @@ class Operation:
         self.members = {engine.engine_id: engine for engine in engines}
         self.waiting = dict(self.members)
         for engine in self.members.values():
-            engine.num_awaited += self.holds_engines
+            if self.holds_engines:
+                engine.begin_command()
             self.context.send(engine, message)
         if not self.waiting:
             self.complete(now)
@@ -127,8 +126,7 @@ class Operation:
         """The engine has answered, or its answer is no longer needed."""
         del self.waiting[engine.engine_id]
         if self.holds_engines:
-            engine.num_awaited -= 1
-            engine.progress_at = now
+            engine.end_command(now)
 
     def stop_waiting_for_all(self, now: float) -> list[EngineSession]:
         """Wait for no member any more. Returns those that have not answered."""
@@ -238,11 +236,10 @@ class EpochChange(Operation):
         self._take(now)
 
     def _take(self, now: float) -> None:
-        old = self.fleet.weights or CommittedWeights(0, "", None)
-        self.fleet.weights = replace(old, version=self._version)
+        self.fleet.renumber(self._version)
         for engine in list(self.members.values()):
             if engine.rank in self.results:
-                engine.weights_version = self._version
+                engine.serve(self._version)
             else:
                 reason = f"{self.name} was not confirmed"
                 self.registry.remove(engine, reason, now, suspects=())
@@ -284,7 +281,7 @@ class WeightCommit(Operation):
             self.registry.remove(engine, reason, now, suspects=())
             return
         if self._is_decided:
-            engine.weights_version = self._version
+            engine.serve(self._version)
         super().answered(engine, answer, now)
         if isinstance(answer, Nack) and self.outcome is None:
             self._roll_back(self.refusals[engine.rank], now)
@@ -358,9 +355,7 @@ class WeightCommit(Operation):
         self.results = {}
         # An engine that joins later must fetch the same weights.
         source = structs.replace(self.message.source, checksum=checksum, num_members=0)
-        before = self.fleet.weights
-        base = before.full_source if source.lora is not None and before is not None else None
-        self.fleet.weights = CommittedWeights(self._version, checksum, source, base)
+        self.fleet.commit(self._version, checksum, source)
         self.context.counters.num_weight_commits += 1
         logger.info("version %d is committed on %d engines", self._version, len(self.members))
         limits = self.context.limits
@@ -383,8 +378,9 @@ class WeightCommit(Operation):
         self.stop_waiting_for_all(now)
         self.context.counters.num_weight_rollbacks += 1
         logger.warning("version %d is rolled back: %s", self._version, error.message)
+        rollback = Rollback(command_id=self.command_id)
         for engine in self.members.values():
-            self.context.send(engine, Rollback(command_id=self.command_id))
+            self.context.send(engine, rollback)
         self.outcome = error
 
 

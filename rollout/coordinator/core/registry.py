@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from rollout.control.commands import SetGenerationEpoch, Unpause
@@ -198,7 +198,7 @@ class Registry:
                 self.remove(engine, reason, now, suspects=(), level=logging.INFO)
             elif engine.weights_version == self.fleet.weights_version:
                 del self._joining[engine.engine_id]
-                engine.progress_at = now
+                engine.restart_progress(now)
                 self.dispatcher.engine_ready(engine)
         self.dispatcher.await_push(self._needs_push, now)
 
@@ -209,8 +209,7 @@ class Registry:
             context.outbox.append((registration.identity, nack_of(None, refusal)))
             self._requests.requeue(registration.left, now)
             return
-        weights = self._take_fleet_weights(message)
-        fleet.settings = message.settings if fleet.settings is None else fleet.settings
+        weights = fleet.join(message.weights_version, message.weights_checksum, message.settings)
         engine = EngineSession(
             engine_id=message.engine_id,
             identity=registration.identity,
@@ -254,18 +253,6 @@ class Registry:
             rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         self._rank_of_engine[engine_id] = rank
         return rank
-
-    def _take_fleet_weights(self, message: Register) -> CommittedWeights:
-        """Return the weights that the fleet serves. Changes `fleet.weights`: the first engine sets
-        them, or their checksum."""
-        fleet, checksum = self.fleet, message.weights_checksum
-        weights = fleet.weights
-        if weights is None:
-            weights = CommittedWeights(message.weights_version, checksum, None)
-        elif not weights.checksum:
-            weights = replace(weights, checksum=checksum)
-        fleet.weights = weights
-        return weights
 
     def _instruct(
         self, engine: EngineSession, weights: CommittedWeights, prepared_command_id: int | None
@@ -314,12 +301,7 @@ class Registry:
         """Keep the status, and answer."""
         status = message.status
         if status is not None:
-            before, engine.status = engine.status, status
-            has_stepped = before is None or status.num_steps != before.num_steps
-            if has_stepped or not engine.is_stepping or not engine.is_ready:
-                engine.progress_at = now
-            if not engine.is_ready:
-                engine.weights_version = status.weights_version
+            engine.report(status, now)
         self.context.send(engine, Heartbeat(sequence=message.sequence))
 
     def check(self, engine_id: bytes, now: float) -> None:
@@ -341,8 +323,9 @@ class Registry:
     def probe(self, _: int, now: float) -> None:
         """Send each engine a heartbeat of sequence 0: if its process has ended, sending fails,
         which tells earlier than the lease."""
+        heartbeat = Heartbeat(sequence=0)
         for engine in self.engines.values():
-            self.context.send(engine, Heartbeat(sequence=0))
+            self.context.send(engine, heartbeat)
         if self.engines:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 

@@ -57,9 +57,15 @@ class RequestLifecycle:
         if refusal is None:
             self._take(client, message, new, now)
             return
-        counters.num_refused += len(new)
         for sample in new:
-            self._context.send(client, _failure(sample.request_id, WireError.of(refusal)))
+            self.refuse(client, _failure(sample.request_id, WireError.of(refusal)))
+
+    def refuse(self, client: ClientSession, failure: EngineReply) -> None:
+        """Answer a request that is not accepted. Nothing is sent if its id is that of a known
+        request."""
+        if failure.request_id not in client.requests and failure.request_id not in client.answered:
+            self._context.counters.num_refused += 1
+            self._context.send(client, failure)
 
     def _refusal(self, client: ClientSession) -> RolloutError | None:
         """Return why no sample can be accepted now; None if they can. A client that keeps to its

@@ -76,6 +76,10 @@ class ClientSession:
     missed_answers: dict[int, None] = field(default_factory=dict)
     has_left: bool = False
 
+    def extend_lease(self, seconds: float) -> None:
+        """Leave out time in which nobody could be received from."""
+        self.last_seen += seconds
+
     def __str__(self) -> str:
         return f"client {self.client_id.hex()[:8]} {self.name!r}"
 
@@ -112,6 +116,39 @@ class EngineSession:
     last_chance_id: int | None = None
     acknowledged: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
+
+    # ---- the only writers of status, progress_at, weights_version and num_awaited
+
+    def report(self, status: EngineStatus, now: float) -> None:
+        """Keep the status of a heartbeat. Until the engine is ready it says what it serves."""
+        before, self.status = self.status, status
+        has_stepped = before is None or status.num_steps != before.num_steps
+        if has_stepped or not self.is_stepping or not self.is_ready:
+            self.progress_at = now
+        if not self.is_ready:
+            self.weights_version = status.weights_version
+
+    def restart_progress(self, now: float) -> None:
+        """Count the time without a step from now on."""
+        self.progress_at = now
+
+    def extend_lease(self, seconds: float) -> None:
+        """Leave out time in which nobody could be received from."""
+        self.last_seen += seconds
+        self.progress_at += seconds
+
+    def serve(self, version: int) -> None:
+        """Keep the version that the engine has confirmed."""
+        self.weights_version = version
+
+    def begin_command(self) -> None:
+        """Count a command that may keep the engine from stepping until `end_command`."""
+        self.num_awaited += 1
+
+    def end_command(self, now: float) -> None:
+        """Count one command less; the engine steps again from now on."""
+        self.num_awaited -= 1
+        self.progress_at = now
 
     @property
     def is_stepping(self) -> bool:

@@ -11,11 +11,17 @@ from types import TracebackType
 
 import zmq
 
-from rollout.control.commands import Command
+from rollout.control.commands import COMMANDS
 from rollout.coordinator.net.dealer import CONNECTED, REFUSED, DealerSocket, address_of
 from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
-from rollout.coordinator.protocol.codec import ProtocolVersionError, decode, encode
+from rollout.coordinator.protocol.codec import (
+    ProtocolVersionError,
+    decode,
+    encode,
+    failures_of,
+    require_valid,
+)
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
@@ -43,8 +49,10 @@ from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 _logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 2**16  # messages of an engine, in each direction
-_FOR_CLIENTS = (EngineReply, EngineReplyPartial, Ack, Nack)
-_FOR_ENGINES = (AssignRequest, AbortRequest, Command, ReplyAck, Prepare, Commit, Rollback)
+_FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
+_FOR_ENGINES: frozenset[type[Message]] = frozenset(
+    {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
+)
 
 _MAX_REASON = 1000
 _MIN_HEARTBEAT_S = 0.005
@@ -101,6 +109,7 @@ class Link:
         self.address = address_of(address)
         self._handshake, self._status = handshake, status
         self._is_client = status is None
+        self._for_owner = _FOR_CLIENTS if self._is_client else _FOR_ENGINES
         self._curve, self._max_frame_bytes = curve, max_frame_bytes
         self._max_queued, self._give_up_s = max_queued, give_up_s
         self._waker = SelfPipe()
@@ -172,9 +181,12 @@ class Link:
         first one. A ConnectAck or RegisterAck is always the first of the list.
 
         Besides those, clients get EngineReply, EngineReplyPartial, Ack and Nack; engines get
-        AssignRequest, AbortRequest, ReplyAck, Command, Prepare, Commit and Rollback; the link
-        handles all others. Raises CoordinatorLostError, LinkClosedError, or another RolloutError if
-        the link failed, once all messages have been returned."""
+        AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback; the link
+        handles all others. A malformed message is replaced by the failure of each request or
+        command that it names, an EngineReply or a Nack; an engine sends these on.
+
+        Raises CoordinatorLostError, LinkClosedError, or another RolloutError if the link failed,
+        once all messages have been returned."""
         messages = self._inbox.take_all(timeout_s)
         self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
         return messages
@@ -329,7 +341,9 @@ class Link:
             self._has_answer.set()
 
     def _greet(self) -> None:
-        self._dealer.send(encode(self._handshake(), self._max_frame_bytes))
+        handshake = self._handshake()
+        require_valid(handshake)  # it has values of a user
+        self._dealer.send(encode(handshake, self._max_frame_bytes))
         self._greeted_at = time.monotonic()
         self._redial_at = self._greeted_at + _ANSWER_S
 
@@ -414,6 +428,8 @@ class Link:
                     self._take(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
                     self._malformed(fault)
+                    # Whoever waits for a request or command that it names learns of the fault.
+                    self._arrived += failures_of(frame, fault, self._for_owner)
             self._hand_over()
             if not until_empty:
                 return
@@ -442,7 +458,7 @@ class Link:
             self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):
             self._lose(f"it has gone: {message.reason or 'no reason given'}")
-        elif isinstance(message, _FOR_CLIENTS if self._is_client else _FOR_ENGINES):
+        elif type(message) in self._for_owner:
             self._arrived.append(message)
         else:
             raise ProtocolError(f"{type(message).__name__} is no message for this peer")

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
-from rollout.coordinator.protocol.messages import MESSAGE_TYPES, Ack, Connect, Register
+from rollout.coordinator.protocol.messages import (
+    MAX_SAMPLES,
+    MESSAGE_TYPES,
+    Ack,
+    AssignRequest,
+    Connect,
+    EngineReply,
+    Nack,
+    Register,
+    SubmitRequest,
+    WireError,
+)
 from rollout.errors import ProtocolError
 from rollout.wire import (
     DEFAULT_MAX_FRAME_BYTES,
     FAULTS,
     MAX_PLAIN_BYTES,
+    Count,
     Message,
     pack,
 )
@@ -40,6 +52,35 @@ class _Handshake(msgspec.Struct, array_like=True):
     protocol_version: int
 
 
+class _NamedAttempt(msgspec.Struct, array_like=True):
+    """How a Sample begins."""
+
+    request_id: Count
+    attempt: Count = 0
+
+
+class _NamedSamples(msgspec.Struct, array_like=True):
+    """How a SubmitRequest or AssignRequest begins."""
+
+    header: int
+    samples: Annotated[tuple[_NamedAttempt, ...], Meta(max_length=MAX_SAMPLES)]
+
+
+class _NamedReply(msgspec.Struct, array_like=True):
+    """How an EngineReply begins."""
+
+    header: int
+    request_id: Count
+    attempt: Count = 0
+
+
+class _NamedCommand(msgspec.Struct, array_like=True):
+    """How a command, its answer and the messages of a weight update begin."""
+
+    header: int
+    command_id: Count
+
+
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=Headers.BATCH.value):
     """Frames for one peer, as if each had come by itself, in this order."""
 
@@ -48,22 +89,35 @@ class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=He
 
 _handshake_decoder = msgspec.msgpack.Decoder(_Handshake)
 _batch_decoder = msgspec.msgpack.Decoder(_Batch)
+_samples_decoder = msgspec.msgpack.Decoder(_NamedSamples)
+_reply_decoder = msgspec.msgpack.Decoder(_NamedReply)
+_command_decoder = msgspec.msgpack.Decoder(_NamedCommand)
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`. It is decoded again, so that its sender learns of a fault.
+    """Return the frame of `message`.
 
-    Raises ProtocolError as `decode` does.
+    Raises ProtocolError if msgpack cannot carry a value, or if the frame is longer than receivers
+    accept. Types and ranges of the fields are checked by the receiver, and by `require_valid`.
     """
-    name = type(message).__name__
+    name, num_allowed = type(message).__name__, max_bytes
     try:
         frame = pack(message)
     except ProtocolError as fault:
         raise ProtocolError(f"{name} {fault}") from fault
-    if len(frame) > max_bytes:
-        raise ProtocolError(f"{name} of {len(frame)} bytes, at most {max_bytes} are allowed")
-    decode(frame, max_bytes)
+    if type(message) is Ack:  # its result is of any type
+        num_allowed = min(max_bytes, MAX_PLAIN_BYTES)
+    if len(frame) > num_allowed:
+        raise ProtocolError(f"{name} of {len(frame)} bytes, at most {num_allowed} are allowed")
     return frame
+
+
+def require_valid(message: Message) -> None:
+    """Raise ProtocolError, naming the field, unless a receiver would accept `message`.
+
+    Meant for messages with values that a user gave. Takes as long as sending and receiving it.
+    """
+    decode(encode(message))
 
 
 def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
@@ -109,6 +163,36 @@ def _describe(cls: type[Message], fault: str) -> str:
     position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
     field = f".{cls.__struct_fields__[position - 1]}" if position else ""
     return f"{cls.__name__}{field}: {fault:.200}"
+
+
+def failures_of(
+    frame: bytes, fault: ProtocolError, accepted: Collection[type[Message]]
+) -> Sequence[EngineReply | Nack]:
+    """Return the failures of what a malformed frame names, each with the error `fault`.
+
+    They are an EngineReply for each request and a Nack for a command. There are none if the frame
+    names nothing, or if its header is not one of the messages in `accepted`.
+    """
+    decoder = _DECODERS.get(frame[1]) if len(frame) > 1 else None
+    if decoder is None or decoder.type not in accepted:
+        return ()
+    error = WireError.of(fault)
+    named: Sequence[_NamedAttempt | _NamedReply]
+    try:
+        if decoder.type in (SubmitRequest, AssignRequest):
+            named = _samples_decoder.decode(frame).samples
+        elif decoder.type is EngineReply:
+            named = (_reply_decoder.decode(frame),)
+        elif "command_id" in decoder.type.__struct_fields__:
+            return (Nack(command_id=_command_decoder.decode(frame).command_id, error=error),)
+        else:
+            return ()
+    except FAULTS:
+        return ()
+    return [
+        EngineReply(request_id=n.request_id, attempt=n.attempt, error=error, is_failed=True)
+        for n in named
+    ]
 
 
 # ---- Batches

@@ -43,6 +43,7 @@ from rollout.wire import (
 # ---- what several messages carry
 
 
+MAX_SAMPLES = 2**16  # of one prompt, in one message
 Settings = Annotated[Mapping[Name, Name], Meta(max_length=1024)]
 
 
@@ -72,7 +73,7 @@ class Sample(WireData, frozen=True, kw_only=True):
 
 
 Attempts = Annotated[tuple[Attempt, ...], Meta(max_length=MAX_ITEMS)]
-Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=2**16)]
+Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=MAX_SAMPLES)]
 
 
 class EngineStatus(WireData, frozen=True, kw_only=True):

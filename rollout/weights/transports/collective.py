@@ -118,7 +118,7 @@ class CollectiveTransport:
         source = WeightsSource(
             kind=self.kind,
             address=f"{self._host}:{self._port} {push_id}",
-            manifest={},
+            manifest=b"",
             checksum="",
             lora=terms_of(named_tensors),
             is_kept=False,

@@ -93,7 +93,7 @@ class DirectoryTransport(KeptTransport[_Push]):
         source = WeightsSource(
             kind=self.kind,
             address=str(directory),
-            manifest={},
+            manifest=b"",
             checksum="",
             tensors_checksum=checksum,
             lora=lora,

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from rollout.errors import ConfigError, WeightUpdateError
 from rollout.parallel.mapped_file import lock_for_reading, lock_for_writing, unlock
 from rollout.parallel.shared_tensors import Place, SharedTensors, TensorFile
-from rollout.weights.source import TensorEntry, WeightsSource
+from rollout.weights.source import TensorEntry, WeightsSource, pack_manifest
 from rollout.weights.transports.base import KeptTransport
 from rollout.weights.transports.reading import TensorReader, terms_of
 from rollout.weights.update import NamedTensors
@@ -82,7 +83,7 @@ class SharedTransport(KeptTransport[_Segment]):
         source = WeightsSource(
             kind=self.kind,
             address=f"{file.address} {push_id}",
-            manifest={name: _entry(place) for name, place in file.places.items()},
+            manifest=pack_manifest({n: _entry(place) for n, place in file.places.items()}),
             checksum="",
             tensors_checksum=checksum,
             lora=lora,
@@ -122,13 +123,14 @@ def fetch_shared(source: WeightsSource) -> SharedTensors:
     The other ranks of an engine can open them, too. Raises WeightUpdateError if the source does not
     exist any more, is no file of a SharedTransport, or does not have the size of its manifest.
     """
+    entries = source.entries()
     try:
-        shared, size = _open(source)
+        shared, size = _open(source.address, entries)
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
             f"the weights at {source.address!r} cannot be opened ({error}); is the publisher alive?"
         ) from error
-    expected = max((e.offset + e.num_bytes for e in source.manifest.values()), default=_ID_BYTES)
+    expected = max((e.offset + e.num_bytes for e in entries.values()), default=_ID_BYTES)
     if size != expected:
         raise WeightUpdateError(
             f"the file at {source.address!r} has {size} bytes, not {expected} as its manifest says"
@@ -136,13 +138,12 @@ def fetch_shared(source: WeightsSource) -> SharedTensors:
     return shared
 
 
-def _open(source: WeightsSource) -> tuple[SharedTensors, int]:
-    """Return the tensors, and the size of their file. Raises OSError, ValueError,
-    WeightUpdateError."""
-    address = _ADDRESS.fullmatch(source.address)
-    if address is None:
+def _open(address: str, entries: Mapping[str, TensorEntry]) -> tuple[SharedTensors, int]:
+    """Return the tensors and their file's size. Raises OSError, ValueError, WeightUpdateError."""
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None:
         raise FileNotFoundError("this is not an address of a SharedTransport")
-    path, push_id = address.groups()
+    path, push_id = parts.groups()
     # Whatever is there now: opening a pipe must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -150,7 +151,7 @@ def _open(source: WeightsSource) -> tuple[SharedTensors, int]:
         lock_for_reading(descriptor)
         if os.pread(descriptor, _ID_BYTES, 0) != push_id.encode():
             raise FileNotFoundError("they were released for newer ones")
-        places = {name: _place(name, entry, size) for name, entry in source.manifest.items()}
+        places = {name: _place(name, entry, size) for name, entry in entries.items()}
         kept = os.dup(descriptor)
     except BlockingIOError as error:
         raise FileNotFoundError("they were released for newer ones") from error

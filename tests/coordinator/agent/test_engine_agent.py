@@ -92,7 +92,7 @@ def fetch(source: WeightsSource) -> NamedTensors:
 
 
 def source_of(seed: int, checksum: str = "") -> WeightsSource:
-    return WeightsSource(kind="test", address=str(seed), manifest={}, checksum=checksum)
+    return WeightsSource(kind="test", address=str(seed), manifest=b"", checksum=checksum)
 
 
 def make_agent(

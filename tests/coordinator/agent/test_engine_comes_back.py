@@ -14,7 +14,7 @@ from tests.coordinator.agent.test_engine_agent import staged
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import tiny_engine, tiny_model
 
-SOURCE = WeightsSource(kind="test", address="here", manifest={}, checksum="")
+SOURCE = WeightsSource(kind="test", address="here", manifest=b"", checksum="")
 
 
 def acknowledged(state: str) -> RegisterAck:

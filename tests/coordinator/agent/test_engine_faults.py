@@ -38,7 +38,7 @@ from tests.coordinator.message_strategies import joined, run_of
 from tests.coordinator.scripted_router import register_ack
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
-SOURCE = WeightsSource(kind="test", address="here", manifest={}, checksum="")
+SOURCE = WeightsSource(kind="test", address="here", manifest=b"", checksum="")
 MODEL: Any = tiny_model("qwen3", seed=20)
 
 

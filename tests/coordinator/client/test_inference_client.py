@@ -87,7 +87,7 @@ from tests.coordinator.scripted_router import (
 from tests.coordinator.tcp_proxy import TcpProxy
 
 PARAMS = SamplingParams(num_tokens_to_generate=8)
-SOURCE = WeightsSource(kind="shared_memory", address="here", manifest={}, checksum="abc")
+SOURCE = WeightsSource(kind="shared_memory", address="here", manifest=b"", checksum="abc")
 
 
 def record_of(prompt: Sequence[int], num_tokens: int = 3) -> DynamicInferenceRequestRecord:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollout.control.commands import Pause
 from rollout.coordinator.protocol.codec import encode
 from rollout.coordinator.protocol.messages import Connect, EngineReply, Register
 from rollout.wire import Message
@@ -124,3 +126,43 @@ def test_of_a_stranger_only_handshakes_are_taken(message: Message) -> None:
     fleet = FakeFleet()
     fleet.core.handle(b"stranger", message, fleet.now)
     assert fleet.core.counters.num_strangers == (type(message) not in FROM_STRANGERS)
+
+
+def test_a_malformed_request_or_command_of_a_client_is_answered_with_the_fault() -> None:
+    fleet = FakeFleet()
+    client, _ = fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.route(fleet.core.handle(client.identity, client.submission([4]), fleet.now))
+    (known_id,) = client.asked
+    streams = msgpack.packb([20, [[known_id, 0, b""], [900, 0, b""]], b"", 0, None, 3])
+    sent = fleet.core.handle(client.identity, streams, fleet.now)
+    assert [(type(m), m.request_id) for _, m in sent] == [(EngineReply, 900)], "known ones go on"
+    assert "SubmitRequest.streaming" in str(sent[0][1].error.message)
+    paused = msgpack.packb([40, 7, -5])
+    ((identity, refusal),) = fleet.core.handle(client.identity, paused, fleet.now)
+    assert (identity, refusal.command_id) == (client.identity, 7)
+    assert fleet.core.handle(b"stranger", paused, fleet.now) == []
+    assert fleet.core.counters.num_malformed == 3
+    fleet.finish()
+    assert [len(asked.replies) for asked in client.asked.values()] == [1]
+
+
+def test_a_malformed_reply_or_answer_of_an_engine_ends_what_it_names() -> None:
+    fleet = FakeFleet()
+    client, engine = fleet.client(), fleet.engine()
+    fleet.run()
+    fleet.send(client, client.submission([4]))
+    fleet.run()
+    (request,) = fleet.part("RequestTable").requests.values()
+    broken = msgpack.packb([21, request.server_id, request.attempt, 5])
+    sent = fleet.core.handle(engine.identity, broken, fleet.now)
+    (reply,) = [m for identity, m in sent if identity == client.identity]
+    assert reply.is_failed
+    assert "EngineReply.record" in str(reply.error.message)
+    pause = Pause(command_id=3)
+    ((_, asked),) = fleet.core.handle(client.identity, pause, fleet.now)[-1:]
+    broken = msgpack.packb([70, asked.command_id, 5])
+    sent = fleet.core.handle(engine.identity, broken, fleet.now)
+    (answer,) = [m for identity, m in sent if identity == client.identity]
+    assert (answer.command_id, fleet.core.state.name) == (3, "RUNNING")
+    assert "Ack.result" in str(answer.error.message)

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollout.control.commands import Pause, Stats, Suspend
+from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.protocol.messages import (
     Ack,
     Commit,
@@ -564,3 +565,14 @@ def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still(
     fleet.give(client, client.command(Pause))
     fleet.pass_time(LIMITS.progress_deadline_s + 5)
     assert list(fleet.core.ranks()) == [0]
+
+
+def test_the_weights_and_settings_of_a_fleet_are_written_by_the_fleet_alone() -> None:
+    fleet = Fleet()
+    joined = fleet.join(3, "", {"dtype": "float32"})
+    with pytest.raises(AttributeError):
+        fleet.weights = joined  # type: ignore[misc]
+    assert fleet.join(2, "sum", {"dtype": "bfloat16"}).checksum == "sum", "the first that is known"
+    assert fleet.difference({"dtype": "float32"}) == ""
+    fleet.renumber(4)
+    assert (fleet.weights_version, fleet.weights_checksum) == (4, "sum")

@@ -17,7 +17,7 @@ from rollout.control.commands import (
     Suspend,
 )
 from rollout.coordinator.protocol import messages as wire
-from rollout.coordinator.protocol.codec import decode, encode
+from rollout.coordinator.protocol.codec import decode, encode, require_valid
 from rollout.coordinator.protocol.packed import pack_params
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.weights import source as weights_source
@@ -98,7 +98,6 @@ LEGAL = {
     "Attempts": _LIST,
     "ResourceNames": _LIST,
     "TensorEntry.shape": _LIST | {"list of 16"},
-    "WeightsSource.manifest": {"empty map"},
     "Sample.sampling_params": _BYTES,
     "TopNRun.counts": _ARRAY,  # no or absent values at four positions
     "TokenRun": set(),
@@ -142,7 +141,7 @@ TERMS = weights_source.LoraTerms(
     rank=2, alpha=4.0, use_rslora=False, ranks={"q": 3}, alphas={"q": 1.0}
 )
 SOURCE = weights_source.WeightsSource(
-    kind="shm", address="w", manifest={"w": TENSOR}, checksum="c", lora=TERMS
+    kind="shm", address="w", manifest=b"", checksum="c", lora=TERMS
 )
 STATUS = wire.EngineStatus(
     state="running", num_steps=1, num_waiting=0, num_running=1, weights_version=0
@@ -266,14 +265,14 @@ def test_a_missing_or_surplus_field_is_refused(example):
 
 
 @pytest.mark.parametrize("example", MESSAGES)
-def test_the_sender_is_told_of_a_wrong_value_too(example):
+def test_require_valid_names_the_field_with_a_wrong_value(example):
     for name in example.__struct_fields__:
         try:
             wrong = structs.replace(example, **{name: [[]]})
         except (AttributeError, TypeError, ProtocolError):
             continue  # told when it is made
         with pytest.raises(ProtocolError, match=rf"{type(example).__name__}\.{name}: "):
-            encode(wrong)
+            require_valid(wrong)
 
 
 def test_what_msgpack_has_no_form_for_is_not_sent():
@@ -284,7 +283,7 @@ def test_what_msgpack_has_no_form_for_is_not_sent():
 
 
 def test_the_fault_names_the_way_to_it():
-    source = structs.replace(SOURCE, manifest={"w": structs.replace(TENSOR, offset=-1)})
+    source = structs.replace(SOURCE, lora=structs.replace(TERMS, ranks={"q": -1}))
     with pytest.raises(ProtocolError) as caught:
-        encode(wire.Prepare(command_id=1, version=1, source=source))
-    assert str(caught.value) == "Prepare.source: Expected `int` >= 0 - at `$[3][2][...][2]`"
+        require_valid(wire.Prepare(command_id=1, version=1, source=source))
+    assert str(caught.value) == "Prepare.source: Expected `int` >= 0 - at `$[3][5][3][...]`"

@@ -28,6 +28,8 @@ from rollout.coordinator.protocol.codec import (
     ProtocolVersionError,
     decode,
     encode,
+    failures_of,
+    require_valid,
 )
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
@@ -303,7 +305,7 @@ def test_a_name_twice_in_a_group_is_refused():
 
 def test_a_group_without_samples_is_refused():
     with pytest.raises(ProtocolError, match=r"SubmitRequest.samples: Expected `array` of length >"):
-        encode(SubmitRequest(samples=(), prompt_tokens=[1]))
+        require_valid(SubmitRequest(samples=(), prompt_tokens=[1]))
 
 
 @pytest.mark.parametrize("changes", [{"attempt": 1}, {"resumed": run_of(0)}])
@@ -322,10 +324,10 @@ def test_a_reply_without_record_says_why():
         EngineReply(request_id=1, is_failed=True)
 
 
-def test_a_command_without_a_header_is_not_sent():
+def test_require_valid_refuses_a_command_without_a_header():
     for command_id in range(2**7):
         with pytest.raises(ProtocolError):
-            encode(Command(command_id=command_id))
+            require_valid(Command(command_id=command_id))
 
 
 def test_what_nobody_would_take_is_not_sent():
@@ -335,11 +337,11 @@ def test_what_nobody_would_take_is_not_sent():
         encode(reply, max_bytes=1000)
 
 
-def test_more_items_than_are_read_are_not_sent():
+def test_require_valid_refuses_more_samples_than_a_message_has():
     samples = tuple(Sample(request_id=i, sampling_params=b"") for i in range(2**16 + 1))
     request = SubmitRequest(samples=samples, prompt_tokens=np.array([1], np.int32))
     with pytest.raises(ProtocolError, match=r"SubmitRequest.samples: Expected `array` of length <"):
-        encode(request)
+        require_valid(request)
     fewer = structs.replace(request, samples=samples[: 2**16])
     assert decode(encode(fewer)) == fewer
 
@@ -374,3 +376,33 @@ def test_bytes_that_hold_no_record_or_params_are_refused(packed):
         unpack_record(packed)
     with pytest.raises((ProtocolError, InvalidRequestError)):
         unpack_params(packed)
+
+
+# ---- malformed messages that name what they are about
+
+
+@pytest.mark.parametrize(
+    ("frame", "accepted", "named"),
+    [
+        ([20, [[7, 0, 5, None, None], [8]], b"", 0, None, 3], SubmitRequest, [(7, 0), (8, 0)]),
+        ([75, [[7, 2, 5]], b"123"], wire.AssignRequest, [(7, 2)]),
+        ([21, 7, 3, 5, None], EngineReply, [(7, 3)]),
+        ([40, 9, -5], Pause, [9]),
+        ([70, 9, {"a": {1: 2}}], wire.Ack, [9]),
+        ([78, 9, -1, None], wire.Prepare, [9]),
+        ([71, None, 5], Nack, []),
+        ([40, -9, 5], Pause, []),
+        ([20, [[-7]]], SubmitRequest, []),
+        ([83, 5], wire.Progress, []),
+        ([40, 9, -5], SubmitRequest, []),
+    ],
+)
+def test_failures_of_a_malformed_frame_are_those_of_what_it_names(frame, accepted, named):
+    packed = msgpack.packb(frame)
+    with pytest.raises(ProtocolError) as fault:
+        decode(packed)
+    failures = failures_of(packed, fault.value, {accepted})
+    found = [f.command_id if isinstance(f, Nack) else (f.request_id, f.attempt) for f in failures]
+    assert found == named
+    assert all(str(f.error.to_error()) == str(fault.value) for f in failures)
+    assert not failures_of(packed[:-1], fault.value, {accepted}), "half a frame names nothing"

@@ -265,7 +265,7 @@ transport.send(source)
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         source = WeightsSource(
-            kind="collective", address=address, manifest={}, checksum="", num_members=2
+            kind="collective", address=address, manifest=b"", checksum="", num_members=2
         )
         with ThreadPoolExecutor(2) as threads:
             fetches = [threads.submit(receiver.fetch, source) for receiver in receivers]
@@ -293,7 +293,7 @@ def test_an_engine_that_comes_after_the_push_is_told_to_wait_for_the_next_one(
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:x y", "127.0.0.1:1 y"])
 def test_an_address_where_nobody_sends_is_refused(address: str) -> None:
     source = WeightsSource(
-        kind="collective", address=address, manifest={}, checksum="", num_members=1
+        kind="collective", address=address, manifest=b"", checksum="", num_members=1
     )
     with pytest.raises(WeightUpdateError, match="is the trainer alive"):
         CollectiveReceiver(connect_timeout_s=0.2).fetch(source)

@@ -32,7 +32,7 @@ print("ready", flush=True)
 for line in sys.stdin:
     count, _, address = line.strip().partition(" ")
     source = WeightsSource(
-        kind="cuda_ipc", address=address, manifest={}, checksum="", num_members=int(count)
+        kind="cuda_ipc", address=address, manifest=b"", checksum="", num_members=int(count)
     )
     print(*[f"{name}={tensor.double().sum():g}" for name, tensor in fetcher(source).items()])
     sys.stdout.flush()

@@ -21,7 +21,7 @@ from rollout import LoraAdapter
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import UpdateWeights
 from rollout.errors import WeightUpdateError
-from rollout.weights.source import TensorEntry, WeightsSource
+from rollout.weights.source import TensorEntry, WeightsSource, pack_manifest
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.lora_adapters import random_adapter
@@ -288,7 +288,7 @@ def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match="cannot be opened"):
         WeightFetcher()(structs.replace(source, address=f"{ordinary} {name}"))
     larger = publisher.publish({"w": torch.ones(4), "x": torch.ones(4)})
-    manifest = {"w": larger.manifest["w"]}
+    manifest = pack_manifest({"w": larger.entries()["w"]})
     with pytest.raises(WeightUpdateError, match="has 144 bytes, not 80"):
         WeightFetcher()(structs.replace(larger, manifest=manifest))
     publisher.close()
@@ -303,7 +303,7 @@ def test_a_pipe_that_nobody_fills_blocks_no_reader(
     os.mkfifo(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     address = f"/proc/{os.getpid()}/fd/{descriptor}" if by_descriptor else str(path)
-    source = WeightsSource(kind="shared", address=f"{address} {name}", manifest={}, checksum="")
+    source = WeightsSource(kind="shared", address=f"{address} {name}", manifest=b"", checksum="")
     errors: list[Exception] = []
 
     def fetch() -> None:
@@ -335,7 +335,7 @@ def test_a_pipe_that_nobody_fills_blocks_no_reader(
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
-    manifest = {"w": structs.replace(source.manifest["w"], **change)}
+    manifest = pack_manifest({"w": structs.replace(source.entries()["w"], **change)})
     with pytest.raises(WeightUpdateError, match="'w'"):
         WeightFetcher()(structs.replace(source, manifest=manifest))
     with pytest.raises(WeightUpdateError, match="kind 'carrier pigeon'"):
@@ -383,7 +383,7 @@ def test_of_an_adapter_only_its_own_tensors_are_published() -> None:
     adapter = replace(adapter, alphas={"lm_head": 3})
     publisher = SharedTransport()
     source = over_the_wire(publisher.publish(adapter))
-    assert sum(entry.num_bytes for entry in source.manifest.values()) == sum(
+    assert sum(entry.num_bytes for entry in source.entries().values()) == sum(
         tensor.nbytes for tensor in adapter.tensors.values()
     )
     fetched = WeightFetcher()(source)
@@ -447,6 +447,6 @@ def test_a_manifest_of_the_largest_mixtures_fits_into_a_message() -> None:
     entry = TensorEntry(dtype="bfloat16", shape=(2048, 7168), offset=2**41, num_bytes=2**25)
     names = (f"model.layers.{i % 61}.mlp.experts.{i // 61}.down_proj.weight" for i in range(10**5))
     source = WeightsSource(
-        kind="shared", address="", manifest=dict.fromkeys(names, entry), checksum=""
+        kind="shared", address="", manifest=pack_manifest(dict.fromkeys(names, entry)), checksum=""
     )
-    assert len(over_the_wire(source).manifest) == 10**5
+    assert len(over_the_wire(source).entries()) == 10**5
