@@ -65,7 +65,7 @@ def test_plain_error_survives_the_wire(error_type):
     error = travel(error_type("weights are late"))
     assert type(error) is error_type
     assert str(error) == "weights are late"
-    assert not error.is_transient
+    assert error.is_transient == error_type.is_transient
 
 
 @pytest.mark.parametrize("error_type", OVERFLOWS)

@@ -43,7 +43,7 @@ from trainer_hooks.train import (
 from trainer_hooks.train.job import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
 from trainer_hooks.train.settings import CurriculumSettings, LoraSettings, RewardTerm
 
-SUFFIXES = ("Config", "Settings", "Params", "Limits", "Load", "Correction", "Bound", "Bounds")
+SUFFIXES = ("Config", "Settings", "Params", "Limits", "Load", "Correction", "Bound", "RangeFilter")
 # Dataclasses with such a name that nobody sets: the engine computes them.
 COMPUTED = {"AdmissionLimits"}
 # Settings under other names.

@@ -77,7 +77,7 @@ def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weight_push, "PUBLISH_S", 0.02)
-    monkeypatch.setattr(fleet_runtime, "VERBS_S", 0.02)
+    monkeypatch.setattr(fleet_runtime, "CALLS_S", 0.02)
     fleet, weights = fake_fleet(monkeypatch), SlowWeights()
     llm = fleet.llm()
     updater = updating(llm, weights)
