@@ -74,7 +74,7 @@ def test_two_ranks_of_a_trainer_learn_under_torchrun() -> None:
 @pytest.mark.parametrize(
     ("program", "page"),
     [
-        ("grpo_minimal.py", "README.md"),
+        ("grpo_minimal.py", "docs/how-to/training-loop.md"),
         ("async_minimal.py", "docs/producer.md"),
         ("ranks_minimal.py", "docs/tensor_parallel.md"),
     ],
