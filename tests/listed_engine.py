@@ -30,7 +30,8 @@ from rollout.scheduling.stopping import StopRule, check_stop
 from rollout.step.output import SampleResult, StepOutput
 from rollout.telemetry import RankUse, SchedulerCounts
 from rollout.version_spans import VersionSpans
-from rollout.weights.update import NamedTensors, by_name, next_version
+from rollout.weights.update import NamedTensors, by_name
+from rollout.weights.version import next_version
 
 VOCAB_SIZE, MAX_LENGTH, NUM_ROWS = 97, 200, 3
 Table = dict[str, torch.Tensor]

@@ -300,7 +300,7 @@ def test_a_trainer_that_does_not_send_is_not_waited_for_forever(served: Served) 
         impatient.post("/start_weight_update")
         one = announced({"model.norm.weight": torch.ones(48)})
         answer = impatient.post("/update_weights", {"update_info": one})
-        assert_refused(answer, because="did not come")
+        assert_refused(answer, because="did not arrive")
     finally:
         impatient.close()
         trainer.close()
@@ -324,7 +324,7 @@ def test_a_server_that_ends_answers_who_waits_for_a_broadcast() -> None:
         server.do(server.llm.stop_serving(drain_timeout_s=0.0))
         waiting.join()
         (answer,) = answers
-        assert_refused(answer, because="did not come")
+        assert_refused(answer, because="did not arrive")
     finally:
         server.close()
         trainer.close()

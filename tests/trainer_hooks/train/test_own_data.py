@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.errors import ConfigCompositionException
 
 pytest.importorskip("transformers")
 
@@ -257,7 +258,6 @@ def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str)
         (["data=jsonl", "data.path=a", REWARD], r"model\.path is missing"),
         (["data=jsonl", "model.path=a", REWARD], r"data needs kind and path; data\.path is None"),
         (["data=jsonl", "model.path=a", "data.path=a"], "no reward is given"),
-        (["model.path=a"], "beside a shape for random weights"),
         (
             ["data=jsonl", "model.path=a", "data.path=a", REWARD, "model.initializer_range=0.1"],
             "beside a shape for random weights",
@@ -268,6 +268,11 @@ def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str)
 def test_a_job_that_lacks_a_part_says_which(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings_of(*arguments)
+
+
+def test_rollout_train_without_data_names_the_options() -> None:
+    with pytest.raises(ConfigCompositionException, match=r"(?s)specify 'data'.*jsonl.*parquet"):
+        settings_of("model.path=a")
 
 
 def test_a_reward_model_scores_in_batches_what_it_scores_alone(own: Path, tmp_path: Path) -> None:
