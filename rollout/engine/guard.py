@@ -65,9 +65,9 @@ class CallGuard:
         if self._owner is me and self._depth:
             yield
             return
-        self._acquire(call, me)
-        try:
-            with deferred_signals():
+        with deferred_signals():  # also while the mutex is taken: a handler must not raise there
+            self._acquire(call, me)
+            try:
                 self._depth, self._stopped = 1, (call, "an exception")
                 try:
                     yield
@@ -75,9 +75,9 @@ class CallGuard:
                     self._stopped = None if error is self._harmless else (call, repr(error))
                     raise
                 self._stopped = None
-        finally:
-            self._depth, self._harmless = 0, None
-            self._release()
+            finally:
+                self._depth, self._harmless = 0, None
+                self._release()
 
     def _acquire(self, call: str, me: threading.Thread) -> None:
         with self._mutex:

@@ -209,6 +209,28 @@ def test_an_exception_within_a_call_changes_no_token_or_breaks_the_engine_by_nam
     print(kind, outcomes)
 
 
+def enter(guard: CallGuard) -> None:
+    with guard.change("step"):
+        pass
+
+
+def test_a_signal_at_any_line_of_a_guard_leaves_it_free() -> None:
+    """A handler that raises while the guard's mutex is taken would block every later call."""
+    with tracing(trace := Trace(None, be_signalled)):
+        enter(CallGuard())
+    assert trace.num_lines > 15
+    for line in range(1, trace.num_lines + 1):
+        guard = CallGuard()
+        with (
+            handler_raises(Interruption),
+            suppress(Interruption),
+            tracing(Trace(line, be_signalled)),
+        ):
+            enter(guard)
+        assert not guard._mutex.locked(), f"line {line}"
+        enter(guard)
+
+
 def test_a_second_thread_is_refused_by_name_and_the_first_ones_requests_end(
     expected: dict[int, list[int]],
 ) -> None:
