@@ -31,6 +31,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI document of routes."""
     bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REF)
+    for name in components.keys() - _components_of_operations(routes):
+        components[name].pop("additionalProperties", None)  # unknown fields are ignored
     schema_of = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -45,6 +47,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _components_of_operations(routes: Sequence[Route]) -> set[str]:
+    """Return the names of the schemas in bodies of ADMIN routes, which refuse unknown fields."""
+    bodies = [r.body for r in routes if r.body is not None and r.access is Access.ADMIN]
+    return set(msgspec.json.schema_components(dict.fromkeys(bodies), ref_template=_REF)[1])
 
 
 def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def engine_process(address: str, number: int, pipe: Connection, folder: Path) ->
         engine_id=bytes([number]) * 16,
         block_size_tokens=BLOCK_SIZE,
         max_requests=64,
+        settings={},
         fetch=WeightFetcher(),
     )
     with Link(address, handshake=agent.registration, status=agent.status) as link:

@@ -64,9 +64,14 @@ class Trace:
 
     def __init__(self, at: int | None, act: Callable[[], object]) -> None:
         self.num_lines, self._at, self._act = 0, at, act
+        # CPython raises another thread's exception between bytecodes, but never between the end of
+        # a `with lock` block and the lock's release, where a trace function can raise.
+        self._passed_over = () if act is be_signalled else ("_acquire", "_release")
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if frame.f_code.co_name in self._passed_over:
             return None
         if event == "line":
             self.num_lines += 1

@@ -559,3 +559,17 @@ def test_return_text_in_logprobs_spells_the_tokens(served: Served) -> None:
     assert [row[2] for row in meta["input_token_logprobs"]] == spelled
     for row in (meta["output_token_logprobs"][0], meta["output_top_logprobs"][0][0]):
         assert row[2] == served.post("/detokenize", {"tokens": [row[1]]}).json()["prompt"]
+
+
+def test_openapi_json_forbids_unknown_fields_where_they_are_refused(served: Served) -> None:
+    document = served.get("/openapi.json").json()
+    forbids = {}
+    for path, operations in document["paths"].items():
+        schema = operations.get("post", {}).get("requestBody")
+        if schema is not None:
+            name = schema["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            component = document["components"]["schemas"][name]
+            forbids[path] = component.get("additionalProperties") is False
+    ignoring = ("/v1/completions", "/v1/chat/completions", "/inference/v1/abort_requests")
+    assert [forbids[path] for path in ignoring] == [False] * 3
+    assert forbids["/start_weight_update"] or forbids["/update_weights"]
