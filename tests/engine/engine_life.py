@@ -132,7 +132,8 @@ class EngineLife(RuleBasedStateMachine):
             given = self.tokenizer.decode(prompt)
             self.tally["text prompts"] += 1
             if form == "text behind BOS":
-                prompt = [BOS, *prompt]
+                if prompt[0] != BOS:  # a text that begins with BOS gets no second one
+                    prompt = [BOS, *prompt]
                 samples = [replace(params, add_BOS=True) for params in samples]
         samples = [
             replace(params, num_tokens_total=None)
