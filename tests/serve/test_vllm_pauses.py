@@ -17,6 +17,7 @@ from tests.apis.fleets import directory
 from tests.serve.served import CONFIG, Answer, OwnEngine, Served
 from tests.serve.test_vllm_updates import tensors_of
 from tests.tiny_models import prompt_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.distributed
 PROMPT = prompt_of(20)
@@ -138,8 +139,10 @@ def test_abort_requests_of_tokens_in_and_out_ends_those_that_are_named(served: S
 
 def test_load_counts_the_requests_in_the_server(served: Served) -> None:
     assert served.get("/load").json() == {"server_load": 0}
+    served.post("/pause?mode=keep")  # so that neither ends before the other comes
     asked = [Asked(served), Asked(served)]
-    assert served.get("/load").json() == {"server_load": 2}
+    until(lambda: served.get("/load").json() == {"server_load": 2}, "both are in the server")
+    served.post("/resume")
     served.post("/abort_requests")
     for each in asked:
         each.choice()
