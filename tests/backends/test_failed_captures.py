@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout import SamplingParams
 from rollout.backends.cuda.graph import GraphExecutor
 from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.backends.step_tensors import (
     INPUT_TYPES,
     LAYOUT_TYPES,
@@ -25,6 +26,7 @@ from rollout.backends.step_tensors import (
 from rollout.errors import LockstepError
 from rollout.parallel.collectives import CollectiveAbortedError, Collectives
 from rollout.step.output import SampleResult, StepOutput
+from tests.backends.fake_cuda import FakeRuntime
 from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
 from tests.thread_ranks import on_ranks
 from tests.tiny_models import Margins, drain, generate_all, prompt_of, tiny_model
@@ -106,7 +108,8 @@ def test_an_engine_that_can_capture_nothing_tries_thrice_and_goes_on(
 def test_a_suspend_keeps_the_graphs_beside_a_failed_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, executor, device = graph_engine(monkeypatch, model(), ladder=LADDER)
+    memory = VirtualMemory(FakeRuntime())  # whose addresses stay: no graph is lost by chance
+    engine, executor, device = graph_engine(monkeypatch, model(), ladder=LADDER, memory=memory)
     device.in_capture = failing_at({1}, device)
     engine.warm_up()
     for prompt, params in jobs():
