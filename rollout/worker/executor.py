@@ -11,6 +11,7 @@ from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import checksum_of_shares, checksums_of_shares
 from rollout.weights.staged import StagedWeights
 from rollout.weights.update import NamedTensors
+from rollout.weights.version import next_version
 from rollout.worker.worker import Worker
 
 _P = ParamSpec("_P")
@@ -66,8 +67,9 @@ class WorkerExecutor:
         return self.worker.commit_weights(staged, version)
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`."""
-        self.run(Worker.set_version, version)
+        """Serve the same weights as `version`. It is refused before ranks are asked."""
+        self.weights.require_values("set the generation epoch")
+        self.run(Worker.set_version, next_version(self.weights.version, version))
 
     def weights_checksum(self) -> str:
         """Return a checksum of all weights. It does not depend on the number of ranks."""

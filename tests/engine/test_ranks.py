@@ -369,6 +369,18 @@ def test_check_ranks_names_a_rank_killed_while_idle() -> None:
         engine.check_ranks()  # no rank is missed after a shutdown
 
 
+def test_set_generation_epoch_refuses_a_version_before_it_asks_the_ranks() -> None:
+    with engine_of(model_of(0, 0)) as engine:
+        engine.pause()
+        (pid,) = executor_of(engine).pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WeightUpdateError, match="above the current version 0"):
+            engine.set_generation_epoch(0)
+        assert engine.weights_version == 0
+        with pytest.raises(LockstepError, match="is lost"):
+            engine.set_generation_epoch(1)
+
+
 def test_shutdown_ends_all_ranks() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
