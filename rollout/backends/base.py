@@ -275,12 +275,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def check(self, traits: AttentionTraits) -> None:
-        """Called for each layer before any step. Raises ConfigError for traits that the backend
-        cannot attend with.
-        """
-        ...
-
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """Called once per forward pass, before its layers: the batch that they hand to `attend`,
         whose `plan` is what all of them share.

@@ -18,10 +18,9 @@ from rollout.backends.base import AttentionBackend, Backend, CacheSpec
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.fused_decoder import FusedDecoder
 from rollout.errors import ModelError
-from rollout.layers.attention import Attention
 from rollout.layers.base import BackendLayer
 from rollout.layers.experts import MixtureOfExperts
-from rollout.layers.latent_attention import HeadProjections, LatentAttention
+from rollout.layers.latent_attention import HeadProjections
 from rollout.layers.linear import Linear
 from rollout.layers.rope import RotaryTable
 from rollout.layers.shard import Shard
@@ -99,14 +98,6 @@ class CausalLM(nn.Module):
                     shape = min(rows_at_once, num_rows - row), *row_shape
                     drawn = torch.empty(shape, dtype=torch.float32)
                     write_rows(slot, drawn.normal_(std=INIT_STD, generator=generator), row)
-
-    def check(self, attention: AttentionBackend) -> None:
-        """Raise ConfigError if a layer attends in a way that `attention` cannot. Weights need not
-        be there.
-        """
-        for module in self.modules():
-            if isinstance(module, Attention | LatentAttention):
-                attention.check(module.traits)
 
     def prepare(self, backend: Backend) -> None:
         """Bind the backend into every layer. The weights must be there: tuning may pack them, and

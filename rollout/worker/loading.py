@@ -78,7 +78,6 @@ def load_model(
         rank=collectives.rank,
         size=collectives.size,
     )
-    causal_lm.check(backend.attention)
     if config.record_routing and not causal_lm.spec.num_moe_layers:
         raise ConfigError(
             f"record_routing=True with a {causal_lm.spec.family!r} model without experts, which "

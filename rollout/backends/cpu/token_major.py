@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from rollout.backends.base import CacheSpec, Ops
-from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
+from rollout.backends.forward_batch import ForwardBatch, Rotation
 from rollout.backends.ops.reference import ReferenceOps
 
 Places: TypeAlias = tuple[Tensor, Tensor]  # (block, offset in it) of each token
@@ -42,9 +42,6 @@ class TokenMajorCache:
         """[num_blocks, block_size, 2, G, D], or 1 in place of 2 where V is a part of K."""
         num_planes = 2 if spec.value_dim is None else 1
         return (num_blocks, spec.block_size, num_planes, spec.num_kv_heads, spec.head_dim)
-
-    def check(self, traits: AttentionTraits) -> None:
-        """Accept every attention trait."""
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch as it is: layers share nothing."""

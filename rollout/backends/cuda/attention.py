@@ -129,9 +129,6 @@ class TritonPagedAttention:
             )
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
-    def check(self, traits: AttentionTraits) -> None:
-        """Accept every attention trait."""
-
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with a TritonPlan."""
         return replace(batch, plan=TritonPlan(batch))
