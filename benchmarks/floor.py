@@ -97,7 +97,7 @@ def _products(linears: list[Linear], ops: Ops[Any]) -> dict[str, list[Product]]:
     """For each kind of product, one callable per layer."""
     weights = [linear.weight.detach() for linear in linears]
     handles = [ops.prepare_linear(weight) for weight in weights]
-    ops.tune(handles)
+    ops.choose_products(handles)
     kinds = {
         "torch": [_plain(weight) for weight in weights],
         "engine": [_engine(handle, ops) for handle in handles],

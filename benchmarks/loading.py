@@ -5,7 +5,7 @@
     python -m benchmarks.loading --model small    # shows that it runs
 
 Each case loads a model in a process of its own, in the stages in which an engine is built: the
-model is opened, its weights are placed and filled, and products are tuned, which packs weights. It
+model is opened, its weights are placed and filled, and products are chosen, which packs weights. It
 comes from a Hugging Face directory of one file or of four, from random numbers, or from a CausalLM
 that has its values already, whose memory counts as well. Products are those of the rule, or
 ROLLOUT_TUNE names them; oneDNN and MKL, where forced, pack a second copy of the weights. Resident
@@ -53,10 +53,10 @@ TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate
 MODELS = {"m45": M45, "large": LARGE, "small": SMALL}
 SOURCES = ("one file", "four files", "random", "CausalLM")
 UNSET = "unset"  # ROLLOUT_TUNE: the rule
-TUNES = ("plain", "native", "onednn", "mkl")
+PRODUCTS = ("plain", "native", "onednn", "mkl")
 CASES = [(source, UNSET) for source in reversed(SOURCES)]
-CASES += [(SOURCES[0], tune) for tune in TUNES]
-STAGES = ("open", "fill", "tune")
+CASES += [(SOURCES[0], switch) for switch in PRODUCTS]
+STAGES = ("open", "fill", "products")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -101,23 +101,23 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
         "fill",
         lambda: ServedWeights(model, backend, version=0, reject_non_finite=True, fill=fill),
     )
-    stage("tune", lambda: model.prepare(backend))
+    stage("products", lambda: model.prepare(backend))
     handles = [layer.handle for layer in model.linear_layers().values()]
     packed = sum(h.weight_NK.nbytes for h in handles if h.packed is not None and not h.is_repacked)
     results = peaks | {"built": status_bytes("VmRSS") - before, "packed": packed}
     return {name: num_bytes / weights.num_bytes for name, num_bytes in results.items()}
 
 
-def measure_elsewhere(source: str, tune: str, folder: Path, model: str) -> dict[str, float]:
+def measure_elsewhere(source: str, switch: str, folder: Path, model: str) -> dict[str, float]:
     """Run `measure` in a new process, which finds compiled kernels."""
     command = [sys.executable, "-m", "benchmarks.loading", "--source", source]
     command += ["--folder", str(folder), "--model", model]
     cache = folder / "cache"
     _copy_kernels(cache)
-    environment = os.environ | {"ROLLOUT_TUNE": tune, "XDG_CACHE_HOME": str(cache)}
+    environment = os.environ | {"ROLLOUT_TUNE": switch, "XDG_CACHE_HOME": str(cache)}
     # Large pieces are mapped each by itself, so that holes in the C heap are not measured.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
-    if tune == UNSET:
+    if switch == UNSET:
         del environment["ROLLOUT_TUNE"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     results: dict[str, float] = json.loads(done.stdout)
@@ -150,7 +150,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         "what packed copies take of that. oneDNN and MKL, where forced, keep a packed copy beside "
         "the weights. The parameters of a CausalLM move one by one.",
         "",
-        "| source | ROLLOUT_TUNE | peak: open | peak: fill | peak: tune | built | packed |",
+        "| source | ROLLOUT_TUNE | peak: open | peak: fill | peak: products | built | packed |",
         "|---|---|" + "---:|" * len(names),
     ]
     for case in results["cases"]:
@@ -180,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         write_directories(spec, Path(folder))
         weights = (Path(folder) / "one file" / "model.safetensors").stat().st_size
-        for source, tune in track(CASES, "loading"):
-            figures = measure_elsewhere(source, tune, Path(folder), arguments.model)
-            cases.append({"source": source, "switch": tune} | figures)
+        for source, switch in track(CASES, "loading"):
+            figures = measure_elsewhere(source, switch, Path(folder), arguments.model)
+            cases.append({"source": source, "switch": switch} | figures)
     results = {
         "date": datetime.date.today().isoformat(),
         "machine": describe(InferenceConfig(num_threads=1)),

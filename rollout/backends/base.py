@@ -50,7 +50,7 @@ class CacheSpec:
 
 
 class RepackedWeight(Protocol):
-    """A weight, [N, K], that `Ops.tune` has packed in its own memory: no plain one exists."""
+    """A weight, [N, K], that is packed in its own memory: no plain one exists."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -123,13 +123,13 @@ class Ops(Protocol[Handle]):
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> Handle:
-        """A handle for `linear`, which refers to the weight. Nothing is packed before `tune`.
-
-        With `may_repack` `tune` may pack the weight in its own memory, see `repacked`.
+        """A handle for `linear`, which refers to the weight. Nothing is packed before
+        `choose_products`, which with `may_repack` may pack the weight in its own memory: see
+        `repacked`.
         """
         ...
 
-    def tune(
+    def choose_products(
         self,
         handles: Iterable[Handle],
         experts: Iterable[ExpertWeights] = (),
@@ -138,13 +138,13 @@ class Ops(Protocol[Handle]):
         """Choose how `linear` computes with these handles, all of a model.
 
         Handles may then hold packed copies of their weights, which `refresh` brings up to date.
-        Handles that are not tuned work as well. The choice never changes afterwards. `experts` and
+        Handles without a choice work as well. The choice never changes afterwards. `experts` and
         `fused`, what may run a pass in one call, are named in the log and in `explain`.
         """
         ...
 
     def explain(self) -> str:
-        """Describe what `tune` has chosen, a line for each shape; "" where nothing is chosen."""
+        """Describe the chosen products, a line for each shape; "" where nothing is chosen."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Handle) -> Tensor:

@@ -100,7 +100,7 @@ class CausalLM(nn.Module):
                     write_rows(slot, drawn.normal_(std=INIT_STD, generator=generator), row)
 
     def prepare(self, backend: Backend) -> None:
-        """Bind the backend into every layer. The weights must be there: tuning may pack them, and
+        """Bind the backend into every layer. The weights must be there: products may pack them, and
         those that one packed product serves alone in their own memory. Raises ModelError where the
         backend's group is not the one that the spec was cut for.
         """
@@ -116,7 +116,7 @@ class CausalLM(nn.Module):
         mixtures = (m for m in self.modules() if isinstance(m, MixtureOfExperts))
         fuse = backend.fuse_decoder
         self.fused = None if fuse is None else fuse(self.model.parts())
-        backend.ops.tune(
+        backend.ops.choose_products(
             (layer.handle for layer in self.linear_layers().values()),
             (mixture.weights for mixture in mixtures),
             self.fused,

@@ -145,7 +145,7 @@ def test_a_handle_is_plain_until_it_is_tuned_and_then_follows_its_weight() -> No
     handle = handles[0]
     assert ops.packed(handle) is None
     torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
-    ops.tune(handles)
+    ops.choose_products(handles)
     assert [w.data_ptr() for w in product.packed] == [h.weight_NK.data_ptr() for h in handles]
     torch.testing.assert_close(ops.linear(x, handle), x @ weight.T)
     weight.mul_(2)
@@ -158,7 +158,7 @@ def test_the_products_are_logged_in_one_line_and_explained(
 ) -> None:
     caplog.set_level("INFO")
     ops = CpuOps(ProductRule([PLAIN, OneDnnProduct()]))
-    ops.tune([ops.prepare_linear(WEIGHT)])
+    ops.choose_products([ops.prepare_linear(WEIGHT)])
     line = "24x32 float32: onednn from 1, plain from 129 rows"
     assert ops.explain() == line
     assert [record.getMessage() for record in caplog.records] == [f"products: {line}"]

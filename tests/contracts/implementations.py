@@ -104,8 +104,8 @@ HOST_ARENAS: dict[str, Callable[[], HostArena]] = {
 GPU_HOST_ARENAS = ("pinned",)
 
 
-def tuned_handle(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Any:
+def prepared_handle(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A handle of these operations, as an engine prepares it."""
     handle = ops.prepare_linear(weight, bias)
-    ops.tune([handle])
+    ops.choose_products([handle])
     return handle

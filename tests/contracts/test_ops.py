@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.backends.base import Ops
-from tests.contracts.implementations import OPS, is_interpreted, tuned_handle
+from tests.contracts.implementations import OPS, is_interpreted, prepared_handle
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -55,7 +55,7 @@ def test_linear_is_the_product_with_the_transposed_weight(
     ops = OPS[name]()
     weight, bias = randn(out_features, in_features), randn(out_features, seed=1)
     x = randn(rows, in_features, seed=2)
-    handle = tuned_handle(ops, weight, bias if has_bias else None)
+    handle = prepared_handle(ops, weight, bias if has_bias else None)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     torch.testing.assert_close(ops.linear(x, handle).double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -63,7 +63,7 @@ def test_linear_is_the_product_with_the_transposed_weight(
 @pytest.mark.parametrize("rows", [1, 16, 200])
 def test_refresh_follows_an_in_place_change_of_the_weight(ops: Ops, rows: int) -> None:
     weight, x = randn(24, 32), randn(rows, 32, seed=1)
-    handle = tuned_handle(ops, weight)
+    handle = prepared_handle(ops, weight)
     ops.linear(x, handle)
     weight.mul_(-2.0)
     ops.refresh(handle)
@@ -72,7 +72,7 @@ def test_refresh_follows_an_in_place_change_of_the_weight(ops: Ops, rows: int) -
 
 def test_linear_takes_weights_of_a_module_that_requires_gradients(ops: Ops) -> None:
     layer = torch.nn.Linear(32, 24)
-    handle = tuned_handle(ops, layer.weight, layer.bias)
+    handle = prepared_handle(ops, layer.weight, layer.bias)
     x = randn(4, 32)
     with torch.inference_mode():
         torch.testing.assert_close(ops.linear(x, handle), layer(x), rtol=1e-5, atol=1e-5)
@@ -81,7 +81,7 @@ def test_linear_takes_weights_of_a_module_that_requires_gradients(ops: Ops) -> N
 @pytest.mark.parametrize("rows", [1, 5])
 def test_linear_works_in_bfloat16(ops: Ops, rows: int) -> None:
     weight, x = randn(24, 32, dtype=torch.bfloat16), randn(rows, 32, seed=1, dtype=torch.bfloat16)
-    result = ops.linear(x, tuned_handle(ops, weight))
+    result = ops.linear(x, prepared_handle(ops, weight))
     torch.testing.assert_close(
         result.double(), x.double() @ weight.double().T, rtol=0.02, atol=0.05
     )

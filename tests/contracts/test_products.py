@@ -14,7 +14,7 @@ from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.library import load_library
 from rollout.backends.cpu.linear_ops import CpuOps
 from rollout.backends.cpu.products import BUCKETS, LinearHandle, ProductRule, available_products
-from tests.contracts.implementations import tuned_handle
+from tests.contracts.implementations import prepared_handle
 
 PRODUCTS = ("plain", "onednn", "mkl", "native-256", "native-512", "native-dot", "native-amx")
 
@@ -54,7 +54,7 @@ def test_it_is_the_product_with_the_transposed_weight(
     ops = ops_with(name)
     weight, bias = randn(num_outputs, num_inputs), randn(num_outputs, seed=1)
     x = randn(num_rows, num_inputs, seed=2)
-    handle = tuned_handle(ops, weight, bias if has_bias else None)
+    handle = prepared_handle(ops, weight, bias if has_bias else None)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     result = ops.linear(x, handle)
     assert result.shape == (num_rows, num_outputs)
@@ -65,7 +65,7 @@ def test_it_is_the_product_with_the_transposed_weight(
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
 def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
     ops, weight = ops_with(name), randn(24, 32)
-    handle = tuned_handle(ops, weight)
+    handle = prepared_handle(ops, weight)
     assert_product(ops, randn(num_rows, 40)[:, :32], weight, handle)
     assert_product(ops, randn(32, num_rows).T, weight, handle)
 
@@ -74,7 +74,7 @@ def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
 def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
     old, new = weight.clone(), randn(24, 32, seed=2)
-    handle = tuned_handle(ops, weight)
+    handle = prepared_handle(ops, weight)
     staged = ops.stage(handle, [new[:10], new[10:]])
     assert_product(ops, x, old, handle)
     before = ops.packed(handle)
@@ -91,7 +91,7 @@ def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
 @all_products
 def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
-    handle = tuned_handle(ops, weight)
+    handle = prepared_handle(ops, weight)
     ops.release(handle)
     assert ops.packed(handle) is None
     weight.mul_(3)
@@ -104,7 +104,7 @@ def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtype) -> None:
     ops, weight, x = ops_with(name), randn(24, 32).to(dtype), randn(5, 32, seed=1).to(dtype)
-    result = ops.linear(x, tuned_handle(ops, weight))
+    result = ops.linear(x, prepared_handle(ops, weight))
     assert result.dtype == dtype
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.05)
@@ -116,7 +116,7 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
     name: str, dtype: torch.dtype
 ) -> None:
     ops, weight = ops_with(name), randn(300, 96).to(dtype)
-    handle = tuned_handle(ops, weight, randn(300, seed=1).to(dtype))
+    handle = prepared_handle(ops, weight, randn(300, seed=1).to(dtype))
     x = randn(400, 96, seed=2).to(dtype)
     together = ops.linear(x, handle)
     if name in PAIRED and dtype == torch.float32:
@@ -140,7 +140,7 @@ def test_bfloat16_is_multiplied_exactly_and_rounded_once(
     ops = ops_with(name)
     weight, bias = randn(num_outputs, num_inputs).bfloat16(), randn(num_outputs, seed=1).bfloat16()
     x = randn(num_rows, num_inputs, seed=2).bfloat16()
-    handle = tuned_handle(ops, weight, bias if has_bias else None)
+    handle = prepared_handle(ops, weight, bias if has_bias else None)
     assert handle.packed is not None
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     result = ops.linear(x, handle).double()
@@ -151,7 +151,7 @@ def test_bfloat16_is_multiplied_exactly_and_rounded_once(
 def test_products_of_pairs_round_x_to_nearest_even_and_keep_what_is_no_number(name: str) -> None:
     """2^-10 is lost beside 1; a tie goes to the even neighbour."""
     ops = ops_with(name)
-    handle = tuned_handle(ops, torch.tensor([[1.0, 1.0]]).bfloat16())
+    handle = prepared_handle(ops, torch.tensor([[1.0, 1.0]]).bfloat16())
     x = torch.tensor(
         [[1 + 2**-10, -1], [1 + 3 * 2**-8, -1], [1 + 2**-8, -1], [float("nan"), 0], [1e38, 1e38]]
     )
@@ -165,7 +165,7 @@ def test_products_of_pairs_round_x_to_nearest_even_and_keep_what_is_no_number(na
 def test_it_is_the_same_on_several_threads(name: str) -> None:
     weight, x = randn(3000, 512), randn(6, 512, seed=1)
     ops = ops_with(name)
-    handle = tuned_handle(ops, weight)
+    handle = prepared_handle(ops, weight)
     alone = ops.linear(x, handle)
     torch.set_num_threads(3)
     try:
@@ -205,7 +205,7 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def repacked_handle(ops: CpuOps, weight: Tensor, bias: Tensor | None = None) -> LinearHandle:
     handle = ops.prepare_linear(weight, bias, may_repack=True)
-    ops.tune([handle])
+    ops.choose_products([handle])
     return handle
 
 
@@ -216,7 +216,7 @@ def test_a_weight_packed_in_its_own_memory_gives_the_bits_of_a_packed_copy(
 ) -> None:
     ops, weight, bias = ops_with(name), randn(320, 96).to(dtype), randn(320, seed=1).to(dtype)
     values, address = weight.clone(), weight.data_ptr()
-    with_copy = tuned_handle(ops, values, bias)
+    with_copy = prepared_handle(ops, values, bias)
     handle = repacked_handle(ops, weight, bias)
     repacked = ops.repacked(handle)
     assert repacked is not None
@@ -288,7 +288,7 @@ def test_a_weight_that_does_not_fill_panels_or_may_not_be_repacked_is_copied(nam
     for weight, may_repack in ((randn(95, 33), True), (randn(96, 33), False)):
         values = weight.clone()
         handle = ops.prepare_linear(weight, may_repack=may_repack)
-        ops.tune([handle])
+        ops.choose_products([handle])
         assert ops.repacked(handle) is None
         assert torch.equal(weight, values)
 

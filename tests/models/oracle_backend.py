@@ -47,7 +47,7 @@ class OracleOps:
         self.refresh(handle)
         return handle
 
-    def tune(
+    def choose_products(
         self,
         handles: Iterable[PackedLinear],
         experts: Iterable[Any] = (),

@@ -44,10 +44,11 @@ class CpuOps(TorchOps):
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> LinearHandle:
-        """Return a handle with the plain product. `tune` gives it others and packs the weight."""
+        """Return a handle with the plain product, until `choose_products` packs the weight for
+        others."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
-    def tune(
+    def choose_products(
         self,
         handles: Iterable[LinearHandle],
         experts: Iterable[ExpertWeights] = (),

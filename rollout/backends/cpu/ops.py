@@ -123,7 +123,7 @@ class NativeOps(CpuOps):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
 
-    def tune(
+    def choose_products(
         self,
         handles: Iterable[LinearHandle],
         experts: Iterable[ExpertWeights] = (),
@@ -133,7 +133,7 @@ class NativeOps(CpuOps):
         for weights in filter(can_run, experts):
             names = [self._experts_by(weights, num_tokens) for num_tokens in BUCKETS]
             self._explain(weights.down_NEF, " experts", names)
-        super().tune(handles, experts, fused)
+        super().choose_products(handles, experts, fused)
 
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights

@@ -150,7 +150,7 @@ class ReferenceOps(TorchOps):
         """A handle that refers to the weight; no copy is made."""
         return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
 
-    def tune(
+    def choose_products(
         self,
         handles: Iterable[DenseLinear],
         experts: Iterable[ExpertWeights] = (),
