@@ -1,4 +1,4 @@
-"""create_backend: the one door to a device."""
+"""create_backend: makes the backend of a device."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def load_on_ranks(
 ) -> tuple[LoadedModel, EngineSizes, Worker]:
     """Load the model on all ranks, the others of which run a FollowerStart. Returns rank 0's part.
 
-    All ranks use the products that rank 0 chooses, because what they all compute must have the same
-    bits, and the sizes that fit all of them. Raises ConfigError and ModelError of any rank, and
+    All ranks use the sizes that fit all of them. Raises ConfigError and ModelError of any rank, and
     LockstepError if a rank is lost.
     """
     start_s = config.tensor_parallel_start_timeout_s
@@ -272,7 +271,7 @@ def _exchanged(group: Any, own: _Facts) -> Sequence[_Facts]:
     try:
         gathered = all_gather_bytes(group, msgspec.msgpack.encode(own))
     except (RuntimeError, ValueError) as error:  # whatever the group's library raises
-        raise LockstepError(f"the ranks of pg_collection.tp did not meet: {error}") from error
+        raise LockstepError(f"the ranks of pg_collection.tp found no rendezvous: {error}") from error
     facts = [msgspec.msgpack.decode(each, type=_Facts) for each in gathered]
     for rank, each in enumerate(facts):
         if each.error is not None:

@@ -105,7 +105,7 @@ def test_a_field_without_effect_on_cpu_is_refused_by_name(field: str, value: obj
         create_backend(InferenceConfig(**{field: value}))
 
 
-# ---- CUDA, without a device: what reaches the door behind create_backend
+# ---- CUDA, without a device: what reaches cuda_backend
 
 
 @pytest.fixture

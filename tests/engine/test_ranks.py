@@ -331,13 +331,13 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_loses_no_request() ->
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(LockstepError, match=rf"rank 1 \(process {pid}\) is lost"):
             drain(engine)
-        for verb in (
+        for call in (
             engine.step,
             engine.weights_checksum,
             engine.memory_status,
         ):
             with pytest.raises(LockstepError, match="must be made anew"):
-                verb()
+                call()
         with pytest.raises(LockstepError):
             engine.update_weights(model_of(0, 1), in_flight=True)
         left = [engine.get_record(request_id) for request_id in engine.request_ids()]

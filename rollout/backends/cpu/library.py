@@ -50,8 +50,8 @@ def load_library() -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or error
         logger.warning("native kernels: off (%s); %s", str(detail).strip(), _PRICE)
         return None
-    verb = "compiled" if was_built else "loaded"
-    logger.info("native kernels: %s %s (%.2f s)", verb, path, time.monotonic() - started)
+    how = "compiled" if was_built else "loaded"
+    logger.info("native kernels: %s %s (%.2f s)", how, path, time.monotonic() - started)
     return library
 
 
