@@ -22,7 +22,7 @@ from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.device_memory import CudaDeviceMemory
 from rollout.backends.cuda.graph import GraphExecutor
-from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.memory_saver import MemorySaverMemory
 from rollout.backends.cuda.pinned_host import PinnedHostArena
 from rollout.backends.cuda.unified import UnifiedMemory
@@ -69,12 +69,12 @@ class FakeDevice:
         """Stands for `rollout.backends.cuda.backend.cuda_backend`."""
         del index
         self.graphs.append(RepeatingDevice())
-        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
+        graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed_graphs)
         return replace(
             cpu_backend("device", collectives=collectives),
             attention=HostlessAttention(),
             memory=MEMORY_KINDS[memory_kind](self.runtime),
-            executor=GraphExecutor(CPU, self.graphs[-1], ladder, collectives),
+            executor=GraphExecutor(CPU, self.graphs[-1], graph_shapes, collectives),
             create_host_arena=lambda: PinnedHostArena(self.runtime),
             fuse_decoder=None,
         )

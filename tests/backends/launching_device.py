@@ -23,7 +23,7 @@ from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.attention import TritonPagedAttention
 from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
 from rollout.backends.cuda.graph import GraphExecutor
-from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.ops import TritonOps
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
@@ -148,8 +148,8 @@ def launching_backend(
     """
     executor: Executor = EagerExecutor(CPU)
     if num_graphs != 0:
-        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
-        executor = GraphExecutor(CPU, RepeatingDevice(), ladder, collectives)
+        graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed_graphs)
+        executor = GraphExecutor(CPU, RepeatingDevice(), graph_shapes, collectives)
     attention: AttentionBackend = LaunchedAttention(recorder)
     ops: TritonOps = LaunchedOps(recorder)
     if not computes:

@@ -20,7 +20,7 @@ from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.cuda_graph import CudaGraphs
 from rollout.backends.cuda.graph import GraphExecutor, Ran
-from rollout.backends.cuda.graph_shapes import Ladder, make_ladder
+from rollout.backends.cuda.graph_shapes import GraphShapes, make_graph_shapes
 from rollout.backends.executors.transfer import download
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.step_tensors import Fetch
@@ -138,7 +138,7 @@ def graph_engine(
     monkeypatch: pytest.MonkeyPatch,
     model: Any,
     *,
-    ladder: Ladder | None = None,
+    graph_shapes: GraphShapes | None = None,
     attention: AttentionBackend | None = None,
     ops: Ops | None = None,
     memory: MemoryBackend | None = None,
@@ -150,7 +150,7 @@ def graph_engine(
 
     def create_backend(config: Any, *ranks: Any) -> Any:
         backend = cpu_backend("device")
-        shapes = ladder or make_ladder(12, config.max_requests or 24, 6)
+        shapes = graph_shapes or make_graph_shapes(12, config.max_requests or 24, 6)
         made.append(GraphExecutor(CPU, device, shapes))
         return replace(
             backend,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout import SamplingParams
 from rollout.backends.cuda.graph import GraphExecutor
-from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.backends.step_tensors import (
     INPUT_TYPES,
@@ -31,8 +31,8 @@ from tests.backends.repeating_device import CPU, RepeatingDevice, graph_engine
 from tests.thread_ranks import on_ranks
 from tests.tiny_models import Margins, drain, generate_all, prompt_of, tiny_model
 
-LADDER = make_ladder(4, 4, 2)
-NUM_SHAPES = len(LADDER.decode) + len(LADDER.mixed)
+GRAPH_SHAPES = make_graph_shapes(4, 4, 2)
+NUM_SHAPES = len(GRAPH_SHAPES.decode) + len(GRAPH_SHAPES.mixed)
 FLAGS = SamplingFlags(
     all_greedy=True,
     any_greedy=True,
@@ -77,7 +77,7 @@ def assert_oracles(requests: Any) -> None:
 def test_a_shape_that_cannot_be_captured_runs_eagerly_and_the_first_error_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, executor, device = graph_engine(monkeypatch, model(), ladder=LADDER)
+    engine, executor, device = graph_engine(monkeypatch, model(), graph_shapes=GRAPH_SHAPES)
     device.in_capture = failing_at({1}, device)
     with caplog.at_level(logging.WARNING):
         assert engine.warm_up() == NUM_SHAPES - 1
@@ -95,7 +95,7 @@ def test_a_shape_that_cannot_be_captured_runs_eagerly_and_the_first_error_is_log
 def test_an_engine_that_can_capture_nothing_tries_thrice_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, executor, device = graph_engine(monkeypatch, model(), ladder=LADDER)
+    engine, executor, device = graph_engine(monkeypatch, model(), graph_shapes=GRAPH_SHAPES)
     device.in_capture = device.cuda.synchronize
     assert_oracles(generate_all(engine, jobs()))
     assert engine.warm_up() == 0
@@ -109,7 +109,9 @@ def test_a_suspend_keeps_the_graphs_beside_a_failed_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = VirtualMemory(FakeRuntime())  # whose addresses stay: no graph is lost by chance
-    engine, executor, device = graph_engine(monkeypatch, model(), ladder=LADDER, memory=memory)
+    engine, executor, device = graph_engine(
+        monkeypatch, model(), graph_shapes=GRAPH_SHAPES, memory=memory
+    )
     device.in_capture = failing_at({1}, device)
     engine.warm_up()
     for prompt, params in jobs():
@@ -129,7 +131,7 @@ def test_a_step_whose_program_fails_before_its_capture_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Memory may be short for once: that says nothing of the shape."""
-    engine, _, device = graph_engine(monkeypatch, model(), ladder=LADDER)
+    engine, _, device = graph_engine(monkeypatch, model(), graph_shapes=GRAPH_SHAPES)
     product, num_calls = device.cuda.product, 0
 
     def fail_once() -> None:
@@ -203,7 +205,7 @@ def test_all_ranks_run_eagerly_what_one_rank_cannot_capture(
         device = RepeatingDevice()
         if collectives.rank == failing_rank:
             device.in_capture = failing_at({number}, device)
-        executor = GraphExecutor(CPU, device, make_ladder(4, 4, 0), collectives)
+        executor = GraphExecutor(CPU, device, make_graph_shapes(4, 4, 0), collectives)
         executor.prepare(4, 100)
         program = Adding(collectives)
         drawn = [executor.launch(program, step)().samples.token_ids_S.tolist() for step in steps]
@@ -225,7 +227,7 @@ def test_a_rank_that_is_lost_in_a_capture_is_no_failed_capture(error: Exception)
         raise error
 
     device.in_capture = fail
-    executor = GraphExecutor(CPU, device, make_ladder(4, 4, 0))
+    executor = GraphExecutor(CPU, device, make_graph_shapes(4, 4, 0))
     executor.prepare(4, 100)
     with pytest.raises(type(error)):
         on_ranks(1, lambda ranks: executor.launch(Adding(ranks), decode_step([1])))

@@ -23,8 +23,8 @@ from rollout.backends.cuda.graph import GraphExecutor
 from rollout.backends.cuda.graph_shapes import (
     MAX_LOGIT_BYTES,
     PREFILL_TOKENS,
-    Ladder,
-    make_ladder,
+    GraphShapes,
+    make_graph_shapes,
 )
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.step_tensors import (
@@ -53,8 +53,8 @@ from tests.tiny_models import (
 MAX_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 6, 4, 100
 PER_SAMPLE = ("sample_rows_S", "temperature_S", "top_k_S", "top_p_S", "mode_S")
 MODES = ("persist", "offload", "recompute")
-LADDER = make_ladder(12, 24, 6)  # of graph_engine
-SHAPES = (*LADDER.decode, *LADDER.mixed)
+GRAPH_SHAPES = make_graph_shapes(12, 24, 6)  # of graph_engine
+SHAPES = (*GRAPH_SHAPES.decode, *GRAPH_SHAPES.mixed)
 
 
 # ---- padding
@@ -171,8 +171,8 @@ class Fingerprint:
 def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
     data: list[StepInputs[Any]], num_graphs: int
 ) -> None:
-    ladder = make_ladder(num_graphs, 16, num_graphs)
-    executor, program = GraphExecutor(CPU, RepeatingDevice(), ladder), Fingerprint()
+    graph_shapes = make_graph_shapes(num_graphs, 16, num_graphs)
+    executor, program = GraphExecutor(CPU, RepeatingDevice(), graph_shapes), Fingerprint()
     executor.prepare(MAX_BLOCKS, VOCAB_SIZE)
     fetches = []
     for inputs in data:
@@ -180,7 +180,7 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
         fetches.append((executor.launch(program, inputs), expected, inputs.layout.asks_more_S))
         for fetch, right, asks_more_S in fetches[-2:]:  # two may be outstanding
             assert_same(fetch(), right, asks_more_S)
-    num_scoring = len(ladder.scoring)
+    num_scoring = len(graph_shapes.scoring)
     assert num_scoring <= len(PREFILL_TOKENS)
     assert 0 < executor.num_captures <= num_graphs + num_scoring
 
@@ -201,7 +201,7 @@ def test_behind_a_replay_only_the_samples_that_want_more_are_drawn_again(
     inputs: StepInputs[Any],
 ) -> None:
     device, program = RepeatingDevice(), Fingerprint()
-    executor = GraphExecutor(CPU, device, make_ladder(20, 16, 20))
+    executor = GraphExecutor(CPU, device, make_graph_shapes(20, 16, 20))
     executor.prepare(MAX_BLOCKS, VOCAB_SIZE)
     executor.launch(program, inputs)()
     program.num_drawn.clear()
@@ -215,59 +215,59 @@ def test_behind_a_replay_only_the_samples_that_want_more_are_drawn_again(
 def test_a_ladder_reaches_the_largest_step_within_its_number_of_graphs(
     num_graphs: int, max_rows: int, max_mixed: int
 ) -> None:
-    ladder = make_ladder(num_graphs, max_rows, max_mixed)
-    assert len(ladder.decode) + len(ladder.mixed) <= num_graphs
-    assert len(ladder.mixed) <= max_mixed
-    sizes = [shape.num_decode_rows for shape in ladder.decode]
+    graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed)
+    assert len(graph_shapes.decode) + len(graph_shapes.mixed) <= num_graphs
+    assert len(graph_shapes.mixed) <= max_mixed
+    sizes = [shape.num_decode_rows for shape in graph_shapes.decode]
     assert sizes == sorted(set(sizes))
-    costs = [shape.num_tokens for shape in ladder.mixed]
+    costs = [shape.num_tokens for shape in graph_shapes.mixed]
     assert costs == sorted(costs)
-    for shapes in (ladder.decode, ladder.mixed):
+    for shapes in (graph_shapes.decode, graph_shapes.mixed):
         assert not shapes or max(shape.num_decode_rows for shape in shapes) == max_rows
-    if ladder.mixed:
-        assert ladder.mixed[-1].num_prefill_tokens == PREFILL_TOKENS[-1]
-        assert ladder.mixed[-1].num_decode_rows == max_rows
+    if graph_shapes.mixed:
+        assert graph_shapes.mixed[-1].num_prefill_tokens == PREFILL_TOKENS[-1]
+        assert graph_shapes.mixed[-1].num_decode_rows == max_rows
     if num_graphs > 2:
-        assert ladder.decode[0].num_decode_rows == 1
+        assert graph_shapes.decode[0].num_decode_rows == 1
 
 
 @given(max_rows=st.integers(1, 2000))
 def test_a_decode_step_above_64_rows_computes_less_than_16_rows_of_padding(max_rows: int) -> None:
-    sizes = [shape.num_decode_rows for shape in make_ladder(None, max_rows, 16).decode]
+    sizes = [shape.num_decode_rows for shape in make_graph_shapes(None, max_rows, 16).decode]
     for num_rows in range(1, max_rows + 1):
         padding = next(size for size in sizes if size >= num_rows) - num_rows
         assert padding <= min(15, num_rows)
 
 
 def test_mixed_steps_of_few_prompt_tokens_have_shapes_of_their_own() -> None:
-    ladder = make_ladder(None, 256, 16)
-    assert {shape.num_prefill_tokens for shape in ladder.mixed} == {64, 128, 256, 512}
-    assert len(ladder.mixed) == 16
+    graph_shapes = make_graph_shapes(None, 256, 16)
+    assert {shape.num_prefill_tokens for shape in graph_shapes.mixed} == {64, 128, 256, 512}
+    assert len(graph_shapes.mixed) == 16
     for num_tokens in PREFILL_TOKENS:
-        rows = [s.num_decode_rows for s in ladder.mixed if s.num_prefill_tokens == num_tokens]
+        rows = [s.num_decode_rows for s in graph_shapes.mixed if s.num_prefill_tokens == num_tokens]
         assert (rows[0], rows[-1]) == (1, 256)
 
 
 def test_shapes_with_more_logits_than_the_bound_are_left_to_eager_steps() -> None:
-    ladder = make_ladder(None, 1024, 16).within(MAX_LOGIT_BYTES, 152_064)
-    assert ladder.decode[-1].num_decode_rows == 1024
-    assert max(shape.num_decode_rows for shape in ladder.mixed) < 1024
-    for shape in (*ladder.decode, *ladder.mixed):
+    graph_shapes = make_graph_shapes(None, 1024, 16).within(MAX_LOGIT_BYTES, 152_064)
+    assert graph_shapes.decode[-1].num_decode_rows == 1024
+    assert max(shape.num_decode_rows for shape in graph_shapes.mixed) < 1024
+    for shape in (*graph_shapes.decode, *graph_shapes.mixed):
         in_float32 = 4 * 152_064 * shape.num_rows
         assert in_float32 < shape.logit_bytes(152_064) <= MAX_LOGIT_BYTES
 
 
 @given(inputs=steps())
 def test_a_step_takes_the_smallest_shape_it_fits(inputs: StepInputs[Any]) -> None:
-    ladder = make_ladder(8, 12, 4)
-    shape = ladder.smallest_for(inputs)
+    graph_shapes = make_graph_shapes(8, 12, 4)
+    shape = graph_shapes.smallest_for(inputs)
     only_decodes = len(inputs.layout.token_ids_T) == inputs.layout.num_decode_rows
-    shapes = ladder.decode if only_decodes else ladder.mixed
+    shapes = graph_shapes.decode if only_decodes else graph_shapes.mixed
     if len(inputs.layout.score_targets_P):
-        shapes = ladder.scoring
+        shapes = graph_shapes.scoring
     fitting = [shape for shape in shapes if shape.fits(inputs)]
     assert shape == (fitting[0] if fitting else None)
-    assert Ladder().smallest_for(inputs) is None
+    assert GraphShapes().smallest_for(inputs) is None
 
 
 # ---- engines
@@ -307,7 +307,7 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
         {"enable_chunked_prefill": True, "max_tokens": 24},
         {"num_blocks": 18},
         {"max_requests": 3},
-        {"ladder": make_ladder(2, 24, 2)},
+        {"graph_shapes": make_graph_shapes(2, 24, 2)},
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cuda.device_memory import CudaDeviceMemory
-from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.memory_saver import MemorySaverMemory
 from rollout.backends.cuda.unified import UnifiedMemory
 from rollout.backends.cuda.vmm import VirtualMemory
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[FakeRuntime], MemoryBackend]] = {
 }
 PARAMS = SamplingParams(num_tokens_to_generate=8, ignore_eos=True)
 NUM_CYCLES = 3
-LADDER = make_ladder(4, 4, 2)
+GRAPH_SHAPES = make_graph_shapes(4, 4, 2)
 
 
 @cache
@@ -52,7 +52,11 @@ def test_three_suspends_capture_again_only_what_has_moved(
     runtime = FakeRuntime()
     memory = KINDS[kind](runtime)
     engine, executor, device = graph_engine(
-        monkeypatch, model(), memory=memory, kv_cache_management_mode=mode, ladder=LADDER
+        monkeypatch,
+        model(),
+        memory=memory,
+        kv_cache_management_mode=mode,
+        graph_shapes=GRAPH_SHAPES,
     )
     num_shapes = num_captured = engine.warm_up()
     for seed in range(3):
@@ -88,7 +92,7 @@ def test_a_suspend_leaves_nothing_but_what_its_report_lists(
     total = runtime.free
     with DeviceBytes("cpu") as device_bytes:
         engine, executor, device = graph_engine(
-            monkeypatch, model(), memory=VirtualMemory(runtime), ladder=LADDER
+            monkeypatch, model(), memory=VirtualMemory(runtime), graph_shapes=GRAPH_SHAPES
         )
         engine.warm_up()
         for seed, penalty in enumerate((1.0, 1.3)):

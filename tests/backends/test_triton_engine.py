@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.backends.cuda.graph_shapes import GraphShape, Ladder
+from rollout.backends.cuda.graph_shapes import GraphShape, GraphShapes
 from tests.backends.repeating_device import check_a_life_with_a_suspend, graph_engine
 from tests.contracts.on_device import device_ops
 from tests.family_cases import family_model
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from tests.contracts.attention_on_device import device_attention
 
 # Small, for each program of a kernel costs the interpreter milliseconds.
-LADDER = Ladder(
+GRAPH_SHAPES = GraphShapes(
     decode=(GraphShape(num_decode_rows=4),),
     mixed=(GraphShape(num_decode_rows=4, num_prefill_rows=2, num_prefill_tokens=24),),
 )
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_the_trainers_model(
     engine, executor, _ = graph_engine(
         monkeypatch,
         model,
-        ladder=LADDER,
+        graph_shapes=GRAPH_SHAPES,
         ops=device_ops(),
         attention=device_attention(),
         max_requests=6,

@@ -13,7 +13,7 @@ from rollout.backends.cuda.copy import copy_tokens
 from rollout.backends.cuda.cuda_graph import CudaGraphs
 from rollout.backends.cuda.device_memory import CudaDeviceMemory
 from rollout.backends.cuda.graph import GraphExecutor
-from rollout.backends.cuda.graph_shapes import make_ladder
+from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.memory_saver import MemorySaverMemory
 from rollout.backends.cuda.ops import TritonOps
 from rollout.backends.cuda.pinned_host import PinnedHostArena
@@ -43,7 +43,7 @@ def cuda_backend(
     """A Backend on the CUDA device of that index, None: the current one.
 
     `num_graphs` and `max_mixed_graphs` as
-    `make_ladder` takes them; no graphs at all with 0.
+    `make_graph_shapes` takes them; no graphs at all with 0.
     Raises ConfigError where there is no device, or where memory of that kind cannot work.
     """
     runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
@@ -51,8 +51,8 @@ def cuda_backend(
     memory: MemoryBackend = _MEMORY[memory_kind](runtime)
     executor: Executor = EagerExecutor(device)
     if num_graphs != 0:
-        ladder = make_ladder(num_graphs, max_rows, max_mixed_graphs)
-        executor = GraphExecutor(device, CudaGraphs(device), ladder, collectives)
+        graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed_graphs)
+        executor = GraphExecutor(device, CudaGraphs(device), graph_shapes, collectives)
     properties = torch.cuda.get_device_properties(device)
     attention = TritonPagedAttention(num_multiprocessors=properties.multi_processor_count)
     return Backend(

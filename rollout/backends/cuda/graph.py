@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout.backends.cuda.graph_shapes import MAX_LOGIT_BYTES, GraphShape, Ladder
+from rollout.backends.cuda.graph_shapes import MAX_LOGIT_BYTES, GraphShape, GraphShapes
 from rollout.backends.cuda.left_out import left_out, with_more
 from rollout.backends.cuda.static_inputs import StaticInputs
 from rollout.backends.executors.eager import EagerExecutor
@@ -95,11 +95,11 @@ class GraphExecutor:
         self,
         device: torch.device,
         graphs: GraphDevice,
-        ladder: Ladder,
+        graph_shapes: GraphShapes,
         collectives: Collectives = ONE_RANK,
     ) -> None:
         self._collectives = collectives
-        self._device, self._graphs, self._ladder = device, graphs, ladder
+        self._device, self._graphs, self._graph_shapes = device, graphs, graph_shapes
         self._eager = EagerExecutor(device)
         self._captured: dict[GraphShape, _Captured] = {}
         self._failed: set[GraphShape] = set()  # the same on all ranks
@@ -114,13 +114,17 @@ class GraphExecutor:
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
         """Reserve the places of all inputs; block tables take as much as `max_blocks` needs."""
-        self._ladder = self._ladder.within(MAX_LOGIT_BYTES, vocab_size)
-        shapes = (*self._ladder.decode, *self._ladder.mixed, *self._ladder.scoring)
+        self._graph_shapes = self._graph_shapes.within(MAX_LOGIT_BYTES, vocab_size)
+        shapes = (
+            *self._graph_shapes.decode,
+            *self._graph_shapes.mixed,
+            *self._graph_shapes.scoring,
+        )
         self._static = StaticInputs(shapes, max_blocks, self._device, self._graphs.pinned)
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Replay the smallest graph that the step fits; what it returns is queued to the host."""
-        shape = self._ladder.smallest_for(inputs)
+        shape = self._graph_shapes.smallest_for(inputs)
         if self._is_doubtful and shape is not None:
             self._check_replay(program)
         graph = None if shape is None else self._graph_of(program, shape)
@@ -150,7 +154,9 @@ class GraphExecutor:
         The largest comes first: the others then find room in the memory that it has left.
         """
         before = self.num_captures
-        for shape in sorted({*self._ladder.decode, *self._ladder.mixed}, key=_size, reverse=True):
+        for shape in sorted(
+            {*self._graph_shapes.decode, *self._graph_shapes.mixed}, key=_size, reverse=True
+        ):
             self._graph_of(program, shape)
         return self.num_captures - before
 

@@ -1,4 +1,4 @@
-"""GraphShape: what a captured step has room for; Ladder: the shapes there are, and the best fit."""
+"""GraphShape: what a captured step has room for; GraphShapes: all of them, and the best fit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GraphShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
+class GraphShapes:
     """Shapes in the order of their sizes.
 
     A step that scores prompts keeps the hidden states of its tokens, which others do not compute to
@@ -90,16 +90,16 @@ class Ladder:
         widest = {shape.num_prefill_tokens: shape for shape in self.mixed}
         return tuple(replace(shape, scores_prompts=True) for shape in widest.values())
 
-    def within(self, max_logit_bytes: int, vocab_size: int) -> Ladder:
+    def within(self, max_logit_bytes: int, vocab_size: int) -> GraphShapes:
         """Those shapes whose logits take no more than that."""
 
         def kept(shapes: tuple[GraphShape, ...]) -> tuple[GraphShape, ...]:
             return tuple(s for s in shapes if s.logit_bytes(vocab_size) <= max_logit_bytes)
 
-        return Ladder(decode=kept(self.decode), mixed=kept(self.mixed))
+        return GraphShapes(decode=kept(self.decode), mixed=kept(self.mixed))
 
 
-def make_ladder(num_graphs: int | None, max_rows: int, max_mixed: int) -> Ladder:
+def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> GraphShapes:
     """At most `num_graphs` shapes, up to half of them, and up to `max_mixed`, for mixed steps.
 
     None: every size of decode steps, and `max_mixed` mixed shapes beside them.
@@ -114,7 +114,7 @@ def make_ladder(num_graphs: int | None, max_rows: int, max_mixed: int) -> Ladder
         for num_tokens in _spread(PREFILL_TOKENS, num_mixed)
         for rows in _spread(sizes, max(1, num_mixed // len(PREFILL_TOKENS)))
     )
-    return Ladder(
+    return GraphShapes(
         decode=tuple(GraphShape(num_decode_rows=rows) for rows in _spread(sizes, num_decode)),
         mixed=tuple(sorted(mixed, key=lambda shape: (shape.num_tokens, shape.num_rows))),
     )
