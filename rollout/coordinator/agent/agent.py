@@ -40,9 +40,9 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.engine.engine import Engine
-from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
+from rollout.errors import ConfigError, ProtocolError, RolloutError, WeightUpdateError
 from rollout.ranges import MAX_SECONDS
-from rollout.wire import Message
+from rollout.wire import MAX_ITEMS, Message
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
@@ -69,7 +69,13 @@ class EngineAgent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`settings`: what all engines of the fleet must have alike. `fetch`: as for WeightUpdates.
-        `clock`: returns monotonic seconds, for deadlines."""
+        `clock`: returns monotonic seconds, for deadlines. Raises ConfigError for more requests than
+        a registration may name, of which half may have ended."""
+        if max_requests > MAX_ITEMS // 2:
+            raise ConfigError(
+                f"max_requests={max_requests} of an engine of a fleet must be at most "
+                f"{MAX_ITEMS // 2}"
+            )
         self._engine, self._engine_id, self._clock = engine, engine_id, clock
         self._block_size, self._max_requests = block_size_tokens, max_requests
         self._settings = settings
@@ -219,9 +225,11 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return what to send instead of a message that is too large: the request that it is about
-        ends with `error`. Raises `error` for other messages.
+        """Return what to send instead of a message that no frame can carry: the request or command
+        that it is about ends with `error`. Raises `error` for other messages.
         """
+        if isinstance(message, Ack):
+            return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)
 
     def close(self) -> None:

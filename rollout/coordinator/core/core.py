@@ -186,7 +186,7 @@ class CoordinatorCore:
     def undelivered(
         self, identity: bytes, message: Message, fault: ProtocolError | None, now: float
     ) -> Outgoing:
-        """A message could not be sent: it is too large (`fault`), or its peer is not there.
+        """A message could not be sent: no frame can carry it (`fault`), or its peer is not there.
 
         An engine that cannot be reached is removed; a client gets the message again with its next
         heartbeat. Returns the messages to send.
@@ -216,7 +216,7 @@ class CoordinatorCore:
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
         self._registry.end_turn()
         for session in self._context.sessions.values():
-            self._context.send(session, Disconnect(reason=reason))
+            self._context.send(session, Disconnect.because(reason))
         return self._take_outbox()
 
     # ---- by sender

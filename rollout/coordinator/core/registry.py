@@ -22,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
     RegisterAck,
     ReplyAck,
     Rollback,
+    in_parts,
     nack_of,
 )
 from rollout.errors import ConfigError, EngineStateError, RolloutError, WeightUpdateError
@@ -332,12 +333,12 @@ class Registry:
     def end_turn(self) -> None:
         """Send each engine the attempts that it may forget, and those that it must abort."""
         for engine in self.engines.values():
-            if engine.acknowledged:
-                self.context.send(engine, ReplyAck(attempts=tuple(engine.acknowledged)))
-                engine.acknowledged.clear()
-            if engine.aborted:
-                self.context.send(engine, AbortRequest(attempts=tuple(engine.aborted)))
-                engine.aborted.clear()
+            for attempts in in_parts(engine.acknowledged):
+                self.context.send(engine, ReplyAck(attempts=attempts))
+            for attempts in in_parts(engine.aborted):
+                self.context.send(engine, AbortRequest(attempts=attempts))
+            engine.acknowledged.clear()
+            engine.aborted.clear()
 
     # ---- going
 

@@ -54,7 +54,6 @@ _FOR_ENGINES: frozenset[type[Message]] = frozenset(
     {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
 )
 
-_MAX_REASON = 1000
 _MIN_HEARTBEAT_S = 0.005
 _REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
@@ -233,9 +232,7 @@ class Link:
         self.outbox.close(closed)
         self._inbox.close(closed)
         if self._goodbye is None:
-            self._goodbye = Disconnect(
-                reason=reason[:_MAX_REASON], is_fault=is_fault, suspects=tuple(suspects)
-            )
+            self._goodbye = Disconnect.because(reason, is_fault=is_fault, suspects=suspects)
         self._has_answer.set()
         self._waker.wake()
         self._thread.join()

@@ -31,7 +31,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
-from rollout.errors import ProtocolError, RemoteError
+from rollout.errors import ConfigError, ProtocolError, RemoteError
 from rollout.weights.source import WeightsSource
 from rollout.wire import Message, pack
 from tests.coordinator.message_strategies import joined, run_of
@@ -116,12 +116,14 @@ class ScriptedLink:
         return [m for m in self.sent if isinstance(m, message_type)]
 
 
-def agent_of(engine: Any, link: ScriptedLink | None = None) -> EngineAgent:
+def agent_of(
+    engine: Any, link: ScriptedLink | None = None, *, max_requests: int = 4
+) -> EngineAgent:
     agent = EngineAgent(
         engine,
         engine_id=bytes(16),
         block_size_tokens=8,
-        max_requests=4,
+        max_requests=max_requests,
         settings={},
         fetch=lambda _: dict(MODEL.named_parameters()),
         clock=time.monotonic if link is None else link.now,
@@ -312,6 +314,32 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
     with pytest.raises(RuntimeError, match="the device is gone"):
         serving.serve(agent_of(engine, link), link)  # type: ignore[arg-type]
     assert link.sent == []
+
+
+@pytest.mark.parametrize("text", ["no such file: a\udcff", "x" * 2**21])
+def test_a_command_whose_error_no_frame_can_carry_is_refused_with_what_can(text: str) -> None:
+    link = ScriptedLink(register_ack(), Pause(command_id=1), Pause(command_id=2))
+    serve(agent_of(FaultyEngine(1, pause=OSError(text)), link), link)
+    (refusal,) = link.of(Nack)
+    assert str(refusal.error.to_error())[:20] == f"OSError: {text}"[:20]
+    assert [ack.command_id for ack in link.of(Ack)] == [2]
+
+
+@pytest.mark.parametrize("report", ["a\udcff", "x" * 2**20, 2**64])
+def test_a_command_whose_report_no_frame_can_carry_is_refused(report: Any) -> None:
+    engine = FaultyEngine()
+    engine.do = lambda command: {"report": report}  # type: ignore[method-assign]
+    link = ScriptedLink(register_ack(), Pause(command_id=1), assignment(0))
+    serve(agent_of(engine), link)
+    (refusal,) = link.of(Nack)
+    assert refusal.command_id == 1
+    assert isinstance(refusal.error.to_error(), ProtocolError)
+    assert len(link.of(EngineReply)) == 1, "the engine goes on"
+
+
+def test_an_engine_of_more_requests_than_a_registration_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_requests=65537 .* at most 65536"):
+        agent_of(FaultyEngine(), max_requests=2**16 + 1)
 
 
 def test_a_command_after_a_failed_one_is_done() -> None:

@@ -40,6 +40,7 @@ from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.protocol import messages
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
@@ -424,6 +425,20 @@ def test_a_cancelled_future_aborts_its_request_and_others_go_on():
         router.send(reply_to(0), reply_to(2), reply_to(1))
         assert (await futures[1]).request_id == 1
         await becomes(lambda: acknowledged(router) == [0, 2, 1])
+
+    run(polite, test)
+
+
+def test_aborts_of_more_requests_than_a_message_may_name_are_sent_in_parts(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_ITEMS", 2)
+
+    async def test(client, router):
+        for future in client.add_group([1], [PARAMS] * 3):
+            future.cancel()
+        aborts = await heard(router, AbortRequest, 2)
+        assert [[named.request_id for named in abort.attempts] for abort in aborts] == [[0, 1], [2]]
+        router.send(reply_to(0), reply_to(1), reply_to(2))
+        await becomes(lambda: acknowledged(router) == [0, 1, 2])
 
     run(polite, test)
 

@@ -22,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.coordinator.routing.policies import LongestPrefixPolicy
 from rollout.errors import ProtocolError
+from rollout.wire import MAX_ITEMS
 from tests.coordinator.fake_engine import FakeEngine, progress_of, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 from tests.coordinator.message_strategies import joined
@@ -590,6 +591,20 @@ def test_reported_tokens_count_against_a_bound_and_streams_go_on_beyond_it() -> 
     fleet.finish()
     assert [len(asked.replies) for asked in client.asked.values()] == [1, 1]
     assert table.num_log_bytes == 0
+
+
+def test_more_attempts_than_a_message_may_name_are_sent_in_parts() -> None:
+    fleet = FakeFleet()
+    engine = fleet.engine()
+    fleet.run()
+    (session,) = fleet.part("Registry").engines.values()
+    num_seen, many = len(engine.seen), [Attempt(request_id=999)] * (MAX_ITEMS + 1)
+    session.acknowledged.extend(many)
+    session.aborted.extend(many)
+    fleet.run()
+    sent = [m for m in engine.seen[num_seen:] if isinstance(m, (ReplyAck, AbortRequest))]
+    assert [len(message.attempts) for message in sent] == [MAX_ITEMS, 1] * 2
+    assert [type(message) for message in sent] == [ReplyAck] * 2 + [AbortRequest] * 2
 
 
 def test_what_one_engine_is_told_in_a_turn_is_one_message_of_each_kind() -> None:
