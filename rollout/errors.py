@@ -163,7 +163,7 @@ _ERROR_TYPES: Mapping[str, type[RolloutError]] = MappingProxyType(
 
 
 def utf8_text(text: str) -> str:
-    """Return `text` with its lone surrogates escaped: UTF-8 cannot carry those of odd file names."""
+    """Escape lone surrogates, as odd file names have them: UTF-8 cannot carry them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

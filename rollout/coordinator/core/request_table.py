@@ -117,7 +117,9 @@ class EngineSession:
     acknowledged: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
 
-    # ---- the only writers of status, progress_at, weights_version and num_awaited
+    # The methods are the only writers of status, progress_at, weights_version and num_awaited. The
+    # dispatcher writes is_ready, num_granted and last_chance_id, RequestTable requests and
+    # num_assigned, the core last_seen.
 
     def report(self, status: EngineStatus, now: float) -> None:
         """Keep the status of a heartbeat. Until the engine is ready it says what it serves."""
@@ -149,6 +151,17 @@ class EngineSession:
         """Count one command less; the engine steps again from now on."""
         self.num_awaited -= 1
         self.progress_at = now
+
+    def end_last_chance(self, request: Request) -> None:
+        """Let another last chance run here if this request was one."""
+        if self.last_chance_id == request.server_id:
+            self.last_chance_id = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it gets work, and accepts a request more."""
+        has_credit = self.num_granted > self.num_assigned
+        return self.is_ready and has_credit and len(self.requests) < self.max_held
 
     @property
     def is_stepping(self) -> bool:

@@ -38,9 +38,9 @@ from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
+from rollout.coordinator.protocol import messages
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
-from rollout.coordinator.protocol import messages
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
