@@ -108,13 +108,13 @@ class TorchrunLauncher:
             "start_timeout_s": job.start_timeout_s,
         }
 
-        def tell(address: Future[str]) -> None:
+        def send_start(address: Future[str]) -> None:
             if address.exception() is None:
                 start = pickle.dumps(_Start(**of_start, address=address.result()))
                 self._files.append(self._folder.write("engine", start))
                 self._send(_Order(file=self._files[-1]))
 
-        job.address.add_done_callback(tell)
+        job.address.add_done_callback(send_start)
         return []
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def _serve(start: _Start, devices: str | None) -> None:
         address=address,
         max_restarts=start.max_restarts,
         start_timeout_s=start.start_timeout_s,
-        on_end=lambda name, reason: _logger.info("%s has ended: %s", name, reason or "as told"),
+        on_end=lambda name, reason: _logger.info("%s has ended: %s", name, reason or "as asked"),
     )
     (engine,) = LocalLauncher().launch(job, 1)
     engine.started.result()

@@ -95,7 +95,7 @@ class Learner:
         that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
         model, no reference policy or another optimizer.
         """
-        ranks.tell(("load", str(checkpoint)))
+        ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
         if lora is not None:
             base = base_weights(checkpoint.parents[1], settings.model)
@@ -127,7 +127,7 @@ class Learner:
 
     def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
         """Write a checkpoint of the whole policy under `root`; see `save_checkpoint`."""
-        self._ranks.tell(("save",))
+        self._ranks.broadcast(("save",))
         return save_checkpoint(
             root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
             tokenizer, scheduler=self.scheduler, own_state=self.own_state(),
@@ -141,7 +141,7 @@ class Learner:
     async def push(self, weight_sync: WeightSync, version: int) -> None:
         """Bring the policy to the engines under `version`. Raises WeightUpdateError."""
         for pause_s in (*weight_sync.retry_pauses_s, None):
-            self._ranks.tell(("push",))
+            self._ranks.broadcast(("push",))
             try:
                 await weight_sync.apush(self.policy, version)
                 return
@@ -162,7 +162,7 @@ class Learner:
 
         The rollouts of `batch` are groups in turn; `step` counts from 1.
         """
-        self._ranks.tell(("update", batch.as_dict(), step))
+        self._ranks.broadcast(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
             batch = batch.without_truncated()
         columns, kept_R = self._columns(batch)
@@ -317,7 +317,7 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
-    while (word := ranks.hear()) is not None:
+    while (word := ranks.receive()) is not None:
         match word:
             case ("load", checkpoint):
                 learner, _ = Learner.load(Path(checkpoint), settings, ranks)

@@ -51,7 +51,7 @@ _RETRY_S = 0.5  # after an entry that failed
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
 _STAGING_POLL_S = 0.005
-Ordered = Command[Any] | Prepare | Commit | Rollback
+FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
@@ -217,9 +217,9 @@ class EngineAgent:
     def _poll(self) -> Sequence[Message]:
         ended = self._updates.poll(self._clock())
         if ended is not None:
-            order, error = ended
-            if isinstance(order, Prepare):
-                return [self._vote(order, error)]
+            cause, error = ended
+            if isinstance(cause, Prepare):
+                return [self._vote(cause, error)]
             return self._enter(error)
         is_due = self._entry is not None and self._clock() >= self._retry_at
         return self._enter() if is_due and not self.is_staging else []
@@ -239,7 +239,7 @@ class EngineAgent:
 
     # ---- commands
 
-    def _answer(self, message: Ordered) -> Sequence[Message]:
+    def _answer(self, message: FleetCommand) -> Sequence[Message]:
         """Do a command, once per command id and phase; a repeated one gets its first answer.
 
         All progress is sent before the answer, so that its receiver knows all earlier tokens.
@@ -257,7 +257,7 @@ class EngineAgent:
             if not isinstance(error, RolloutError):
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
-        told = [*votes, *self._requests.progress()]
+        messages = [*votes, *self._requests.progress()]
         if (
             isinstance(message, Commit)
             and isinstance(answer, Ack)
@@ -265,8 +265,8 @@ class EngineAgent:
             and self._last_step_s
         ):
             self._committed = message, answer, time.perf_counter()
-            return told
-        return [*told, self._keep(message, answer)]
+            return messages
+        return [*messages, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
         """Confirm the commit that is not confirmed yet, if any. `stepped`: the first step after it
@@ -284,7 +284,7 @@ class EngineAgent:
             answer = Ack(command_id=commit.command_id, result=result)
         return [self._keep(commit, answer)]
 
-    def _keep(self, message: Ordered, answer: Ack | Nack) -> Ack | Nack:
+    def _keep(self, message: FleetCommand, answer: Ack | Nack) -> Ack | Nack:
         self._answers[type(message), message.command_id] = answer
         if len(self._answers) > _NUM_ANSWERS_KEPT:
             self._answers.popitem(last=False)
@@ -338,15 +338,15 @@ class EngineAgent:
     def _cancel_update(self) -> list[Message]:
         """End staging; no thread uses the weights afterwards. Returns the vote no, if one is
         due."""
-        order = self._updates.cancel()
+        cause = self._updates.cancel()
         self._updates.wait_until_unused()
-        if not isinstance(order, Prepare):
+        if not isinstance(cause, Prepare):
             return []
         error = WeightUpdateError(
-            f"version {order.version} was cancelled before it was staged; the serving weights are "
+            f"version {cause.version} was cancelled before it was staged; the serving weights are "
             "kept"
         )
-        return [self._vote(order, error)]
+        return [self._vote(cause, error)]
 
     # ---- entering the fleet
 

@@ -72,7 +72,7 @@ class PendingRequests:
         self._to_abort: list[int] = []
         self._to_acknowledge: list[Attempt] = []
 
-    def welcome(self, ack: ConnectAck) -> None:
+    def connected(self, ack: ConnectAck) -> None:
         """Take the window and the grace period from the coordinator's ConnectAck."""
         self._grace_s = ack.answer_grace_s
         self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes

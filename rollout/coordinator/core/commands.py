@@ -94,7 +94,7 @@ class PendingCommands:
         self._go_on(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
-        """Tell running commands that an engine has left."""
+        """Report to running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
             self._go_on(operation)

@@ -90,12 +90,12 @@ class EngineSession:
 
     session: the number of this registration, which its Credit names. max_held: the most requests
     that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;
-    both since it registered. last_seen: when it was last heard. progress_at: when its step count
+    both since it registered. last_seen: when it last sent a frame. progress_at: when its step count
     last rose, or when it had no work. requests: those assigned to it, oldest first. last_chance_id:
     a request that fails with the next lost engine; no second such request runs beside it.
     expected: the state and weights version of its RegisterAck. num_awaited: commands that wait for
-    its answer, each with its own deadline. acknowledged, aborted: attempts that it is told of at
-    the end of the turn, in one message of each kind.
+    its answer, each with its own deadline. acknowledged, aborted: attempts to send it at the
+    end of the turn, in one message of each kind.
     """
 
     engine_id: bytes

@@ -134,7 +134,7 @@ class WireError(WireData, frozen=True, kw_only=True):
         return decode_error(encoded)
 
 
-# ---- sessions: handshakes, heartbeats, goodbyes
+# ---- sessions: handshakes, heartbeats, disconnects
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=0):
@@ -146,9 +146,9 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
-    """Coordinator -> client. state: name of the fleet's state. lease_s: a client that was not heard
-    for so long has vanished. heartbeat_s: how often it should send a heartbeat. answer_grace_s: how
-    long after its deadline a request or command may still be answered. max_requests,
+    """Coordinator -> client. state: name of the fleet's state. lease_s: a client that sent
+    nothing for so long has vanished. heartbeat_s: how often to send a heartbeat. answer_grace_s:
+    how long after its deadline a request or command may still be answered. max_requests,
     max_request_bytes: the most requests of one client, and bytes of them, that may be unfinished or
     not acknowledged. is_resumed: this client was connected before, and nothing of it is forgotten.
     """
@@ -191,8 +191,8 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     """Coordinator -> engine: the state to reach. The engine aborts all attempts that are not in
     `keep`.
 
-    state: the one to enter before it gets work. lease_s: stop stepping when the coordinator was not
-    heard for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
+    state: the one to enter before it gets work. lease_s: stop stepping when the coordinator sent
+    nothing for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
     tokens of a request between two reports (Progress). weights: where to fetch `weights_version`,
     None if the engine serves it. session: the number of this registration, for the engine's Credit.
     base_weights: the full update that `weights`, an adapter, belongs to; None if it belongs to the

@@ -82,7 +82,7 @@ class ScriptedLink:
         self.sent: list[Message] = []
         self.timeouts: list[float] = []
         self.num_waits_left = 300
-        self.goodbye: dict[str, Any] = {}
+        self.disconnect: dict[str, Any] = {}
 
     def receive(self, timeout_s: float) -> list[Message]:
         if self.agent is not None and self.agent.is_staging:
@@ -107,7 +107,7 @@ class ScriptedLink:
         return True
 
     def close(self, reason: str, **more: Any) -> None:
-        self.goodbye = {"reason": reason, **more}
+        self.disconnect = {"reason": reason, **more}
 
     def now(self) -> float:
         return sum(self.timeouts)
@@ -181,7 +181,7 @@ def failing_at(*lengths: int, max_requests: int = 4) -> FaultyEngine:
     return FaultyEngine(max_requests=max_requests, before_forward=fail)
 
 
-def test_a_request_that_fails_every_step_is_told_as_failed_and_the_engine_goes_on() -> None:
+def test_a_request_that_fails_every_step_is_answered_as_failed_and_the_engine_goes_on() -> None:
     agent = agent_of(failing_at(6))
     link = ScriptedLink(register_ack(), assignment(0, 1), assignment(1, 3), assignment(2, 1))
     serve(agent, link)
@@ -204,7 +204,7 @@ def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None
     assert not link.of(EngineReply)
 
 
-def test_the_goodbye_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
+def test_the_disconnect_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
     engine = failing_at(1, 7, max_requests=2)
     assigned = [assignment(index) for index in range(4)]
     # All are there before the first step: two of them have rows.
@@ -214,11 +214,11 @@ def test_the_goodbye_of_a_failed_engine_names_what_it_ran_and_nothing_that_waite
     link = ScriptedLink()
     with pytest.raises(ArithmeticError, match="cannot be done"):
         serving.serve(agent, link)  # type: ignore[arg-type]
-    assert link.goodbye["is_fault"]
-    assert [a.request_id for a in link.goodbye["suspects"]] == [0, 1]
+    assert link.disconnect["is_fault"]
+    assert [a.request_id for a in link.disconnect["suspects"]] == [0, 1]
 
 
-def test_the_goodbye_of_an_engine_whose_scheduling_fails_names_the_running_ones() -> None:
+def test_the_disconnect_of_an_engine_whose_scheduling_fails_names_the_running_ones() -> None:
     agent = agent_of(engine := FaultyEngine(max_requests=2))
     for message in (register_ack(), *(assignment(index) for index in range(4))):
         agent.handle(message)
@@ -231,10 +231,10 @@ def test_the_goodbye_of_an_engine_whose_scheduling_fails_names_the_running_ones(
     link = ScriptedLink()
     with pytest.raises(LookupError, match="no such block"):
         serving.serve(agent, link)  # type: ignore[arg-type]
-    assert [a.request_id for a in link.goodbye["suspects"]] == [0, 1]
+    assert [a.request_id for a in link.disconnect["suspects"]] == [0, 1]
 
 
-def test_an_end_that_no_frame_can_carry_is_told_as_failed_and_kept() -> None:
+def test_an_end_that_no_frame_can_carry_is_answered_as_failed_and_kept() -> None:
     agent = agent_of(FaultyEngine())
     link = ScriptedLink(*(register_ack(), assignment(0, 200), assignment(1)), max_frame_bytes=4000)
     serve(agent, link)
@@ -260,8 +260,8 @@ def test_progress_of_many_that_no_frame_can_carry_is_sent_as_two() -> None:
     runs = joined([run_of(length) for length in (3, 1, 2)])
     halves = agent.instead_of(Progress(runs=runs), ProtocolError("too long"))
     assert [len(half.runs) for half in halves] == [1, 2]  # type: ignore[attr-defined]
-    told = [part for half in halves for part in half.runs.apart()]  # type: ignore[attr-defined]
-    assert told == list(runs.apart())
+    reported = [part for half in halves for part in half.runs.apart()]  # type: ignore[attr-defined]
+    assert reported == list(runs.apart())
 
 
 def test_a_record_that_nobody_would_read_is_told_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:

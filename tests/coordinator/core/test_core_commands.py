@@ -357,7 +357,7 @@ def test_too_many_commands_are_refused() -> None:
     assert "wait already" in error_of(client.answer(commands[3]))
 
 
-def test_closing_answers_everything_and_says_goodbye() -> None:
+def test_closing_answers_everything_and_disconnects() -> None:
     fleet, client, (first, _) = fleet_in("RUNNING")
     first.ignores = {"Pause"}
     pause, waiting = client.command(Pause), client.command(Unpause)
@@ -377,8 +377,8 @@ def test_the_disconnect_of_an_end_carries_any_reason() -> None:
     fleet, client, _ = fleet_in("RUNNING")
     fleet.route(fleet.core.close("a\udcff" + "x" * 2000))
     fleet.run()
-    (goodbye,) = [message for message in client.seen if isinstance(message, Disconnect)]
-    assert goodbye.reason.startswith("a\\udcffx")
+    (disconnect,) = [message for message in client.seen if isinstance(message, Disconnect)]
+    assert disconnect.reason.startswith("a\\udcffx")
 
 
 def test_a_clients_command_goes_on_without_it() -> None:

@@ -90,7 +90,7 @@ def test_a_client_that_could_not_be_reached_gets_all_again_with_its_next_heartbe
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([4]))
     fleet.run()
-    fleet.cut(client)  # its replies bounce; the same connection is then heard again
+    fleet.cut(client)  # its replies bounce; the same connection then sends again
     while engine.held:
         fleet.send(engine, *engine.step())
         fleet.run(engine)
@@ -282,7 +282,7 @@ def test_requests_are_recorded_from_0() -> None:
     assert recorded == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
 
-def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
+def test_stale_progress_is_counted_and_its_sender_asked_to_abort() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([9]))
@@ -438,7 +438,7 @@ def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_co
     assert not assignments(second)
 
 
-def test_an_engine_that_must_wait_for_a_commands_end_is_told_that_it_was_heard() -> None:
+def test_an_engine_that_must_wait_for_a_commands_end_gets_a_heartbeat() -> None:
     fleet = FakeFleet()
     client, first, _ = fleet.client(), fleet.engine(), fleet.engine(ignores={"Pause"})
     fleet.run()
@@ -607,7 +607,7 @@ def test_more_attempts_than_a_message_may_name_are_sent_in_parts() -> None:
     assert [type(message) for message in sent] == [ReplyAck] * 2 + [AbortRequest] * 2
 
 
-def test_what_one_engine_is_told_in_a_turn_is_one_message_of_each_kind() -> None:
+def test_what_one_engine_is_sent_in_a_turn_is_one_message_of_each_kind() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.run()
