@@ -1,4 +1,4 @@
-"""Refusals at the door of a coordinator with keys: counted by their reason, logged once each."""
+"""Refusals of a coordinator with keys: counted by their reason, logged once each."""
 
 from __future__ import annotations
 
