@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import shlex
+from argparse import ArgumentParser
 from dataclasses import is_dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -24,7 +26,7 @@ from trainer_hooks.train import (
     load_dataclass,
     wandb_names,
 )
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
 
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONFIG_DIRECTORY.resolve().glob("*/*.yaml")
@@ -42,6 +44,15 @@ ASYNC_GROUPS = {
     "weight_sync": WeightSyncSettings,
 }
 
+ROOT = Path(__file__).parents[3]
+_COMMAND = re.compile(r"^(?:rollout train|torchrun .*-m trainer_hooks\.train) (.*)$", re.MULTILINE)
+# Commands of the docs without those that stand for several jobs or leave something out.
+DOCUMENTED = sorted(
+    command
+    for page in (ROOT / "docs").rglob("*.md")
+    for command in _COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " "))
+    if "--multirun" not in command and "..." not in command
+)
 
 # What an option leaves to the user, by group or by group and option.
 REWARD = "++reward.terms.own.path=mine:score"
@@ -82,6 +93,17 @@ def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option:
         # Alone, so that nothing of the job fills in what the option itself lacks.
         config = composed(f"+{group}@alone={option}")
         assert isinstance(load_dataclass(ASYNC_GROUPS[group], config.alone), ASYNC_GROUPS[group])
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_rollout_train_takes_the_settings_of_each_documented_command(command: str) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--config-name", default="train")
+    parser.add_argument("--config-dir", type=ROOT.joinpath)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(shlex.split(command, comments=True))
+    compose_settings(given.overrides, given.config_name, given.config_dir)
 
 
 def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
@@ -163,7 +185,7 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 
 
 JOB = """
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.train import run_hydra_job, wandb_names
