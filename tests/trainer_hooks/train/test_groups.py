@@ -239,14 +239,13 @@ def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:
 
 def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) -> None:
     sizes, high = "algorithm.group_size=4,6", "algorithm.loss.epsilon_high=0.4"
-    job = run_job(tmp_path, "--multirun", sizes, high, "run_name=sweep")
+    job = run_job(tmp_path, "run_name=sweep", "--multirun", sizes, high)
     assert job.returncode == 0, job.stderr
     assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
     assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
-    others = f"{high},run_name=sweep"
+    names = "sweep-{0}-seed_0-run_name=sweep,algorithm.group_size={1},{2}"
     assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
-        (f"sweep-{number}-seed_0-algorithm.group_size={size},{others}", "sweep-multirun")
-        for number, size in ((0, 4), (1, 6))
+        (names.format(number, size, high), "sweep-multirun") for number, size in ((0, 4), (1, 6))
     ]
     sweep = tmp_path / "outputs" / "train" / "sweep-multirun"
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
