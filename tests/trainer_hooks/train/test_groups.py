@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from rollout.config import KVCacheManagementMode
@@ -139,11 +138,6 @@ def test_data_changes_no_other_group_of_rollout_train() -> None:
     assert jsonl["data"].pop("kind") == "jsonl"
     assert python["data"].pop("kind") == "python"
     assert jsonl == python
-
-
-def test_rollout_train_without_data_names_the_choices() -> None:
-    with pytest.raises(ConfigCompositionException, match=r"(?s)'data'.*jsonl"):
-        composed(config_name="train")
 
 
 @pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
