@@ -48,8 +48,8 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 class Learner:
     """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
 
-    Where `ranks` share the policy each has a Learner of its part. The verbs of rank 0 tell the
-    others, which `follow`.
+    Where `ranks` share the policy each has a Learner of its part. A method that rank 0 calls sends
+    the others the command, which they `follow`.
     `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
     `reference`: the policy that a KL term, if there is one, holds `policy` near.
     `advantages_B`: of the rows of the last update, means over their tokens.
@@ -134,7 +134,7 @@ class Learner:
         )  # fmt: skip
 
     def take_part_in_save(self) -> None:
-        """What any rank but 0 does while that one saves."""
+        """Gather this rank's part of a checkpoint that rank 0 saves."""
         savable(self.policy, is_kept=False)
         WholeOptimizer(self.optimizer).state_dict()
 
@@ -313,7 +313,7 @@ class Learner:
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
     """Any rank but 0: do with this rank's part of the policy what rank 0 does, until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 hears them, and saves at a step edge
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves at a step edge
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
