@@ -37,7 +37,6 @@ from rollout.control.reports import (
 from rollout.control.state import (
     PAUSE,
     RESUME,
-    SET_GENERATION_EPOCH,
     SUSPEND,
     UNPAUSE,
     EngineState,
@@ -247,7 +246,6 @@ class _FakeEngine:
         )
 
     def set_generation_epoch(self, version: int) -> None:
-        self.machine.require_legal(SET_GENERATION_EPOCH)
         self.weights_version = next_version(self.weights_version, version)
         self.calls.append("set_generation_epoch")
 
@@ -437,6 +435,7 @@ class FakeLLM(ControlCalls):
 
     def do(self, command: Command[R]) -> R:
         """Do a control call. Raises as LLM.do does."""
+        self._engine.machine.require_legal(command.transition)
         return command.run(self._engine)
 
     def update_weights(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout import LLM, InvalidRequestError, RolloutError, SamplingParams
+from rollout.control.commands import IncrementStaleness
 from rollout.requests import DynamicInferenceRequest
 from rollout.testing import Completion, FakeAsyncLLM, FakeLLM
 from tests.tiny_models import prompt_of, tiny_model
@@ -73,6 +74,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "update in flight": lambda llm: llm.update_weights(weights(1), in_flight=True),
     "update backwards": lambda llm: llm.update_weights(weights(1), version=0, in_flight=True),
     "epoch": lambda llm: llm.set_generation_epoch(llm.weights_version + 2),
+    "increment staleness": lambda llm: llm.do(IncrementStaleness()),
     "epoch backwards": lambda llm: llm.set_generation_epoch(0),
     "generate": lambda llm: llm.generate(PROMPT, PARAMS),
     "generate nothing": lambda llm: llm.generate([], PARAMS),
