@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from rollout.apis.arguments import (
-    Groups,
-    RolloutGroup,
-    SamplingArgument,
-    as_batch,
-    as_groups,
-)
+from rollout.apis.arguments import Groups, RolloutGroup, SamplingArgument, as_groups
 from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.commands import AsyncControlCalls, Command, ControlCalls, R
 from rollout.control.reports import (
@@ -340,8 +334,8 @@ class FakeLLM(ControlCalls):
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run prompts to their end, as LLM.generate does."""
-        _, is_single = as_batch(prompts)
-        group_ids = self.submit(prompts, sampling_params, n)
+        groups, is_single = as_groups(prompts, sampling_params, n)
+        group_ids = self._queue(groups)
         try:
             while self.has_unfinished(group_ids):
                 self.step()
@@ -362,6 +356,10 @@ class FakeLLM(ControlCalls):
     ) -> list[int]:
         """Queue n samples of each prompt. Returns one group id per prompt."""
         groups, _ = as_groups(prompts, sampling_params, n)
+        return self._queue(groups)
+
+    def _queue(self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]) -> list[int]:
+        """Queue groups: all or none. Returns their ids."""
         encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
         return [
             self._groups.open([self._add(ids, prompt, params) for params in each])
@@ -487,8 +485,8 @@ class FakeAsyncLLM(AsyncControlCalls):
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them."""
-        _, is_single = as_batch(prompts)
-        group_ids = self.llm.submit(prompts, sampling_params, n)
+        groups, is_single = as_groups(prompts, sampling_params, n)
+        group_ids = self.llm._queue(groups)
         try:
             while self.llm.has_unfinished(group_ids):
                 await self._token_wait()

@@ -217,3 +217,16 @@ def test_fake_async_llm_aborts_requests_of_a_cancelled_caller_and_of_its_end(fak
         return await waiting  # type: ignore[return-value]
 
     assert asyncio.run(run()).finish_reason == "abort"
+
+
+def test_fake_llms_take_prompts_of_an_iterator_as_llm_does(llm: LLM, fake: FakeLLM) -> None:
+    def prompts() -> Any:
+        return iter([PROMPT, PROMPT[:2]])
+
+    found = [
+        llm.generate(prompts(), PARAMS),
+        fake.generate(prompts(), PARAMS),
+        asyncio.run(FakeAsyncLLM(fake).generate(prompts(), PARAMS)),
+    ]
+    for requests in found:
+        assert [len(request.prompt_tokens) for request in requests] == [5, 2]  # type: ignore[union-attr]
