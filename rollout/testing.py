@@ -496,8 +496,8 @@ class FakeAsyncLLM(AsyncControlCalls):
                 if self.llm.has_unfinished(group_ids):
                     self.llm.step()
         finally:
-            groups = self.llm.abort(group_ids)  # finished ones are returned as they are
-        requests = [request for group in groups for request in group.requests]
+            ended = self.llm.abort(group_ids)  # finished ones are returned as they are
+        requests = [request for group in ended for request in group.requests]
         return requests[0] if is_single and n == 1 else requests
 
     async def do(self, command: Command[R]) -> R:
