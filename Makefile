@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing done before them.
-#   make demo [SEEDS=3]   the GRPO example with seed 0, or with seeds 0..SEEDS-1
+#   make demo [SEEDS=3]   rollout train --config-name demo with seed 0, or with seeds 0..SEEDS-1
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
 #   make quick            the tests of what has changed since main, or of

@@ -22,6 +22,8 @@ import torch
 from transformers import PreTrainedModel, PrinterCallback
 
 from rollout import LLM, ConfigError
+from rollout.text import RenderedText
+from trainer_hooks import PromptItem
 from trainer_hooks.rewards import reasoning_gym_reward
 from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.task import Task
@@ -88,19 +90,23 @@ def make_trainer(
     rows = range(min(len(prompts), num_steps * settings.algorithm.groups_per_step))
 
     def reward(
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        index: Sequence[int],
-        **columns: Any,
+        completion_ids: Sequence[Sequence[int]], index: Sequence[int], **columns: Any
     ) -> list[float | None]:
+        texts = task.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         entries = [prompts[i].columns["entry"] for i in index]
-        return reasoning_gym_reward(completions, completion_ids, entries)
+        return reasoning_gym_reward(texts, completion_ids, entries)
+
+    def prompt_of(item: PromptItem) -> Any:
+        # TRL tokenizes text with special tokens, which a chat template has written already.
+        return item.columns["messages"] if isinstance(item.prompt, RenderedText) else item.prompt
 
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=reward,
         args=trl_config(settings, num_steps, directory),
-        train_dataset=Dataset.from_list([{"prompt": prompts[i].prompt, "index": i} for i in rows]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt_of(prompts[i]), "index": i} for i in rows]
+        ),
         processing_class=task.tokenizer,
         rollout_func=rollouts,
     )
@@ -120,6 +126,7 @@ def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
         per_device_train_batch_size=sizes.groups_per_step * sizes.group_size // num_parts,
         steps_per_generation=num_parts,
         num_generations=sizes.group_size,
+        chat_template_kwargs=dict(settings.data.template_options),
         max_completion_length=sizes.max_new_tokens,
         max_steps=num_steps * num_parts,
         learning_rate=LEARNING_RATE,

@@ -1,4 +1,4 @@
-"""Host names and TCP addresses: resolving, formatting, and which address to tell others."""
+"""Host names and TCP addresses: resolving, formatting, and which address others dial."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def tcp_address(host: str, port: int | str) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def told_host(bound: str, advertise_host: str | None) -> str:
-    """The host that others dial; with all interfaces bound, and no other told, the loopback's."""
+def advertised_host(bound: str, advertise_host: str | None) -> str:
+    """Return the host that others dial: without another one, loopback where all interfaces are
+    bound."""
     if advertise_host is not None:
         return advertise_host
     address = ipaddress.ip_address(bound)
@@ -51,7 +52,7 @@ def own_host(host: str | None, advertise_host: str | None) -> str:
     if host is None or advertise_host is not None:
         return advertise_host or LOOPBACK
     try:
-        return told_host(host, None)
+        return advertised_host(host, None)
     except ValueError:  # a name
         return host
 

@@ -162,6 +162,11 @@ _ERROR_TYPES: Mapping[str, type[RolloutError]] = MappingProxyType(
 )
 
 
+def utf8_text(text: str) -> str:
+    """Escape lone surrogates, as odd file names have them: UTF-8 cannot carry them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def encode_error(error: BaseException, *, is_transient: bool = False) -> dict[str, Any]:
     """Return `error` as type name, message and transient flag, for the wire.
 
@@ -177,6 +182,8 @@ def encode_error(error: BaseException, *, is_transient: bool = False) -> dict[st
         encoded.update(message=error.message, request_id=error.request_id)
     elif isinstance(error, RemoteError):
         encoded.update(type=error.type_name, message=error.message)
+    if encoded["message"] is not None:
+        encoded["message"] = utf8_text(encoded["message"])
     return encoded
 
 

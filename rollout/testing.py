@@ -13,19 +13,24 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
-from rollout.apis.arguments import RolloutGroup, SamplingArgument, as_groups
+from rollout.apis.arguments import Groups, RolloutGroup, SamplingArgument, as_groups
 from rollout.config import KVCacheManagementMode, as_enum
-from rollout.control.reports import EngineStats, ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.commands import AsyncControlCalls, Command, ControlCalls, R
+from rollout.control.reports import (
+    EngineStats,
+    ResumeReport,
+    SuspendReport,
+    WeightChecksums,
+    WeightUpdateReport,
+)
 from rollout.control.state import (
     PAUSE,
     RESUME,
-    SET_GENERATION_EPOCH,
     SUSPEND,
     UNPAUSE,
     EngineState,
@@ -122,191 +127,102 @@ class _Sample:
         request.add_event_fail()
 
 
-class FakeLLM:
-    """An LLM whose completions a script gives. Has LLM's methods for a training loop.
+@dataclass(slots=True, kw_only=True)
+class _FakeEngine:
+    """The engine of a FakeLLM: its control methods, and the requests in generation.
 
-    Each step generates a token of every unfinished request, under the version that is served then:
-    `submit`, `step`, an update and `collect` make requests of several versions. One thread at a
-    time may call it.
-
-    weights: tensors of the latest update, by name. calls: names of the control calls that did
-    something, in order.
+    released: names of the resources whose memory is released. samples: by request id. take_ended:
+    called with each request that ends.
     """
 
-    def __init__(
-        self,
-        script: Script = echo,
-        tokenizer: Tokenizer | Any | None = None,
-        *,
-        weights_version: int = 0,
-        seed: int = 0,
-        kv_cache_management_mode: KVCacheManagementMode | str = KVCacheManagementMode.PERSIST,
-    ) -> None:
-        """`script` answers prompts. The other arguments are those of LLM."""
-        self.tokenizer = tokenizer_of(None, tokenizer)
-        self.seed, self.weights_version = seed, weights_version
-        self.weights: dict[str, torch.Tensor] = {}
-        self.calls: list[str] = []
-        self._script, self._machine = script, StateMachine()
-        self._default_mode = self._mode = _mode_of(kv_cache_management_mode)
-        self._released: set[str] = set()
-        self._samples: dict[int, _Sample] = {}  # unfinished, by request id
-        self._open: dict[int, list[DynamicInferenceRequest]] = {}  # groups, by id
-        self._finished: dict[int, RolloutGroup] = {}  # in order of completion
-        self._num_submitted = 0
-        self._ended: list[DynamicInferenceRequest] = []
+    tokenizer: Tokenizer | None
+    weights_version: int
+    mode: KVCacheManagementMode  # of the latest suspend
+    take_ended: Callable[[DynamicInferenceRequest], None]
+    default_mode: KVCacheManagementMode = field(init=False)
+    machine: StateMachine = field(default_factory=StateMachine)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    released: set[str] = field(default_factory=set)
+    samples: dict[int, _Sample] = field(default_factory=dict)
+    ended: list[DynamicInferenceRequest] = field(default_factory=list)
 
-    @property
-    def state(self) -> EngineState:
-        """The state after the latest control call."""
-        return self._machine.state
-
-    @property
-    def released(self) -> set[str]:
-        """The resources whose memory is released: "kv_cache", "weights"."""
-        return set(self._released)
-
-    # ---- generation
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        n: int = 1,
-        progress: bool = False,
-        *,
-        priority: int = 0,
-    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end, as LLM.generate does."""
-        groups, is_single = as_groups(prompts, sampling_params, n)
-        requests = [request for group in self._begin(groups) for request in group]
-        try:
-            while any(request.request_id in self._samples for request in requests):
-                self.step()
-        except BaseException:
-            for request in requests:
-                self._samples.pop(request.request_id, None)
-            raise
-        return requests[0] if is_single and n == 1 else requests
-
-    def submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        n: int = 1,
-        *,
-        priority: int = 0,
-    ) -> list[int]:
-        """Queue n samples of each prompt. Returns one group id per prompt."""
-        groups, _ = as_groups(prompts, sampling_params, n)
-        begun = {group[0].request_id: group for group in self._begin(groups)}
-        self._open |= begun
-        return list(begun)
-
-    def collect(
-        self, num_groups: int | None = None, timeout_s: float | None = None
-    ) -> list[RolloutGroup]:
-        """Step until `num_groups` submitted groups are finished (None: all), and return those.
-
-        A fake step takes no time: `timeout_s` of 0 returns what is finished, any other waits.
-        """
-        if num_groups is not None and num_groups < 0:
-            raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
-        wanted = len(self._open) + len(self._finished)
-        wanted = wanted if num_groups is None else min(num_groups, wanted)
-        while len(self._finished) < wanted and timeout_s != 0:
-            self.step()
-        return [self._finished.pop(group_id) for group_id in list(self._finished)[:wanted]]
-
-    def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
-        """End groups now, in any state. Their requests are FAILED and keep the tokens they have."""
-        for group_id in group_ids:
-            if group_id not in self._open and group_id not in self._finished:
-                raise EngineStateError(f"group {group_id} is unknown, or was returned already")
-        for group_id in group_ids:
-            for request in self._open.get(group_id, ()):
-                if request.request_id in self._samples:
-                    self._end(request.request_id, RequestAbortedError("aborted by its owner"))
-        self._close_groups()
-        return [self._finished.pop(group_id) for group_id in dict.fromkeys(group_ids)]
-
-    def has_unfinished(self, group_ids: Sequence[int]) -> bool:
-        """Return whether one of these submitted groups is unfinished."""
-        return any(group_id in self._open for group_id in group_ids)
+    def __post_init__(self) -> None:
+        self.default_mode = self.mode
 
     def step(self) -> None:
-        """Generate one token of each unfinished request. Raises EngineStateError unless RUNNING."""
-        self._machine.require(EngineState.RUNNING, to="step")
-        for request_id, sample in list(self._samples.items()):
+        self.machine.require(EngineState.RUNNING, to="step")
+        for request_id, sample in list(self.samples.items()):
             if not sample.is_complete:
                 sample.add_token(self.weights_version)
             if sample.is_complete:
-                self._end(request_id)
-        self._close_groups()
+                self.end(request_id)
 
-    # ---- control
+    def end(self, request_id: int, error: RolloutError | None = None) -> None:
+        """Complete a request; `error`: fail it."""
+        sample = self.samples.pop(request_id)
+        sample.end(self.weights_version, error, self.tokenizer)
+        self.ended.append(sample.request)
+        self.take_ended(sample.request)
 
     def pause(self) -> None:
-        """RUNNING -> PAUSED."""
         self._run(PAUSE)
 
     def unpause(self) -> None:
-        """PAUSED -> RUNNING."""
         self._run(UNPAUSE)
 
+    def _run(self, transition: Transition) -> None:
+        with self.machine.command(transition) as must_run:
+            if must_run:
+                self.calls.append(transition.name)
+
     def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = (KV_CACHE,),
-        discard_weights: bool = False,
+        self, mode: str | None, release: Sequence[str], discard_weights: bool
     ) -> SuspendReport:
-        """PAUSED -> SUSPENDED. Under "recompute" later steps write all KV anew."""
-        with self._machine.command(SUSPEND) as is_first:
+        with self.machine.command(SUSPEND) as is_first:
             if isinstance(release, str) or not set(release) <= set(OWNERS):
                 raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
             if discard_weights and WEIGHTS not in release:
                 raise ConfigError(f"discard_weights=True needs 'weights' in release={release!r}")
-            chosen = self._default_mode if mode is None else _mode_of(mode)
+            chosen = self.default_mode if mode is None else _mode_of(mode)
         if is_first:
-            self._mode = chosen
+            self.mode = chosen
             self.calls.append("suspend")
-        drops_kv = KV_CACHE in release and self._mode is KVCacheManagementMode.RECOMPUTE
+        drops_kv = KV_CACHE in release and self.mode is KVCacheManagementMode.RECOMPUTE
         if drops_kv:
-            for sample in self._samples.values():
+            for sample in self.samples.values():
                 sample.kv.clear()
         if discard_weights:
             self.weights = {}
-        released = [owner for owner in release if owner not in self._released]
-        self._released.update(release)
+        released = [owner for owner in release if owner not in self.released]
+        self.released.update(release)
         return SuspendReport(
-            mode=self._mode.value,
+            mode=self.mode.value,
             released_by_owner=dict.fromkeys(released, 1),
             bytes_released=len(released),
-            num_requests_requeued=len(self._samples) if drops_kv else 0,
+            num_requests_requeued=len(self.samples) if drops_kv else 0,
         )
 
-    def resume(self, only: str | None = None) -> ResumeReport:
-        """SUSPENDED -> PAUSED, once everything is restored."""
+    def resume(self, only: str | None) -> ResumeReport:
         if only is not None and only not in OWNERS:
             raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}")
-        restored = self._released if only is None else self._released & {only}
-        if self._released - restored and self.state is EngineState.SUSPENDED:
+        restored = self.released if only is None else self.released & {only}
+        if self.released - restored and self.machine.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")
         else:
             self._run(RESUME)
-        self._released = self._released - restored
+        self.released = self.released - restored
         return ResumeReport(
-            mode=self._mode.value,
+            mode=self.mode.value,
             bytes_restored=len(restored),
             restored_by_owner=dict.fromkeys(sorted(restored), 1),
         )
 
     def update_weights(
-        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+        self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        """Keep the tensors in `weights`, and serve `version` (None: the next one)."""
-        self._machine.require_update(in_flight=in_flight)
-        if WEIGHTS in self._released:
+        self.machine.require_update(in_flight=in_flight)
+        if WEIGHTS in self.released:
             raise EngineStateError(
                 "cannot update weights: the weights' memory is released; "
                 "resume(only='weights') first"
@@ -324,10 +240,11 @@ class FakeLLM:
         )
 
     def set_generation_epoch(self, version: int) -> None:
-        """Serve `version` without new weights."""
-        self._machine.require_legal(SET_GENERATION_EPOCH)
         self.weights_version = next_version(self.weights_version, version)
         self.calls.append("set_generation_epoch")
+
+    def weight_checksums(self, start: int) -> WeightChecksums:
+        raise ConfigError("FakeLLM computes no checksums; they need an LLM with a model")
 
     def stats(self) -> EngineStats:
         """Return counters of requests and control calls. Fields that a fake does not have are 0."""
@@ -335,45 +252,146 @@ class FakeLLM:
             f.name: () if "tuple" in str(f.type) else 0 for f in fields(EngineStats)
         }
         values |= {
-            "state": self.state,
+            "state": self.machine.state,
             "weights_version": self.weights_version,
-            "num_running": len(self._samples),
-            "num_finished": sum(request.succeeded() for request in self._ended),
-            "num_failed": sum(request.failed() for request in self._ended),
-            "num_generated_tokens": sum(request.num_generated_tokens for request in self._ended),
+            "num_running": len(self.samples),
+            "num_finished": sum(request.succeeded() for request in self.ended),
+            "num_failed": sum(request.failed() for request in self.ended),
+            "num_generated_tokens": sum(request.num_generated_tokens for request in self.ended),
             "num_suspends": self.calls.count("suspend"),
             "num_weight_updates": self.calls.count("update_weights"),
         }
         return EngineStats(**values)
 
     def shutdown(self) -> None:
-        """End, from any state. Unfinished requests are FAILED, and later calls are refused."""
-        for request_id in list(self._samples):
-            self._end(request_id, RequestAbortedError("the engine was shut down"))
-        self._close_groups()
-        self._machine.state = EngineState.STOPPED
+        for request_id in list(self.samples):
+            self.end(request_id, RequestAbortedError("the engine was shut down"))
+        self.machine.state = EngineState.STOPPED
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
+class FakeLLM(ControlCalls):
+    """An LLM whose completions a script gives. Has LLM's methods for a training loop.
+
+    Each step generates a token of every unfinished request, under the version that is served then:
+    `submit`, `step`, an update and `collect` make requests of several versions. One thread at a
+    time may call it. A suspend with mode "recompute" lets later steps write all KV anew.
+    """
+
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        script: Script = echo,
+        tokenizer: Tokenizer | Any | None = None,
+        *,
+        weights_version: int = 0,
+        seed: int = 0,
+        kv_cache_management_mode: KVCacheManagementMode | str = KVCacheManagementMode.PERSIST,
     ) -> None:
-        self.shutdown()
+        """`script` answers prompts. The other arguments are those of LLM."""
+        self.tokenizer, self.seed = tokenizer_of(None, tokenizer), seed
+        self._script, self._groups = script, Groups()
+        self._engine = _FakeEngine(
+            tokenizer=self.tokenizer,
+            weights_version=weights_version,
+            mode=_mode_of(kv_cache_management_mode),
+            take_ended=self._groups.add_finished,
+        )
+        self._num_submitted = 0
 
-    # ---- parts
+    @property
+    def state(self) -> EngineState:
+        """The state after the latest control call."""
+        return self._engine.machine.state
 
-    def _begin(
-        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]
-    ) -> list[list[DynamicInferenceRequest]]:
-        """Queue the samples of each group. Raises InvalidRequestError before any is queued."""
+    @property
+    def weights_version(self) -> int:
+        """The version that new tokens get."""
+        return self._engine.weights_version
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors of the latest update, by name."""
+        return self._engine.weights
+
+    @property
+    def calls(self) -> list[str]:
+        """The names of the control calls that did something, in order."""
+        return self._engine.calls
+
+    @property
+    def released(self) -> set[str]:
+        """The resources whose memory is released: "kv_cache", "weights"."""
+        return set(self._engine.released)
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingArgument = None,
+        n: int = 1,
+        progress: bool = False,
+        *,
+        priority: int = 0,
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Run prompts to their end, as LLM.generate does."""
+        groups, is_single = as_groups(prompts, sampling_params, n)
+        group_ids = self._queue(groups)
+        try:
+            while self.has_unfinished(group_ids):
+                self.step()
+        except BaseException:
+            for request_id in [i for group_id in group_ids for i in self._groups.forget(group_id)]:
+                del self._engine.samples[request_id]
+            raise
+        requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
+        return requests[0] if is_single and n == 1 else requests
+
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingArgument = None,
+        n: int = 1,
+        *,
+        priority: int = 0,
+    ) -> list[int]:
+        """Queue n samples of each prompt. Returns one group id per prompt."""
+        groups, _ = as_groups(prompts, sampling_params, n)
+        return self._queue(groups)
+
+    def _queue(self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]) -> list[int]:
+        """Queue groups: all or none. Returns their ids."""
         encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
         return [
-            [self._one(ids, prompt, params) for params in each] for ids, prompt, each in encoded
+            self._groups.open([self._add(ids, prompt, params) for params in each])
+            for ids, prompt, each in encoded
         ]
+
+    def collect(
+        self, num_groups: int | None = None, timeout_s: float | None = None
+    ) -> list[RolloutGroup]:
+        """Step until `num_groups` submitted groups are finished (None: all), and return those.
+
+        A fake step takes no time: `timeout_s` of 0 returns what is finished, any other waits.
+        """
+        wanted = self._groups.num_wanted(num_groups)
+        while self._groups.num_finished < wanted and timeout_s != 0:
+            self.step()
+        return self._groups.take_finished(wanted)
+
+    def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
+        """End groups now, in any state. Their requests are FAILED and keep the tokens they have."""
+        group_ids = list(dict.fromkeys(group_ids))
+        for request_id in self._groups.unfinished_requests(group_ids):
+            self._engine.end(request_id, RequestAbortedError("aborted by its owner"))
+        return [self._groups.take(group_id) for group_id in group_ids]
+
+    def has_unfinished(self, group_ids: Sequence[int]) -> bool:
+        """Return whether one of these submitted groups is unfinished."""
+        return self._groups.has_unfinished(group_ids)
+
+    def step(self) -> None:
+        """Generate one token of each unfinished request. Raises EngineStateError unless RUNNING."""
+        self._engine.step()
 
     def _ids_of(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -387,9 +405,8 @@ class FakeLLM:
             raise InvalidRequestError(f"token id {min(ids)} is not in [0, 2**31)")
         return ids
 
-    def _one(
-        self, ids: list[int], prompt: Prompt, params: SamplingParams
-    ) -> DynamicInferenceRequest:
+    def _add(self, ids: list[int], prompt: Prompt, params: SamplingParams) -> int:
+        """Queue one sample. Returns its request id."""
         request_id = self._num_submitted
         seed = mix_seed(self.seed, request_id) if params.seed is None else params.seed
         answer = self._script(ids, seed)
@@ -404,32 +421,39 @@ class FakeLLM:
             status=Status.ACTIVE_AND_GENERATING_TOKENS,
             weights_version=self.weights_version,
         )
-        self._samples[request_id] = _Sample(
+        self._engine.samples[request_id] = _Sample(
             request=request,
             completion=completion,
             num_wanted=len(completion.tokens[:limit]),
         )
         self._num_submitted += 1
-        return request
+        return request_id
 
-    def _end(self, request_id: int, error: RolloutError | None = None) -> None:
-        sample = self._samples.pop(request_id)
-        sample.end(self.weights_version, error, self.tokenizer)
-        self._ended.append(sample.request)
+    # ---- control calls, beside those of ControlCalls
 
-    def _close_groups(self) -> None:
-        for group_id, requests in list(self._open.items()):
-            if not any(request.request_id in self._samples for request in requests):
-                self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
-                del self._open[group_id]
+    def do(self, command: Command[R]) -> R:
+        """Do a control call. Raises as LLM.do does."""
+        self._engine.machine.require_legal(command.transition)
+        return command.run(self._engine)
 
-    def _run(self, transition: Transition) -> None:
-        with self._machine.command(transition) as must_run:
-            if must_run:
-                self.calls.append(transition.name)
+    def update_weights(
+        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
+    ) -> WeightUpdateReport:
+        """Keep the tensors in `weights`, and serve `version` (None: the next one)."""
+        return self._engine.update_weights(named_tensors, version, in_flight)
+
+    def shutdown(self) -> None:
+        """End, from any state. Unfinished requests are FAILED, and later calls are refused."""
+        self._engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
 
 
-class FakeAsyncLLM:
+class FakeAsyncLLM(AsyncControlCalls):
     """AsyncLLM's methods for a training loop, over a FakeLLM.
 
     `token_wait` is awaited before each step: by default other tasks run between two tokens. While
@@ -461,8 +485,8 @@ class FakeAsyncLLM:
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them."""
-        _, is_single = as_groups(prompts, sampling_params, n)
-        group_ids = self.llm.submit(prompts, sampling_params, n)
+        groups, is_single = as_groups(prompts, sampling_params, n)
+        group_ids = self.llm._queue(groups)
         try:
             while self.llm.has_unfinished(group_ids):
                 await self._token_wait()
@@ -472,45 +496,22 @@ class FakeAsyncLLM:
                 if self.llm.has_unfinished(group_ids):
                     self.llm.step()
         finally:
-            groups = self.llm.abort(group_ids)  # finished ones are returned as they are
-        requests = [request for group in groups for request in group.requests]
+            ended = self.llm.abort(group_ids)  # finished ones are returned as they are
+        requests = [request for group in ended for request in group.requests]
         return requests[0] if is_single and n == 1 else requests
 
-    async def pause(self) -> None:
-        """RUNNING -> PAUSED."""
-        self.llm.pause()
-
-    async def unpause(self) -> None:
-        """PAUSED -> RUNNING."""
-        self.llm.unpause()
-        self._has_changed.set()
-
-    async def suspend(
-        self,
-        mode: KVCacheManagementMode | str | None = None,
-        release: Sequence[str] = (KV_CACHE,),
-        discard_weights: bool = False,
-    ) -> SuspendReport:
-        """PAUSED -> SUSPENDED."""
-        return self.llm.suspend(mode, release, discard_weights)
-
-    async def resume(self, only: str | None = None) -> ResumeReport:
-        """SUSPENDED -> PAUSED, once everything is restored."""
-        return self.llm.resume(only)
+    async def do(self, command: Command[R]) -> R:
+        """Do a control call. Raises as AsyncLLM.do does."""
+        try:
+            return self.llm.do(command)
+        finally:
+            self._has_changed.set()
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
         """Keep the tensors in `llm.weights`, and serve `version`."""
         return self.llm.update_weights(named_tensors, version, in_flight)
-
-    async def set_generation_epoch(self, version: int) -> None:
-        """Serve `version` without new weights."""
-        self.llm.set_generation_epoch(version)
-
-    async def stats(self) -> EngineStats:
-        """Return the counters of `llm`."""
-        return self.llm.stats()
 
     async def shutdown(self) -> None:
         """End, from any state. Unfinished requests are FAILED."""

@@ -1,4 +1,4 @@
-"""EngineServer: the engines of one replica, as a Ray actor. It is an AsyncLLM with verl's verbs."""
+"""EngineServer: the engines of one replica, as a Ray actor: an AsyncLLM with verl's methods."""
 
 from __future__ import annotations
 

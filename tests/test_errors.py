@@ -110,6 +110,14 @@ def test_generic_error_is_unchanged_by_a_second_journey():
     assert encode_error(twice) == encode_error(once)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError("no file a\udcff"), RemoteError("E", "a\udcff"), BlockOverflowError(1, "a\udcff")],
+)
+def test_encode_error_escapes_what_utf_8_cannot_carry(error):
+    assert str(travel(error)).endswith("a\\udcff")
+
+
 def test_own_flag_of_an_error_wins():
     assert not travel(RequestAbortedError("by user"), is_transient=True).is_transient
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout import LLM, InvalidRequestError, RolloutError, SamplingParams
+from rollout.control.commands import IncrementStaleness
 from rollout.requests import DynamicInferenceRequest
 from rollout.testing import Completion, FakeAsyncLLM, FakeLLM
 from tests.tiny_models import prompt_of, tiny_model
@@ -73,6 +74,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "update in flight": lambda llm: llm.update_weights(weights(1), in_flight=True),
     "update backwards": lambda llm: llm.update_weights(weights(1), version=0, in_flight=True),
     "epoch": lambda llm: llm.set_generation_epoch(llm.weights_version + 2),
+    "increment staleness": lambda llm: llm.do(IncrementStaleness()),
     "epoch backwards": lambda llm: llm.set_generation_epoch(0),
     "generate": lambda llm: llm.generate(PROMPT, PARAMS),
     "generate nothing": lambda llm: llm.generate([], PARAMS),
@@ -215,3 +217,16 @@ def test_fake_async_llm_aborts_requests_of_a_cancelled_caller_and_of_its_end(fak
         return await waiting  # type: ignore[return-value]
 
     assert asyncio.run(run()).finish_reason == "abort"
+
+
+def test_fake_llms_take_prompts_of_an_iterator_as_llm_does(llm: LLM, fake: FakeLLM) -> None:
+    def prompts() -> Any:
+        return iter([PROMPT, PROMPT[:2]])
+
+    found = [
+        llm.generate(prompts(), PARAMS),
+        fake.generate(prompts(), PARAMS),
+        asyncio.run(FakeAsyncLLM(fake).generate(prompts(), PARAMS)),
+    ]
+    for requests in found:
+        assert [len(request.prompt_tokens) for request in requests] == [5, 2]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The ranks of a group as threads of this process, which meet at a barrier."""
+"""The ranks of a group as threads of this process with a barrier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 TIMEOUT_S = 60.0  # of a rank that waits for one that has failed
 
 
-class Meeting:
+class Rendezvous:
     """Where the threads of `size` ranks leave a tensor each, and find the others'."""
 
     def __init__(self, size: int) -> None:
@@ -26,10 +26,10 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """Implements the sums and gathers of `Collectives` over a Meeting."""
+    """Implements the sums and gathers of `Collectives` over a Rendezvous."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
+        self.rank, self.size, self._rendezvous = rank, rendezvous.size, rendezvous
         self.num_calls, self.wait_seconds = 0, 0.0
 
     def all_reduce_(self, x: Tensor) -> Tensor:
@@ -38,18 +38,18 @@ class ThreadCollectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        meeting = self._meeting
-        meeting.tensors[self.rank] = x
-        meeting.barrier.wait()
-        gathered = torch.stack(meeting.tensors)
-        meeting.barrier.wait()  # nobody changes its tensor before all have read it
+        rendezvous = self._rendezvous
+        rendezvous.tensors[self.rank] = x
+        rendezvous.barrier.wait()
+        gathered = torch.stack(rendezvous.tensors)
+        rendezvous.barrier.wait()  # nobody changes its tensor before all have read it
         return gathered
 
     def abort(self) -> None:
-        self._meeting.barrier.abort()
+        self._rendezvous.barrier.abort()
 
     def reset(self) -> None:
-        self._meeting.barrier.reset()
+        self._rendezvous.barrier.reset()
 
     def close(self) -> None:
         pass
@@ -62,14 +62,14 @@ def on_ranks(
 
     `num_threads`: torch's, on each rank.
     """
-    meeting = Meeting(size)
+    rendezvous = Rendezvous(size)
 
     def run(rank: int) -> Result:
         torch.set_num_threads(num_threads)
         try:
-            return work(ThreadCollectives(rank, meeting))
+            return work(ThreadCollectives(rank, rendezvous))
         except BaseException:
-            meeting.barrier.abort()
+            rendezvous.barrier.abort()
             raise
 
     if size == 1:

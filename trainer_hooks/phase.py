@@ -19,7 +19,7 @@ _RESUMES = "resume_weights", "resume"
 
 
 class Suspendable(Protocol):
-    """The control verbs of LLM; an asynchronous LLM's return awaitables."""
+    """The control methods of LLM; an asynchronous LLM's return awaitables."""
 
     @property
     def state(self) -> EngineState:
@@ -47,7 +47,7 @@ class Suspendable(Protocol):
 
 
 class PushesWeights(Protocol):
-    """The two verbs of a weight sync."""
+    """The two ways to push of a weight sync."""
 
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
@@ -135,7 +135,7 @@ class GenerationPhase:
     def __enter__(self) -> GenerationPhase:
         if inspect.iscoroutinefunction(self._llm.pause):
             raise ConfigError(
-                f"the verbs of {type(self._llm).__name__} have to be awaited: use "
+                f"the methods of {type(self._llm).__name__} have to be awaited: use "
                 "`async with generation_phase(...)`"
             )
         try:

@@ -182,24 +182,34 @@ class Groups:
             self._finished[group_id] = RolloutGroup(group_id=group_id, requests=requests)
             del self._open[group_id]
 
-    def are_finished(self, group_ids: Sequence[int]) -> bool:
-        return all(group_id in self._finished for group_id in group_ids)
+    def num_wanted(self, num_groups: int | None) -> int:
+        """Return how many groups `collect(num_groups)` returns. Raises InvalidRequestError."""
+        if num_groups is not None and num_groups < 0:
+            raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
+        return self.num_submitted if num_groups is None else min(num_groups, self.num_submitted)
 
-    def unfinished_requests(self, group_id: int) -> list[int]:
+    def has_unfinished(self, group_ids: Sequence[int]) -> bool:
+        return any(group_id in self._open for group_id in group_ids)
+
+    def unfinished_requests(self, group_ids: Sequence[int]) -> list[int]:
         """Return the ids of the samples that still run. Raises EngineStateError for a group that is
         unknown or was returned before.
         """
-        if group_id in self._finished:
-            return []
-        if group_id not in self._open:
-            raise EngineStateError(f"group {group_id} is unknown, or was returned already")
-        return [i for i, sample in self._open[group_id].items() if sample is None]
+        for group_id in group_ids:
+            if group_id not in self._open and group_id not in self._finished:
+                raise EngineStateError(f"group {group_id} is unknown, or was returned already")
+        return [
+            request_id
+            for group_id in group_ids
+            for request_id, sample in self._open.get(group_id, {}).items()
+            if sample is None
+        ]
 
     def forget(self, group_id: int) -> list[int]:
         """Drop a group. Returns the ids of its samples that still run."""
         if self._finished.pop(group_id, None) is not None or group_id not in self._open:
             return []
-        left = self.unfinished_requests(group_id)
+        left = self.unfinished_requests([group_id])
         for request_id in left:
             del self._group_of[request_id]
         del self._open[group_id]

@@ -361,7 +361,14 @@ class AsyncLLM(AsyncControlCalls):
         Returns how many there were. Whoever waits for one gets it with the tokens so far, FAILED
         with the finish reason "abort". Ids of other requests are ignored.
         """
-        return await _abort_requests(await self.start(), request_ids)
+        unfinished = (await self.start()).completion_futures
+        wanted = unfinished if request_ids is None else dict.fromkeys(request_ids)
+        futures = [unfinished[request_id] for request_id in wanted if request_id in unfinished]
+        for future in futures:
+            self.abort_request(future)
+        if futures:
+            await asyncio.wait(futures)
+        return len(futures)
 
     # ---- HTTP
 
@@ -470,21 +477,6 @@ class AsyncLLM(AsyncControlCalls):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
-
-
-async def _abort_requests(client: InferenceClient, request_ids: Iterable[int] | None) -> int:
-    """End unfinished requests of the client, None for all of them, and wait for their records.
-
-    Returns how many there were. Other ids are ignored.
-    """
-    unfinished = client.completion_futures
-    wanted = unfinished if request_ids is None else dict.fromkeys(request_ids)
-    futures = [unfinished[request_id] for request_id in wanted if request_id in unfinished]
-    for future in futures:
-        client.abort(future.request_id)
-    if futures:
-        await asyncio.wait(futures)
-    return len(futures)
 
 
 MegatronAsyncLLM = AsyncLLM  # its name in Megatron Core

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -147,7 +146,9 @@ class LLM(ControlCalls):
             self._submitted(groups, priority) as group_ids,
         ):
             with _progress_bar(progress, len(groups) * n) as advance:
-                self._work_until(lambda: self._groups.are_finished(group_ids), on_finished=advance)
+                self._work_until(
+                    lambda: not self._groups.has_unfinished(group_ids), on_finished=advance
+                )
             requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
         return requests[0] if is_single and n == 1 else requests
 
@@ -174,11 +175,8 @@ class LLM(ControlCalls):
         In the order of their completion; the rest stays in the engine, through suspend, update and
         resume. After `timeout_s` seconds it returns what there is.
         """
-        if num_groups is not None and num_groups < 0:
-            raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
         with self._generating("collect"):
-            wanted = self._groups.num_submitted if num_groups is None else num_groups
-            wanted = min(wanted, self._groups.num_submitted)
+            wanted = self._groups.num_wanted(num_groups)
             deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
             self._work_until(lambda: self._groups.num_finished >= wanted, deadline=deadline)
             return self._groups.take_finished(wanted)
@@ -187,9 +185,7 @@ class LLM(ControlCalls):
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         """End groups now, in any state; their requests come back with the tokens they had."""
         group_ids = list(dict.fromkeys(group_ids))
-        unfinished = [
-            i for group_id in group_ids for i in self._groups.unfinished_requests(group_id)
-        ]
+        unfinished = self._groups.unfinished_requests(group_ids)
         with deferred_signals():
             for request in self._runtime.abort(unfinished):
                 self._groups.add_finished(request)
@@ -367,12 +363,7 @@ class LLM(ControlCalls):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
 

@@ -38,7 +38,7 @@ class AllRanks(Protocol):
     """Runs a method that all ranks call."""
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
-        """`work`: the verb itself, for rank 0. `source`: the weights of an update. Returns what
+        """`work`: the method itself, for rank 0. `source`: the weights of an update. Returns what
         `work` returns, on all ranks; so it is with errors."""
         ...
 
@@ -66,7 +66,7 @@ def on_all_ranks(method: Method) -> Method:
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def verb(self: Any, *arguments: Any, **named: Any) -> Any:
+    def on_this_rank(self: Any, *arguments: Any, **named: Any) -> Any:
         ranks: AllRanks | None = self._ranks
         work = functools.partial(method, self, *arguments, **named)
         if ranks is None:
@@ -76,13 +76,15 @@ def on_all_ranks(method: Method) -> Method:
         source = given.arguments.get(_SOURCE, ())
         return ranks.run(_call_of(method.__name__, given.arguments), source, work)
 
-    return cast(Method, verb)
+    return cast(Method, on_this_rank)
 
 
 def require_one_process(ranks: AllRanks | None, what: str) -> None:
     """Raise ConfigError for what an engine of several ranks of a trainer has not."""
     if ranks is not None:
-        raise ConfigError(f"{what} is not there with pg_collection, whose ranks call verbs of LLM")
+        raise ConfigError(
+            f"{what} is not there with pg_collection, whose ranks call methods together"
+        )
 
 
 class _LeadRank:
@@ -92,15 +94,15 @@ class _LeadRank:
         self._engine, self._executor, self._turn = engine, executor, threading.Lock()
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
-        with _one_verb(self._turn, call):
+        with _one_call(self._turn, call):
             self._executor.begin_call(call)
             try:
                 result = work()
-                told = pickled(result, f"the result of {call.method}")
+                answer = pickled(result, f"the result of {call.method}")
             except BaseException as error:  # Ctrl-C, too: the others would wait
-                self._executor.end_call(self._outcome(error=_told(error)))
+                self._executor.end_call(self._outcome(error=_encoded(error)))
                 raise
-            self._executor.end_call(self._outcome(result=told))
+            self._executor.end_call(self._outcome(result=answer))
             return result
 
     def _outcome(self, **what: Any) -> SpmdOutcome:
@@ -125,7 +127,7 @@ class FollowerRuntime:
         return self._rank.weights_version
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
-        with _one_verb(self._turn, call):
+        with _one_call(self._turn, call):
             return self._rank.join_call(call, source)
 
     def shutdown(self) -> None:
@@ -133,11 +135,11 @@ class FollowerRuntime:
 
 
 @contextmanager
-def _one_verb(turn: threading.Lock, call: SpmdCall) -> Iterator[None]:
+def _one_call(turn: threading.Lock, call: SpmdCall) -> Iterator[None]:
     if not turn.acquire(blocking=False):
         raise EngineStateError(
-            f"cannot {call.method} while another thread is in a verb: with pg_collection all ranks "
-            "call verbs in one order, one at a time"
+            f"cannot {call.method} while another thread is in a call: with pg_collection all ranks "
+            "call methods in one order, one at a time"
         )
     try:
         yield
@@ -145,7 +147,7 @@ def _one_verb(turn: threading.Lock, call: SpmdCall) -> Iterator[None]:
         turn.release()
 
 
-def _told(error: BaseException) -> Mapping[str, Any]:
+def _encoded(error: BaseException) -> Mapping[str, Any]:
     encoded = encode_error(error)
     if not str(encoded["message"]).startswith("rank "):  # another one was at fault
         encoded["message"] = f"rank 0: {encoded['message']}"
@@ -159,13 +161,13 @@ def call_of_command(command: Command[Any]) -> SpmdCall:
     return _call_of(command.name, arguments)
 
 
-def _call_of(verb: str, arguments: Mapping[str, Any]) -> SpmdCall:
+def _call_of(method: str, arguments: Mapping[str, Any]) -> SpmdCall:
     shared = {name: value for name, value in arguments.items() if name not in _OWN_ARGUMENTS}
     digests = {
         name: hashlib.blake2b(repr(_plain(value)).encode(), digest_size=16).hexdigest()
         for name, value in shared.items()
     }
-    return SpmdCall(method=verb, digests=digests)
+    return SpmdCall(method=method, digests=digests)
 
 
 def _plain(value: Any) -> Any:

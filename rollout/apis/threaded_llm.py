@@ -23,6 +23,7 @@ from rollout.apis.streaming import (
 from rollout.control.commands import AsyncControlCalls, ChecksumWeights, Command, R
 from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateReport
 from rollout.control.state import EngineState
+from rollout.coordinator.client.inference_client import Group
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
 from rollout.coordinator.protocol.packed import token_runs
 from rollout.coordinator.protocol.token_runs import TokenRun
@@ -37,7 +38,6 @@ _logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
 _CHECK_RANKS_S = 0.5  # while no step runs, which would notice a rank that is gone
 
-Group = tuple[Prompt, Sequence[SamplingParams]]
 Record = DynamicInferenceRequestRecord
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rollout.apis.async_llm import AsyncLLM
 from rollout.cli.event_loop import run_in_loop
 from rollout.cli.models import MODEL_HELP, llm_kinds, model_of, with_model
-from rollout.cli.settings import Kinds, Parser, fields_of, help_of, read_settings
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.config import CONFIG_HINTS
 from rollout.serve.config import ServeConfig
 from rollout.serve.openai.chat_template import load_template
@@ -39,9 +39,11 @@ def run(words: Sequence[str]) -> int:
     # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
     if "doors" in of_server:
+        if "protocols" in of_server:
+            raise UsageError("doors is the former name of protocols: give protocols alone")
         if not given.json:  # whose stderr is JSON
             print("doors= is deprecated; write protocols=", file=sys.stderr)
-        of_server.setdefault("protocols", of_server.pop("doors"))
+        of_server["protocols"] = of_server.pop("doors")
     config = ServeConfig(**of_server)
     # Here, since engines may take minutes to start.
     of_llm["tokenizer"] = tokenizer_of(model_of(of_llm), of_llm.get("tokenizer"))

@@ -42,7 +42,7 @@ _BATCH = 256
 _SENT_TOGETHER = 32
 # If a turn takes so much longer than planned, the process was stopped or the machine asleep.
 _STANDSTILL_S = 0.5
-# How often a coordinator process checks whether its parent has ended, where no descriptor tells.
+# How often a coordinator process checks whether its parent has ended, where no descriptor shows it.
 _PARENT_CHECK_S = 1.0
 
 
@@ -163,7 +163,7 @@ class DataParallelInferenceCoordinator:
         coordinator.start()
 
     def start(self) -> None:
-        """Serve until the end, then say goodbye and free everything. A second call does nothing."""
+        """Serve until the end, then disconnect and free everything. A second call does nothing."""
         if self._has_ended:
             return
         self._is_serving, self._awake_at = True, time.monotonic()
@@ -177,7 +177,7 @@ class DataParallelInferenceCoordinator:
         try:
             while self._stop_reason is None and not self._core.is_over:
                 ready = self._wait(poller)
-                if sentinel in ready or self._is_adopted():
+                if sentinel in ready or self._is_orphaned():
                     self.stop("the coordinator's parent has gone")
                 if self._waker.fileno() in ready:
                     self._waker.drain()
@@ -215,30 +215,30 @@ class DataParallelInferenceCoordinator:
         """Return the monotonic time in seconds. Notices if this process was stopped since the last
         call."""
         now = time.monotonic()
-        unheard_s, self._awake_at = now - self._awake_at, now
-        if unheard_s - planned_s > _STANDSTILL_S:
-            logger.warning("the coordinator stood still within the last %.1f s", unheard_s)
-            self._core.stood_still(unheard_s)
+        asleep_s, self._awake_at = now - self._awake_at, now
+        if asleep_s - planned_s > _STANDSTILL_S:
+            logger.warning("the coordinator stood still within the last %.1f s", asleep_s)
+            self._core.stood_still(asleep_s)
         return now
 
-    def _is_adopted(self) -> bool:
+    def _is_orphaned(self) -> bool:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
     def _turn(self) -> None:
         """Handle the frames that have arrived and the timers that are due; send the results."""
         self._router.flush()
-        self._hear()
+        self._receive()
         now = self._now()
         self._send(self._core.tick(now), now)
         while self._unreached:
-            # Who cannot be reached may have said goodbye before, which has arrived by now.
+            # Who cannot be reached may have disconnected before, which has arrived by now.
             unreached, self._unreached = self._unreached, []
-            self._hear()
+            self._receive()
             now = self._now()
             for identity, message in unreached:
                 self._send(self._core.undelivered(identity, message, None, now), now)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Handle frames that have arrived, and send the results."""
         now = self._now()
         outgoing: Outgoing = []
@@ -263,7 +263,7 @@ class DataParallelInferenceCoordinator:
             outgoing = []
             for identity, messages in by_peer.items():
                 for message, fault in self._send_to(identity, messages, encoded):
-                    if self._has_ended:  # a peer that has gone needs no goodbye
+                    if self._has_ended:  # a peer that has gone needs no Disconnect
                         continue
                     if fault is None:
                         self._unreached.append((identity, message))

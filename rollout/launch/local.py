@@ -56,7 +56,7 @@ def _process(
     begin: Callable[[ChildProcess], object],
     environment: Mapping[str, str],
 ) -> SupervisedProcess:
-    tell = job.on_end
+    on_end = job.on_end
     return SupervisedProcess(
         name,
         job.module,
@@ -64,5 +64,5 @@ def _process(
         start_timeout_s=job.start_timeout_s,
         max_restarts=job.max_restarts,
         environment=environment,
-        on_end=lambda exit_code: tell(name, end_of(exit_code) if exit_code else None),
+        on_end=lambda exit_code: on_end(name, end_of(exit_code) if exit_code else None),
     )

@@ -177,7 +177,7 @@ class RayEngine:
         try:
             run = self._actor.run.remote()
             self._await_start(run)
-        except Exception as error:  # whoever waits for the start must hear of it
+        except Exception as error:  # whoever waits for the start gets it
             self.terminate()
             self.started.set_exception(error)
             return

@@ -125,7 +125,7 @@ class SlurmEngine:
     def _watch(self) -> None:
         try:
             reason = self._run_all()
-        except Exception as error:  # whoever waits for the start must hear of it
+        except Exception as error:  # whoever waits for the start gets it
             self.terminate()
             if not self.started.done():
                 self.started.set_exception(error)

@@ -101,7 +101,7 @@ class SupervisedProcess:
             if not self._max_restarts:
                 del self._begin  # what it sends may be as large as a model
             word = child.receive(self._start_timeout_s)
-        except Exception as fault:  # whoever waits for the start must hear of it
+        except Exception as fault:  # whoever waits for the start gets it
             child.kill()
             error = fault
             if isinstance(fault, OSError):

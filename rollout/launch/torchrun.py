@@ -33,11 +33,11 @@ from rollout.parallel.stores import connect_store, open_store
 _logger = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)
 _STORE_S = 300.0  # to reach the store: torch's own limit
-_NUM_ORDERS, _ORDER = "rollout/num_orders", "rollout/order"
+_NUM_COMMANDS, _COMMAND = "rollout/num_commands", "rollout/command"
 FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
 
 
-class _Order(msgspec.Struct, frozen=True):
+class _Command(msgspec.Struct, frozen=True):
     """A message of rank 0 in the store. `file`: name of the file in the private folder with an
     engine's arguments; None when rank 0 ends."""
 
@@ -108,13 +108,13 @@ class TorchrunLauncher:
             "start_timeout_s": job.start_timeout_s,
         }
 
-        def tell(address: Future[str]) -> None:
+        def send_start(address: Future[str]) -> None:
             if address.exception() is None:
                 start = pickle.dumps(_Start(**of_start, address=address.result()))
                 self._files.append(self._folder.write("engine", start))
-                self._send(_Order(file=self._files[-1]))
+                self._send(_Command(file=self._files[-1]))
 
-        job.address.add_done_callback(tell)
+        job.address.add_done_callback(send_start)
         return []
 
     def close(self) -> None:
@@ -127,11 +127,11 @@ class TorchrunLauncher:
         """Let the other ranks return from `serve_engines`."""
         self.close()
         with suppress(RuntimeError):  # the store may have gone before
-            self._send(_Order(file=None))
+            self._send(_Command(file=None))
 
-    def _send(self, order: _Order) -> None:
-        number = self._store.add(_NUM_ORDERS, 1)
-        self._store.set(f"{_ORDER}/{number}", msgspec.msgpack.encode(order))
+    def _send(self, command: _Command) -> None:
+        number = self._store.add(_NUM_COMMANDS, 1)
+        self._store.set(f"{_COMMAND}/{number}", msgspec.msgpack.encode(command))
 
 
 def serve_engines(folder: str | Path | None = None) -> bool:
@@ -146,7 +146,7 @@ def serve_engines(folder: str | Path | None = None) -> bool:
     private, store, number = _private_folder(folder), _store(), 1
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     while True:
-        key = f"{_ORDER}/{number}"
+        key = f"{_COMMAND}/{number}"
         store.wait([key], _FOREVER)
         file = _decoded(store.get(key)).file
         if file is None:
@@ -155,11 +155,11 @@ def serve_engines(folder: str | Path | None = None) -> bool:
         number += 1
 
 
-def _decoded(order: bytes) -> _Order:
+def _decoded(encoded: bytes) -> _Command:
     try:
-        return msgspec.msgpack.decode(order, type=_Order)
+        return msgspec.msgpack.decode(encoded, type=_Command)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"torchrun's store holds no order of rank 0: {error}") from error
+        raise ConfigError(f"torchrun's store holds no command of rank 0: {error}") from error
 
 
 def _private_folder(folder: str | Path | None) -> PrivateFolder:
@@ -190,7 +190,7 @@ def _serve(start: _Start, devices: str | None) -> None:
         address=address,
         max_restarts=start.max_restarts,
         start_timeout_s=start.start_timeout_s,
-        on_end=lambda name, reason: _logger.info("%s has ended: %s", name, reason or "as told"),
+        on_end=lambda name, reason: _logger.info("%s has ended: %s", name, reason or "as asked"),
     )
     (engine,) = LocalLauncher().launch(job, 1)
     engine.started.result()

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import WeightUpdateError
+from rollout.errors import WeightUpdateError, utf8_text
 from rollout.layers.weight_slot import part_of
 from rollout.models.plain_tensors import (
     GatherBuffer,
@@ -204,8 +204,10 @@ def _require_readable(name: str, tensor: Tensor) -> None:
 
 
 def _require_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise WeightUpdateError(f"the name {name!r:.200} of a weight must be a string; {_REMEDY}")
+    if not isinstance(name, str) or utf8_text(name) != name:
+        raise WeightUpdateError(
+            f"the name {name!r:.200} of a weight must be a string that UTF-8 can carry; {_REMEDY}"
+        )
 
 
 class _Pairs(Iterator[tuple[str, Tensor]]):

@@ -12,9 +12,9 @@ Request = DynamicInferenceRequest
 
 
 class AnyLLM(Protocol):
-    """`call(name, ...)` is the verb of that name; `begin` and `finish` are `generate` in two."""
+    """`call(name, ...)` is the method of that name; `begin` and `finish` are `generate` in two."""
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any: ...
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
 
     def begin(self, prompts: Sequence[Any], params: SamplingParams, n: int) -> Any: ...
 
@@ -30,8 +30,8 @@ class ThreadsLLM:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.llm, verb)(*args, **kwargs)
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.llm, method)(*args, **kwargs)
 
     def begin(self, prompts: Sequence[Any], params: SamplingParams, n: int) -> Any:
         ids = self.llm.submit(prompts, params, n)
@@ -57,8 +57,8 @@ class CoroutinesLLM:
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(asyncio.wait_for(work, 120))
 
-    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        return self._do(getattr(self.llm, verb)(*args, **kwargs))
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._do(getattr(self.llm, method)(*args, **kwargs))
 
     def begin(self, prompts: Sequence[Any], params: SamplingParams, n: int) -> Any:
         task = self._loop.create_task(self.llm.generate(prompts, params, n))

@@ -72,7 +72,7 @@ class FakeClient:
         self.refusals: dict[int, Exception] = {}  # by request id, of those answered
         self.priorities: list[int] = []
         self.is_updating = threading.Event()
-        self._orders: list[asyncio.Future[Any]] = []
+        self._updates: list[asyncio.Future[Any]] = []
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class FakeClient:
 
     def stop(self) -> None:
         self.fail(ClientStateError("the client was stopped"))
-        for order in self._orders:
+        for order in self._updates:
             if not order.done():
                 order.set_exception(ClientStateError("the client was stopped"))
 
@@ -112,11 +112,11 @@ class FakeClient:
 
     def update_weights(self, source: WeightsSource, *_: Any) -> asyncio.Future[Any]:
         self.is_updating.set()
-        self._orders.append(self._loop.create_future())
+        self._updates.append(self._loop.create_future())
         if self.answers:
             self.weights_version = 1
-            self._orders[-1].set_result(UpdateWeights(source=source).merged(UPDATED))
-        return self._orders[-1]
+            self._updates[-1].set_result(UpdateWeights(source=source).merged(UPDATED))
+        return self._updates[-1]
 
     # ---- what a test has happen, from its own thread
 

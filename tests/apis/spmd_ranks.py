@@ -95,17 +95,17 @@ def _be_rank(pipe: Connection, rank: int, store: str) -> None:
     group = dist.new_group(range(SIZE))  # the default group is the trainer's
     llm: Any = None
     while True:
-        verb, *given = pickle.loads(pipe.recv_bytes())
+        method, *given = pickle.loads(pipe.recv_bytes())
         try:
-            if verb == "make":
+            if method == "make":
                 model, config = given
                 pg_collection = SimpleNamespace(tp=group)
                 llm = LLM(pickle.loads(model), pg_collection=pg_collection, **config)
                 answer = None
-            elif verb in _OWN_METHODS:
-                answer = _OWN_METHODS[verb](llm, rank, *given)
+            elif method in _OWN_METHODS:
+                answer = _OWN_METHODS[method](llm, rank, *given)
             else:
-                answer = getattr(llm, verb)(*given)
+                answer = getattr(llm, method)(*given)
         except BaseException as error:  # a KeyboardInterrupt, too
             answer = decode_error(encode_error(error))
         pipe.send_bytes(pickle.dumps(answer))

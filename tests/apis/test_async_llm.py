@@ -294,19 +294,19 @@ def test_requests_wait_for_an_engine_as_long_as_one_may_take_to_start() -> None:
 
 def test_a_verb_whose_caller_is_cancelled_runs_to_its_end_and_the_state_follows() -> None:
     async def work(llm: AsyncLLM) -> None:
-        for verb, state in (
+        for method, state in (
             (llm.pause, EngineState.PAUSED),
             (llm.suspend, EngineState.SUSPENDED),
             (llm.resume, EngineState.PAUSED),
             (llm.unpause, EngineState.RUNNING),
         ):
-            calling = asyncio.ensure_future(verb())
+            calling = asyncio.ensure_future(method())
             await asyncio.sleep(0)
             await asyncio.sleep(0)  # the command is sent
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await calling
-            await until(lambda: llm.state is state, "the verb has its end")  # noqa: B023
+            await until(lambda: llm.state is state, "the call has its end")  # noqa: B023
             assert (await llm.stats()).state is state
 
     with_fleet(1, work)

@@ -146,9 +146,9 @@ def test_a_coordinator_that_is_killed_fails_all_that_waits_at_once() -> None:
             for task in waiting:
                 with pytest.raises(CoordinatorLostError, match=named):
                     task.result()
-            for verb in (llm.unpause, llm.stats):
+            for method in (llm.unpause, llm.stats):
                 with pytest.raises(CoordinatorLostError, match=named):
-                    await asyncio.wait_for(verb(), AT_ONCE_S)
+                    await asyncio.wait_for(method(), AT_ONCE_S)
             with pytest.raises(CoordinatorLostError, match=named):
                 await asyncio.wait_for(llm.generate(prompt_of(3)), AT_ONCE_S)
             os.kill(engine, signal.SIGCONT)

@@ -129,9 +129,9 @@ def test_a_request_that_ended_keeps_its_tokens_where_its_tokenizer_raises(
 def test_streaming_is_refused_as_it_is_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fake_fleet(monkeypatch)
     with fleet.llm() as llm:
-        for verb in (llm.generate, llm.submit):
+        for method in (llm.generate, llm.submit):
             with pytest.raises(InvalidRequestError, match=r"AsyncLLM\.stream"):
-                verb([[1], [2]], [SamplingParams(), SamplingParams(streaming=True)])
+                method([[1], [2]], [SamplingParams(), SamplingParams(streaming=True)])
         assert not fleet.client.futures
 
 
@@ -171,9 +171,9 @@ def interrupt_amid(submission: FakeFleet) -> None:
     client.add_group = interrupted  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("verb", ["generate", "submit"])
+@pytest.mark.parametrize("method", ["generate", "submit"])
 def test_ctrl_c_amid_a_submission_leaves_none_of_its_requests(
-    verb: str, monkeypatch: pytest.MonkeyPatch
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fake_fleet(monkeypatch)
     with fleet.llm() as llm:
@@ -181,7 +181,7 @@ def test_ctrl_c_amid_a_submission_leaves_none_of_its_requests(
         interrupt_amid(fleet)
         handler = signal.getsignal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            getattr(llm, verb)([[i] for i in range(40)])
+            getattr(llm, method)([[i] for i in range(40)])
         assert signal.getsignal(signal.SIGINT) is handler
         assert fleet.client.open_ids == [0]
         fleet.client.reply(0)

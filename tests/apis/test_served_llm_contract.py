@@ -15,6 +15,7 @@ from rollout.serve.llm import ServedLLM
 from tests.apis.fleets import directory
 from tests.serve.served import CONFIG
 from tests.tiny_models import VOCAB_SIZE, prompt_of
+from tests.waiting import until_async as until
 
 pytestmark = pytest.mark.distributed
 
@@ -138,8 +139,8 @@ def test_a_cancelled_future_and_a_closed_stream_leave_no_request(
         await anext(stream)
         future.cancel()
         await stream.aclose()
-        while not await is_empty(llm):
-            await asyncio.sleep(0)
+        await until(lambda: is_empty(llm), "both requests are aborted")
+        assert future.cancelled()
 
     run(work)
 

@@ -114,9 +114,9 @@ def test_rates_are_differences_over_time_and_never_negative() -> None:
 
 
 def test_who_was_refused_is_shown_by_reason() -> None:
-    refused = {"num_unknown_keys": 1_200, "num_malformed": 0, "num_strangers": 1}
+    refused = {"num_unknown_keys": 1_200, "num_malformed": 0, "num_unknown_peers": 1}
     snapshot = FleetView().snapshot(fleet_of({0: stats_of()}, refused=refused))
-    assert "refused: 1,200 unknown keys, 1 strangers" in shown(snapshot)
+    assert "refused: 1,200 unknown keys, 1 unknown peers" in shown(snapshot)
 
 
 def shown(snapshot: FleetSnapshot) -> str:

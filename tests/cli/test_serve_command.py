@@ -126,8 +126,15 @@ def test_a_word_alone_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doors_is_taken_as_protocols_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", f"model={directory()}", "doors=front"]) == 2
+    model = directory()
+    capsys.readouterr()  # of a model that is made here
+    assert main(["serve", f"model={model}", "doors=front"]) == 2
     warning, error = capsys.readouterr().err.splitlines()
     assert warning == "doors= is deprecated; write protocols="
     assert "protocols" in error
     assert "front" in error
+
+
+def test_doors_beside_protocols_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = fault_of(capsys, directory(), "doors=openai", "protocols=vllm")
+    assert "doors is the former name of protocols: give protocols alone" in said

@@ -85,6 +85,7 @@ def test_strided_empty_and_scalar_tensors_of_any_dtype_arrive(fleet: WeightFleet
         (lambda given: given.update({NORM: torch.ones(3)}), f"'{NORM}' has shape"),
         (lambda given: given.update({NORM: torch.full((48,), torch.nan)}), f"'{NORM}' holds NaN"),
         (lambda given: given.update({NORM: torch.empty(48, device="meta")}), f"'{NORM}' is on"),
+        (lambda w: w.update({"a\udcff": torch.ones(1)}), r"'a.udcff' .* UTF-8"),
     ],
 )
 def test_a_push_that_does_not_fit_changes_nothing_after_pushes_that_do(

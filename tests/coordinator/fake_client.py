@@ -54,7 +54,7 @@ class FakeClient:
     asked: dict[int, Asked] = field(default_factory=dict)
     submitted: list[SubmitRequest] = field(default_factory=list)
     answers: dict[int, list[Ack | Nack | None]] = field(default_factory=dict)
-    welcome: ConnectAck | None = None
+    connect_ack: ConnectAck | None = None
     seen: list[Message] = field(default_factory=list)
     num_commands: int = 0
 
@@ -92,7 +92,7 @@ class FakeClient:
     def receive(self, message: Message) -> list[Message]:
         self.seen.append(message)
         if isinstance(message, ConnectAck):
-            self.welcome = message
+            self.connect_ack = message
         elif isinstance(message, (Ack, Nack)) and message.command_id is not None:
             self.answers.setdefault(message.command_id, []).append(message)
         elif isinstance(message, EngineReplyPartial):

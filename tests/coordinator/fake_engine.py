@@ -92,7 +92,7 @@ class Held:
 
 @dataclass
 class FakeEngine:
-    """Does what it is told; `refuses` names message types that it answers with Nack,
+    """Does what it is asked; `refuses` names message types that it answers with Nack,
     `ignores` those that it does not answer."""
 
     identity: bytes

@@ -100,10 +100,10 @@ class FakeFleet:
         self.attach(engine, engine.registration())
         return engine
 
-    def attach(self, peer: Peer, greeting: Message) -> None:
+    def attach(self, peer: Peer, handshake: Message) -> None:
         self.peers[peer.identity] = peer
         self.to_core[peer.identity], self.to_peer[peer.identity] = deque(), deque()
-        self.send(peer, greeting)
+        self.send(peer, handshake)
 
     def cut(self, peer: Peer) -> None:
         """The connection is gone, with all that was on its way to the peer."""
@@ -189,7 +189,7 @@ class FakeFleet:
         return client.answer(message)
 
     def pass_time(self, seconds: float, *, silent: Sequence[Peer] = ()) -> None:
-        """Time goes by; all but the silent peers are heard each second."""
+        """Time goes by; all but the silent peers send something each second."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + 1.0, end)

@@ -194,10 +194,10 @@ class HostilePeer:
     """A DEALER that may have shaken hands, and never minds what it hears."""
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, greeting: Message | None, *, reads: bool
+        self, context: zmq.Context[Any], address: str, handshake: Message | None, *, reads: bool
     ) -> None:
         self._context, self._address, self.reads = context, address, reads
-        self._greeting = greeting
+        self._handshake = handshake
         self.num_heard = 0
         self.connect()
 
@@ -205,11 +205,11 @@ class HostilePeer:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(self._address)
-        self.greet()
+        self.shake_hands()
 
-    def greet(self) -> None:
-        if self._greeting is not None:
-            self.socket.send(encode(self._greeting))
+    def shake_hands(self) -> None:
+        if self._handshake is not None:
+            self.socket.send(encode(self._handshake))
 
     def send(self, parts: list[bytes]) -> None:
         self.socket.send_multipart(parts)
@@ -223,5 +223,5 @@ class HostilePeer:
         self.connect()
 
 
-def client_greeting(number: int) -> Connect:
+def client_connect(number: int) -> Connect:
     return Connect(client_id=number.to_bytes(16, "big"))

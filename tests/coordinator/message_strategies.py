@@ -58,8 +58,8 @@ TYPES = list(MESSAGE_TYPES.values())
 _COMMANDS = set(COMMANDS)
 _PRESENCE = {Heartbeat, Disconnect}
 _ANSWERS = {EngineReply, Ack, Nack}
-# Who may send what. A stranger may only shake hands.
-FROM_STRANGERS = {Connect, Register}
+# Who may send what. An unknown peer may only shake hands.
+FROM_UNKNOWN_PEERS = {Connect, Register}
 FROM_CLIENTS = _COMMANDS | _PRESENCE | {Connect, SubmitRequest, AbortRequest, ReplyAck}
 FROM_CLIENTS |= {UpdateWeights}
 FROM_ENGINES = _ANSWERS | _PRESENCE | {Register, Credit, Progress}

@@ -126,7 +126,7 @@ class ScriptedRouter:
     # ---- what a test may order
 
     def send(self, *messages: Message | bytes) -> None:
-        """To whoever was heard last."""
+        """To the peer of the last message."""
         self._do(lambda: self._send(self._latest, messages))
 
     def send_frames(self, *frames: bytes) -> None:
@@ -137,7 +137,7 @@ class ScriptedRouter:
         self._do(lambda: self._router.close())
 
     def come_back(self) -> None:
-        """With another socket on the same port; all peers are strangers to it."""
+        """With another socket on the same port; it knows no peer."""
 
         def bind() -> None:
             self._known.clear()
@@ -199,7 +199,7 @@ class ScriptedRouter:
         if isinstance(message, (Connect, Register)):
             self._known.add(identity)
         elif identity not in self._known:
-            self._send(identity, [nack_of(None, ProtocolError("a stranger"))])
+            self._send(identity, [nack_of(None, ProtocolError("an unknown peer"))])
             return
         self._latest = identity
         with self._news:

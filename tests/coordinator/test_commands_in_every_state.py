@@ -1,4 +1,4 @@
-"""Every order in every state of a live coordinator is answered: done, or refused with a reason."""
+"""Every command in every state of a live coordinator is done, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.errors import RolloutError, WeightUpdateError
 from rollout.weights.transports.shared import SharedTransport
+from tests.coordinator.client_commands import (
+    COMMANDS,
+    FINAL,
+    CommandSender,
+    Tally,
+    publish,
+    publish_incomplete,
+)
 from tests.coordinator.live_fleet import LiveFleet
-from tests.coordinator.orders import FINAL, ORDERS, Giver, Tally, publish, publish_incomplete
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, prompt_of
 
@@ -33,10 +40,10 @@ PATHS = {
     STOPPING: ("pause", "stop"),
 }
 QUIET = {"stats", "epoch", "increment", "update", "update in flight"}
-SUSPENDS = {name for name in ORDERS if name.startswith("suspend")}
-RESUMES = {name for name in ORDERS if name.startswith("resume")}
+SUSPENDS = {name for name in COMMANDS if name.startswith("suspend")}
+RESUMES = {name for name in COMMANDS if name.startswith("resume")}
 GOOD_SUSPENDS = SUSPENDS - {"suspend badly", "suspend in no mode", "suspend discarding kept"}
-# What is done in which state; all else must be refused. Where an order leads to is done without a
+# What is done in which state; all else must be refused. Where an command leads to is done without a
 # look at its arguments, but for a suspend's.
 DONE = {
     RUNNING: {"pause", "unpause", "update in flight", "stats", "shutdown"},
@@ -47,7 +54,7 @@ DONE = {
 
 
 @asynccontextmanager
-async def live(num_clients: int = 1) -> AsyncIterator[tuple[LiveFleet, list[Giver]]]:
+async def live(num_clients: int = 1) -> AsyncIterator[tuple[LiveFleet, list[CommandSender]]]:
     with LiveFleet() as fleet:
         async with AsyncExitStack() as stack:
             whole, part = SharedTransport(), SharedTransport()
@@ -55,31 +62,31 @@ async def live(num_clients: int = 1) -> AsyncIterator[tuple[LiveFleet, list[Give
             stack.callback(part.close)
             sources = publish(whole), publish_incomplete(part)
             clients = [InferenceClient(fleet.address) for _ in range(num_clients)]
-            givers = [Giver(await stack.enter_async_context(c), *sources) for c in clients]
-            yield fleet, givers
+            senders = [CommandSender(await stack.enter_async_context(c), *sources) for c in clients]
+            yield fleet, senders
 
 
 def run(work: Callable[[], Awaitable[None]], bound_s: float) -> None:
     asyncio.run(asyncio.wait_for(work(), bound_s))
 
 
-async def bring_to(state: CoordinatorState, fleet: LiveFleet, giver: Giver) -> None:
-    """From wherever it is, also if engines differ after an order that failed."""
+async def bring_to(state: CoordinatorState, fleet: LiveFleet, sender: CommandSender) -> None:
+    """From wherever it is, also if engines differ after an command that failed."""
     for name in ("resume", "pause", "resume", "unpause", *PATHS[state]):
         if name == "unpause" and fleet.coordinator.state is PAUSED:
-            await updates(giver)  # weights may have been discarded
+            await updates(sender)  # weights may have been discarded
         # The first two are refused where they are not needed.
         with suppress(RolloutError):
-            await giver.give(name, DEADLINE_S)
+            await sender.send(name, DEADLINE_S)
     await comes_to(state, fleet)
 
 
-async def updates(giver: Giver) -> None:
+async def updates(sender: CommandSender) -> None:
     """An update is refused while no engine is there: those that were removed come back."""
     end = time.monotonic() + DEADLINE_S
     while True:
         try:
-            await giver.give("update", DEADLINE_S)
+            await sender.send("update", DEADLINE_S)
             return
         except WeightUpdateError:
             if time.monotonic() > end:
@@ -101,29 +108,29 @@ def assert_is(state: CoordinatorState, fleet: LiveFleet) -> None:
     assert fleet.engine_states() == {state.engine_state}
 
 
-async def serves(fleet: LiveFleet, giver: Giver) -> None:
+async def serves(fleet: LiveFleet, sender: CommandSender) -> None:
     """A request of four tokens completes, on each engine."""
-    await bring_to(RUNNING, fleet, giver)
+    await bring_to(RUNNING, fleet, sender)
     params = SamplingParams(num_tokens_to_generate=4, temperature=0.0)
-    futures = [giver.client.add_request(prompt_of(5), params) for _ in fleet.engines]
+    futures = [sender.client.add_request(prompt_of(5), params) for _ in fleet.engines]
     records = await asyncio.wait_for(asyncio.gather(*futures), DEADLINE_S)
     assert {len(record.merge().generated_tokens) for record in records} == {4}
 
 
 @pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
-def test_each_order_is_done_or_refused_as_the_table_says(state: CoordinatorState) -> None:
+def test_each_command_is_done_or_refused_as_the_table_says(state: CoordinatorState) -> None:
     tally = Tally()
 
     async def work() -> None:
-        async with live() as (fleet, (giver,)):
-            for name in [name for name in ORDERS if name not in FINAL]:
-                await bring_to(state, fleet, giver)
+        async with live() as (fleet, (sender,)):
+            for name in [name for name in COMMANDS if name not in FINAL]:
+                await bring_to(state, fleet, sender)
                 for _ in range(2):
-                    kind = await tally.give(giver, name, DEADLINE_S)
+                    kind = await tally.send(sender, name, DEADLINE_S)
                     assert (kind == "done") == (name in DONE[state]), (name, kind)
                     if kind != "done":
                         assert_is(state, fleet)
-            await serves(fleet, giver)
+            await serves(fleet, sender)
 
     run(work, 60)
     print(f"\nsingly, {state.name}: {tally}")
@@ -132,25 +139,25 @@ def test_each_order_is_done_or_refused_as_the_table_says(state: CoordinatorState
 @pytest.mark.parametrize("final", FINAL)
 @pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
 def test_the_end_comes_or_is_refused_as_the_table_says(state: CoordinatorState, final: str) -> None:
-    """After a stop each order is answered still, and so is a request: by its failure."""
+    """After a stop each command is answered still, and so is a request: by its failure."""
     tally = Tally()
 
     async def work() -> None:
-        async with live(2) as (fleet, (giver, other)):
-            await bring_to(state, fleet, giver)
+        async with live(2) as (fleet, (sender, other)):
+            await bring_to(state, fleet, sender)
             waiting = other.client.add_request(
                 prompt_of(5), SamplingParams(num_tokens_to_generate=400)
             )
-            kind = await tally.give(giver, final, DEADLINE_S)
+            kind = await tally.send(sender, final, DEADLINE_S)
             assert (kind == "done") == (final in DONE[state])
             if kind != "done":
                 waiting.cancel()
-                await serves(fleet, giver)
+                await serves(fleet, sender)
                 return
             with pytest.raises(RolloutError):
                 await asyncio.wait_for(waiting, DEADLINE_S)
-            for name in [*ORDERS, "stop", "shutdown", "pause"]:
-                kind = await tally.give(other, name, DEADLINE_S)
+            for name in [*COMMANDS, "stop", "shutdown", "pause"]:
+                kind = await tally.send(other, name, DEADLINE_S)
                 assert (kind == "done") <= (name in DONE[STOPPING]), (name, kind)
             with pytest.raises(RolloutError):
                 other.client.add_request(prompt_of(5), SamplingParams(num_tokens_to_generate=4))
@@ -160,81 +167,81 @@ def test_the_end_comes_or_is_refused_as_the_table_says(state: CoordinatorState, 
 
 
 @pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
-def test_orders_sent_at_once_are_all_answered_in_order(state: CoordinatorState) -> None:
+def test_commands_sent_at_once_are_all_answered_in_order(state: CoordinatorState) -> None:
     """Every pair, or a sample of them, by turns from one client and from two."""
     tally = Tally()
-    names = [name for name in ORDERS if name not in FINAL]
+    names = [name for name in COMMANDS if name not in FINAL]
     pairs = list(itertools.product(names, names))
     random.Random(run_seed() + state.value).shuffle(pairs)
 
     async def work() -> None:
-        async with live(2) as (fleet, givers):
+        async with live(2) as (fleet, senders):
             for number, pair in enumerate(pairs[:NUM_PAIRS]):
-                await bring_to(state, fleet, givers[0])
-                second = givers[number % 2]
+                await bring_to(state, fleet, senders[0])
+                second = senders[number % 2]
                 futures = [
-                    (giver.give(name, DEADLINE_S), name)
-                    for giver, name in zip((givers[0], second), pair, strict=True)
+                    (sender.send(name, DEADLINE_S), name)
+                    for sender, name in zip((senders[0], second), pair, strict=True)
                 ]
                 ended = [await tally.answer(f, name, DEADLINE_S) for f, name in futures]
                 assert "deadline" not in ended, pair
                 assert_is(fleet.coordinator.state, fleet)
-            await serves(fleet, givers[1])
+            await serves(fleet, senders[1])
 
     run(work, 600)
     print(f"\npairs, {state.name}: {tally}")
 
 
-def test_orders_to_engines_that_hold_their_answers_back_end_by_their_deadlines() -> None:
-    """Random orders of two clients, long and short deadlines; the engines answer late or too late.
+def test_commands_to_engines_that_hold_their_answers_back_end_by_their_deadlines() -> None:
+    """Random commands of two clients, long and short deadlines; engines answer late or too late.
     Afterwards the fleet can be brought to run again, and serves."""
     tally, chance = Tally(), random.Random(run_seed() + 1)
-    names = [name for name in ORDERS if name not in FINAL]
+    names = [name for name in COMMANDS if name not in FINAL]
 
-    async def one_schedule(fleet: LiveFleet, givers: list[Giver]) -> None:
+    async def one_schedule(fleet: LiveFleet, senders: list[CommandSender]) -> None:
         fleet.hold()
         asyncio.get_running_loop().call_later(chance.choice((0.0, 0.02, 0.2)), fleet.free)
         answers = []
         for _ in range(chance.randint(1, 6)):
-            giver, name = chance.choice(givers), chance.choice(names)
+            sender, name = chance.choice(senders), chance.choice(names)
             deadline_s = chance.choice((0.01, 0.1, DEADLINE_S))
-            answers.append(tally.answer(giver.give(name, deadline_s), name, deadline_s))
+            answers.append(tally.answer(sender.send(name, deadline_s), name, deadline_s))
         await asyncio.gather(*answers)
         fleet.free()
 
     async def work() -> None:
-        async with live(2) as (fleet, givers):
+        async with live(2) as (fleet, senders):
             for number in range(NUM_SCHEDULES):
-                await bring_to([RUNNING, PAUSED, SUSPENDED][number % 3], fleet, givers[0])
-                await one_schedule(fleet, givers)
+                await bring_to([RUNNING, PAUSED, SUSPENDED][number % 3], fleet, senders[0])
+                await one_schedule(fleet, senders)
                 name = chance.choice(sorted({"pause", "unpause", *SUSPENDS, *RESUMES}))
-                if await tally.give(givers[0], name, DEADLINE_S) == "done":
+                if await tally.send(senders[0], name, DEADLINE_S) == "done":
                     await comes_to(fleet.coordinator.state, fleet)
-                await serves(fleet, givers[number % 2])
+                await serves(fleet, senders[number % 2])
 
     run(work, 600)
-    assert tally.num_done, "the last schedules leave a fleet that does what it is told"
-    assert tally.num_orders > NUM_SCHEDULES
+    assert tally.num_done, "the last schedules leave a fleet that does what it is asked"
+    assert tally.num_commands > NUM_SCHEDULES
     print(f"\nheld back: {tally}")
 
 
 @pytest.mark.parametrize("final", FINAL)
-def test_the_end_comes_among_orders_that_are_held_back(final: str) -> None:
+def test_the_end_comes_among_commands_that_are_held_back(final: str) -> None:
     tally, chance = Tally(), random.Random(run_seed() + 2)
 
     async def work() -> None:
         for _ in range(NUM_ENDS):
-            async with live(2) as (fleet, givers):
-                await bring_to(chance.choice((PAUSED, SUSPENDED)), fleet, givers[0])
-                names = chance.sample(sorted(ORDERS), 6)
+            async with live(2) as (fleet, senders):
+                await bring_to(chance.choice((PAUSED, SUSPENDED)), fleet, senders[0])
+                names = chance.sample(sorted(COMMANDS), 6)
                 names[chance.randrange(6)] = final
                 fleet.hold()
                 asyncio.get_running_loop().call_later(chance.choice((0.0, 0.1)), fleet.free)
                 await asyncio.gather(
-                    *(tally.give(chance.choice(givers), name, 2.0) for name in names)
+                    *(tally.send(chance.choice(senders), name, 2.0) for name in names)
                 )
                 fleet.free()
-                answer = await tally.give(givers[0], "shutdown", DEADLINE_S)
+                answer = await tally.send(senders[0], "shutdown", DEADLINE_S)
                 assert answer in {"done", "the end"}
 
     run(work, 600)

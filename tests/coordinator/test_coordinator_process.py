@@ -117,7 +117,7 @@ def coordinator_process(**options: Any) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def lines(address: str, num_engines: int = 2) -> Iterator[tuple[Line, list[Line]]]:
-    """A greeted client and registered engines."""
+    """A connected client and registered engines."""
     context = zmq.Context()
     client = Line(context, address, FakeClient(b"c", b"c" * 16))
     client.send(Connect(protocol_version=PROTOCOL_VERSION, client_id=b"c" * 16))
@@ -248,13 +248,13 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() ->
         with lines(coordinator.address, num_engines=1) as (client, engines):
             fake = client.peer
             assert isinstance(fake, FakeClient)
-            stranger = zmq.Context.instance().socket(zmq.DEALER)
-            stranger.setsockopt(zmq.LINGER, 0)
-            stranger.connect(coordinator.address)
-            stranger.send(b"x" * 20_000)
+            unknown = zmq.Context.instance().socket(zmq.DEALER)
+            unknown.setsockopt(zmq.LINGER, 0)
+            unknown.connect(coordinator.address)
+            unknown.send(b"x" * 20_000)
             client.send(fake.submission([3]))
             until(lambda: fake.asked[0].replies, client, *engines)
-            stranger.close()
+            unknown.close()
     finally:
         coordinator.stop()
         thread.join(WAIT_S)
@@ -325,15 +325,15 @@ def test_other_machines_are_let_in_where_that_is_asked_for() -> None:
     assert coordinator.address.startswith("tcp://127.0.0.1:"), "which can be dialled from here"
 
 
-def test_a_peer_of_another_protocol_version_is_told_so() -> None:
+def test_a_peer_of_another_protocol_version_learns_so() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1, None)
     thread = threading.Thread(target=coordinator.start)
     thread.start()
     context = zmq.Context()
     try:
         line = Line(context, coordinator.address, FakeClient(b"c", b"c" * 16))
-        stranger = Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16)
-        line.socket.send(pack(stranger))
+        unknown = Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16)
+        line.socket.send(pack(unknown))
         until(lambda: line.peer.seen, line)
         (nack,) = line.peer.seen
         assert isinstance(nack, Nack)
@@ -362,7 +362,7 @@ def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
         until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client, *engines)
 
 
-def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
+def test_with_keys_only_those_whose_keys_are_known_are_received() -> None:
     public, secret = zmq.curve_keypair()
     keys = CurveServerKeys(public=public, secret=secret, clients=frozenset())
     _, unknown = keys.with_client()
@@ -388,7 +388,7 @@ def test_with_keys_only_those_whose_keys_are_known_are_heard() -> None:
         (answer,) = (m for m in insider.peer.seen if isinstance(m, Ack))
         refused = coordinator.refusals
         assert refused.num_unknown_keys >= 1
-        assert answer.result["refused"].keys() == {*asdict(refused), "num_strangers"}
+        assert answer.result["refused"].keys() == {*asdict(refused), "num_unknown_peers"}
         assert answer.result["refused"]["num_unknown_keys"] >= 1
     finally:
         context.destroy()

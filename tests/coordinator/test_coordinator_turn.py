@@ -84,7 +84,7 @@ def run_one_turn(
     coordinator.start()
 
 
-def test_a_peer_is_heard_when_its_frame_is_received_and_not_before(
+def test_a_peer_counts_as_alive_when_its_frame_is_received_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else its lease could end at the coordinator while it still runs at the engine, which counts
@@ -118,9 +118,9 @@ def test_a_stop_amid_a_turn_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A client is told again; an engine would be given up."""
-    greeting = Connect(protocol_version=PROTOCOL_VERSION, client_id=bytes(16))
-    socket = ScriptedSocket([(b"client", greeting), (b"engine0", ENGINES[0].registration())])
+    """A client is sent it again; an engine would be given up."""
+    handshake = Connect(protocol_version=PROTOCOL_VERSION, client_id=bytes(16))
+    socket = ScriptedSocket([(b"client", handshake), (b"engine0", ENGINES[0].registration())])
     sent: list[tuple[bytes, bool]] = []
     run_one_turn(monkeypatch, socket, lambda _: sent.extend(socket.sent))
     assert sent == [(b"client", False), (b"engine0", True)]
@@ -140,10 +140,10 @@ def test_peers_that_have_gone_before_the_end_are_no_alarm(
     assert not caplog.records
 
 
-def test_an_engine_that_says_goodbye_while_it_is_sent_something_is_not_lost(
+def test_an_engine_that_disconnects_while_it_is_sent_something_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its goodbye arrives before the connection ends, but perhaps after the turn has received."""
+    """Its Disconnect arrives before the connection ends, perhaps after the turn has received."""
 
     class Leaving(ScriptedSocket):
         def send(self, identity: bytes, *arguments: Any, **options: Any) -> bool:
@@ -160,7 +160,7 @@ def test_an_engine_that_says_goodbye_while_it_is_sent_something_is_not_lost(
         lost.append((counters.num_engines_lost, counters.num_undelivered))
 
     run_one_turn(monkeypatch, socket, count)
-    assert lost == [(1, 1)], "who says goodbye is counted as well, once"
+    assert lost == [(1, 1)], "who disconnects is counted as well, once"
     assert not caplog.records, "a lost one would be warned of"
 
 
@@ -173,10 +173,10 @@ def test_a_message_to_several_engines_is_encoded_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("rollout.coordinator.coordinator.encode", count)
     client = FakeClient(b"client", b"c" * 16)
-    greeting = Connect(client_id=client.client_id)
+    handshake = Connect(client_id=client.client_id)
     ask = Shutdown(command_id=1)  # goes to engines without work, too
     incoming = [(engine.identity, engine.registration()) for engine in ENGINES]
-    socket = ScriptedSocket([*incoming, (client.identity, greeting), (client.identity, ask)])
+    socket = ScriptedSocket([*incoming, (client.identity, handshake), (client.identity, ask)])
     run_one_turn(monkeypatch, socket)
     shutdowns = [message for message in encoded if type(message) is type(ask)]
     assert len(ENGINES) > len(shutdowns) == 1

@@ -22,7 +22,7 @@ from rollout.coordinator.protocol.packed import (
     pack_params,
 )
 from tests.coordinator.fake_client import FakeClient
-from tests.coordinator.hostile_peers import HostilePeer, client_greeting, rss_mib
+from tests.coordinator.hostile_peers import HostilePeer, client_connect, rss_mib
 from tests.coordinator.test_coordinator_process import (
     Line,
     coordinator_process,
@@ -58,7 +58,7 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
         zmq.Context() as context,
     ):
         before = rss_mib(process.pid)
-        peer = HostilePeer(context, address, client_greeting(1), reads=False)
+        peer = HostilePeer(context, address, client_connect(1), reads=False)
         for number in range(num_kept):
             peer.send([encode(submit(number))])
         own = client.peer
@@ -67,7 +67,7 @@ def test_a_client_that_does_not_read_delays_nobody() -> None:
         until(lambda: own.asked[0].replies, client, *engines)
         slowest_s = 0.0
         for number in range(num_asked):
-            peer.greet()
+            peer.shake_hands()
             peer.send([encode(Heartbeat(sequence=number))])
             if number % 30 == 0:
                 slowest_s = max(slowest_s, answered_s(client, number))
@@ -93,7 +93,7 @@ def test_a_message_of_many_large_parts_is_dropped_and_its_memory_given_back() ->
         zmq.Context() as context,
     ):
         before = rss_mib(process.pid)
-        peer = HostilePeer(context, address, client_greeting(1), reads=True)
+        peer = HostilePeer(context, address, client_connect(1), reads=True)
         for number in range(5):
             peer.send([bytes(1_000_000)] * 60)
             peer.socket.send(encode(Heartbeat(sequence=number)))

@@ -21,17 +21,17 @@ from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.messages import ConnectAck, Heartbeat
 from rollout.weights.transports.shared import SharedTransport
+from tests.coordinator.client_commands import publish
 from tests.coordinator.hostile_peers import (
     Frames,
     HostilePeer,
-    client_greeting,
+    client_connect,
     engine_registration,
     is_harmless,
     rss_mib,
     submission,
 )
 from tests.coordinator.live_fleet import LiveEngine, model
-from tests.coordinator.orders import publish
 from tests.coordinator.test_coordinator_process import coordinator_process
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, Margins, generate_all, prompt_of, tiny_engine
@@ -48,7 +48,7 @@ LIMITS = CoordinatorLimits(
     max_client_request_bytes=8 * 2**20,
     max_kept_reply_bytes=8 * 2**20,
 )
-# Who lives is heard of within its lease, also on a machine that is busy with other things.
+# A live peer sends something within its lease, also on a machine that is busy with other things.
 PATIENT = replace(LIMITS, client_lease_s=10.0, engine_lease_s=15.0)
 WAIT_S = 60.0
 WEIGHTS_VERSION = 1
@@ -127,13 +127,13 @@ def beset(**options: object) -> Iterator[tuple[int, str]]:
 
 def wait_until_served(address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """All that was sent before is taken, as far as one can tell from outside: a new client is
-    greeted, and its heartbeat answered."""
+    connected, and its heartbeat answered."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
-            socket.send(encode(client_greeting(random.getrandbits(100))))
+            socket.send(encode(client_connect(random.getrandbits(100))))
             if socket.poll(1000) and isinstance(decode(socket.recv()), ConnectAck):
                 socket.send(encode(Heartbeat(sequence=1)))
                 assert socket.poll(WAIT_S * 1000)
@@ -148,13 +148,13 @@ def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memor
     with beset(limits=PATIENT) as (pid, address), zmq.Context() as context:
         honest = Honest(address)
         assert honest.is_up.wait(WAIT_S)
-        greetings = [
-            *(None, None, client_greeting(1), client_greeting(2)),
+        handshakes = [
+            *(None, None, client_connect(1), client_connect(2)),
             *(engine_registration(bytes([n]) * 16, 0) for n in (101, 102)),
         ]
         peers = [
-            HostilePeer(context, address, greeting, reads=index % 2 == 0)
-            for index, greeting in enumerate(greetings)
+            HostilePeer(context, address, handshake, reads=index % 2 == 0)
+            for index, handshake in enumerate(handshakes)
         ]
         marks = []
         for number in range(-NUM_FRAMES // 4, NUM_FRAMES):  # allocators fill before the first mark
@@ -164,7 +164,7 @@ def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memor
                 peer.drop()
                 chance.choice(peers).send(frames.large())
             elif number % 100 == 99:
-                peer.greet()
+                peer.shake_hands()
             peer.send(frames.next())
             if number % (NUM_FRAMES // 4) == NUM_FRAMES // 4 - 1:
                 wait_until_served(address, context)
@@ -186,22 +186,22 @@ def test_honest_requests_complete_rightly_beside_hostile_frames_in_bounded_memor
 
 
 def test_a_flood_of_identities_is_forgotten() -> None:
-    """Clients, engines and strangers that come, say something and hang up, or say nothing."""
+    """Clients, engines and unknown peers that come, say something and hang up, or say nothing."""
     chance = random.Random(run_seed() + 4)
     frames = Frames(run_seed(), MAX_FRAME_BYTES, partial(is_harmless, weights_version=0))
     with beset() as (pid, address), zmq.Context() as context:
         marks = []
         for number in range(-NUM_IDENTITIES // 4, NUM_IDENTITIES):  # as above
-            greeting = chance.choice(
+            handshake = chance.choice(
                 (
-                    *(None, client_greeting(chance.getrandbits(100))),
+                    *(None, client_connect(chance.getrandbits(100))),
                     engine_registration(chance.randbytes(16), chance.randrange(3)),
                 )
             )
-            peer = HostilePeer(context, address, greeting, reads=False)
+            peer = HostilePeer(context, address, handshake, reads=False)
             peer.send(frames.next())
             # Half of them wait for an answer, so that they have surely been there.
-            if greeting is not None and number % 2:
+            if handshake is not None and number % 2:
                 peer.socket.poll(1000)
             peer.socket.close(linger=chance.choice((0, 1000)))
             if number % (NUM_IDENTITIES // 4) == NUM_IDENTITIES // 4 - 1:
@@ -223,7 +223,7 @@ def test_a_client_that_never_acknowledges_cannot_fill_the_memory(has_engine: boo
         engine = LiveEngine(address, 0) if has_engine else None
         if engine is not None:
             engine.link.wait_registered(WAIT_S)
-        peer = HostilePeer(context, address, client_greeting(7), reads=True)
+        peer = HostilePeer(context, address, client_connect(7), reads=True)
         wait_until_served(address, context)
         before = rss_mib(pid)
         for number in range(num_requests):

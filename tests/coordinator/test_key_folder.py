@@ -15,7 +15,7 @@ from rollout.coordinator.net.key_folder import (
     peer_keys,
 )
 from rollout.errors import ConfigError
-from tests.coordinator.test_security import fault_of, heard_by, peer, router
+from tests.coordinator.test_security import fault_of, peer, received_by, router
 
 
 def test_a_peers_folder_alone_is_all_that_its_hosts_need(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_peers_folder_alone_is_all_that_its_hosts_need(tmp_path: Path) -> None
         router("127.0.0.1", curve=coordinator_keys(tmp_path / "keys")) as made,
         peer(made.address, peer_keys(tmp_path / "elsewhere", ENGINE)),
     ):
-        assert heard_by(made) == [b"hello"]
+        assert received_by(made) == [b"hello"]
 
 
 def test_only_their_owner_can_read_the_keys(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_peer_is_let_in_and_kept_out_while_the_coordinator_runs(tmp_path: Path
     with router("127.0.0.1", curve=coordinator_keys(tmp_path)) as made:
         create_key_folder(tmp_path, ["later"])
         with peer(made.address, peer_keys(tmp_path, "later")):
-            assert heard_by(made) == [b"hello"]
+            assert received_by(made) == [b"hello"]
         (tmp_path / "allowed" / f"{ENGINE}.key").unlink()
         with peer(made.address, peer_keys(tmp_path, ENGINE)) as removed:
             assert "allow-list" in str(fault_of(removed))
@@ -61,7 +61,7 @@ def test_a_bad_file_in_the_allow_list_keeps_nobody_else_out(tmp_path: Path) -> N
         router("127.0.0.1", curve=coordinator_keys(tmp_path)) as made,
         peer(made.address, peer_keys(tmp_path, ENGINE)),
     ):
-        assert heard_by(made) == [b"hello"]
+        assert received_by(made) == [b"hello"]
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "..", "coordinator", "allowed"])

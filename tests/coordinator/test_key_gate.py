@@ -1,4 +1,4 @@
-"""Refusals at the door of a coordinator with keys: counted by their reason, logged once each."""
+"""Refusals of a coordinator with keys: counted by their reason, logged once each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.coordinator.net import key_gate
 from rollout.coordinator.net.key_gate import Refusals
 from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveKeys
-from tests.coordinator.test_security import WAIT_S, fault_of, heard_by, peer, router, server_keys
+from tests.coordinator.test_security import WAIT_S, fault_of, peer, received_by, router, server_keys
 from tests.coordinator.zmtp_recorder import Recorder
 
 NUM_TRIES = 3
@@ -65,16 +65,16 @@ def test_a_peer_that_may_not_come_in_is_counted_each_time_and_logged_once(
     }
     with router("127.0.0.1", curve=keys) as made:
         for _ in range(NUM_TRIES):
-            with peer(made.address, own[whose]) as stranger:
-                assert fault_of(stranger) is not None
+            with peer(made.address, own[whose]) as unknown:
+                assert fault_of(unknown) is not None
         wait_for(made, **{counter: NUM_TRIES})
         (logged,) = lines(caplog)
         assert line in logged
         with peer(made.address, known):
-            assert heard_by(made) == [b"hello"], "and nothing of the strangers"
+            assert received_by(made) == [b"hello"], "and nothing of the unknown peers"
 
 
-def test_a_frame_that_comes_a_second_time_is_not_heard_and_ends_its_connection(
+def test_a_frame_that_comes_a_second_time_is_not_received_and_ends_its_connection(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_gate, "PING_INTERVAL_MS", 100)
@@ -83,11 +83,11 @@ def test_a_frame_that_comes_a_second_time_is_not_heard_and_ends_its_connection(
     with router("127.0.0.1", curve=keys) as made:
         for count in (1, 2):
             with recorder(made) as recording, peer(recording.address, known):
-                assert heard_by(made) == [b"hello"]
+                assert received_by(made) == [b"hello"]
                 recording.repeat_last_frame()
                 assert recording.has_lost_the_router.wait(WAIT_S)
                 wait_for(made, num_replayed_frames=count)
-        assert not made.socket.poll(0), "nothing was heard twice"
+        assert not made.socket.poll(0), "nothing was received twice"
         (logged,) = lines(caplog)
         assert "a second time" in logged
 
@@ -96,7 +96,7 @@ def test_a_recorded_connection_cannot_be_played_again(caplog: pytest.LogCaptureF
     keys, known = server_keys().with_client()
     with router("127.0.0.1", curve=keys) as made:
         with recorder(made) as recording, peer(recording.address, known):
-            assert heard_by(made) == [b"hello"]
+            assert received_by(made) == [b"hello"]
             recorded = bytes(recording.sent)
         for _ in range(NUM_TRIES):
             with socket.create_connection(("127.0.0.1", int(made.address.rpartition(":")[2]))) as s:

@@ -200,7 +200,7 @@ def test_garbage_and_messages_of_others_are_dropped_and_logged_once(caplog):
 FOR_CLIENTS = {EngineReply, EngineReplyPartial, Ack, Nack}
 FOR_ENGINES = {*COMMANDS, AssignRequest, AbortRequest, ReplyAck}
 FOR_ENGINES |= {Prepare, Commit, Rollback}
-# What a link takes for itself: the answers to its handshakes and heartbeats, and a goodbye.
+# What a link takes for itself: the answers to its handshakes and heartbeats, and a Disconnect.
 FOR_THE_SESSION = {ConnectAck, RegisterAck, Heartbeat, Disconnect}
 
 
@@ -375,7 +375,7 @@ def test_an_engine_that_is_no_longer_known_stops_at_once_and_registers_again():
         assert link.may_step()
 
 
-def test_a_goodbye_of_the_coordinator_ends_the_link_behind_its_last_words():
+def test_a_disconnect_of_the_coordinator_ends_the_link_behind_its_last_words():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
         router.send(ReplyAck(attempts=()), Disconnect(reason="done"))
@@ -433,7 +433,7 @@ def test_an_engine_gives_up_a_coordinator_that_stays_away():
             link.receive()
 
 
-def test_an_engine_that_is_told_to_wait_is_patient(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_has_to_wait_is_patient(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollout.coordinator.net.link._ANSWER_S", 0.1)
     give_up_s = 3.0
     with ScriptedRouter() as router, link_to(router, give_up_s=give_up_s) as link:
@@ -544,7 +544,7 @@ def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(even
         assert lease.until > float("-inf") or not alive
 
 
-@given(st.lists(st.sampled_from(["put", "send", "beat", "hear", "break"]), max_size=60))
+@given(st.lists(st.sampled_from(["put", "send", "beat", "receive", "break"]), max_size=60))
 def test_what_is_sent_is_kept_until_it_has_arrived(events):
     outbox, lease, arrived, num_put = Outbox(1000, 2**20, lambda: None), Lease(), [], 0
     lease.begin(1.0, 0.0)
@@ -555,7 +555,7 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
         connection.extend(frames_in(frame))
         return True
 
-    for what in [*events, "send", "beat", "hear", "hear"]:
+    for what in [*events, "send", "beat", "receive", "receive"]:
         if what == "put":
             outbox.put(str(num_put).encode())
             num_put += 1
@@ -563,7 +563,7 @@ def test_what_is_sent_is_kept_until_it_has_arrived(events):
             outbox.send_all(send)
         elif what == "beat":
             connection.append(lease.heartbeat(0.0, outbox.num_sent))
-        elif what == "hear":
+        elif what == "receive":
             for answer in answers:
                 outbox.confirm(lease.answered(answer, 0.0))
             answers = [item for item in connection if isinstance(item, int)]
@@ -649,12 +649,12 @@ def test_an_engine_that_fails_says_so_when_it_goes():
         with contextlib.suppress(ZeroDivisionError), link_to(router) as link:
             received(link)
             raise ZeroDivisionError("in a step")
-        (goodbye,) = router.wait_for(Disconnect)
-        assert goodbye.is_fault
-        assert "ZeroDivisionError('in a step')" in goodbye.reason
+        (disconnect,) = router.wait_for(Disconnect)
+        assert disconnect.is_fault
+        assert "ZeroDivisionError('in a step')" in disconnect.reason
 
 
-def test_closing_sends_what_waits_says_goodbye_and_leaves_no_thread():
+def test_closing_sends_what_waits_disconnects_and_leaves_no_thread():
     num_threads = threading.active_count()
     with ScriptedRouter() as router:
         link = link_to(router)
@@ -730,6 +730,9 @@ def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
         outbox.send_all(dealer.send)
         assert (outbox.num_sent, outbox.num_kept) == (1, 2)
         outbox.rewind()
-        told: list[bytes] = []
-        outbox.send_all(lambda frame: told.append(frame) is None)
-        assert [single for frame in told for single in frames_in(frame)] == [b"first", b"second"]
+        sent: list[bytes] = []
+        outbox.send_all(lambda frame: sent.append(frame) is None)
+        assert [single for frame in sent for single in frames_in(frame)] == [
+            b"first",
+            b"second",
+        ]

@@ -66,14 +66,14 @@ def peer(address: str, keys: CurveKeys | None = None) -> Iterator[DealerSocket]:
         waker.close()
 
 
-def heard_by(made: RouterSocket) -> list[bytes]:
+def received_by(made: RouterSocket) -> list[bytes]:
     """What comes first."""
     assert made.socket.poll(WAIT_S * 1000)
     return [frame for _, frame in made.receive(9)]
 
 
 def fault_of(dealer: DealerSocket) -> str | None:
-    """Why the handshake failed, as the dealer is told."""
+    """Why the handshake failed, as the dealer learns it."""
     dealer.wait(int(WAIT_S * 1000), for_messages=False)
     return handshake_fault(next(iter(dealer.events())))
 
@@ -93,7 +93,7 @@ def test_a_router_without_a_host_can_be_reached_by_its_user_alone() -> None:
         assert path.parent.stat().st_mode & 0o777 == 0o700
         assert path.parent.stat().st_uid == os.geteuid()
         with peer(made.address):
-            assert heard_by(made) == [b"hello"]
+            assert received_by(made) == [b"hello"]
     assert not path.parent.exists()
     made.close()
 
@@ -160,39 +160,39 @@ def test_nothing_but_a_private_sockets_directory_is_removed(tmp_path: Path) -> N
 # ---- keys
 
 
-def test_a_known_key_is_let_in_and_a_foreign_one_is_counted_and_told_why(
+def test_a_known_key_is_let_in_and_a_foreign_one_is_counted_and_learns_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys, known = server_keys().with_client()
     _, foreign = keys.with_client()
     with router("127.0.0.1", curve=keys) as made:
-        with peer(made.address, foreign) as stranger:
-            fault = fault_of(stranger)
+        with peer(made.address, foreign) as unknown:
+            fault = fault_of(unknown)
             assert fault is not None
             assert "allow-list" in fault
             with peer(made.address, known):
-                assert heard_by(made) == [b"hello"], "and nothing of the stranger"
+                assert received_by(made) == [b"hello"], "and nothing of the unknown peer"
         assert made.refusals.num_unknown_keys == 1
-        with peer(made.address, foreign) as stranger:
-            fault_of(stranger)
+        with peer(made.address, foreign) as unknown:
+            fault_of(unknown)
         assert made.refusals.num_unknown_keys == 2
     (line,) = [r.getMessage() for r in caplog.records if "refused a peer" in r.getMessage()]
     assert foreign.public.decode() in line, "whoever should come in can be let in by this line"
 
 
-def test_a_peer_of_another_coordinator_or_without_keys_is_told_so() -> None:
+def test_a_peer_of_another_coordinator_or_without_keys_learns_so() -> None:
     keys, known = server_keys().with_client()
     other = dataclasses.replace(known, server_public=server_keys().public)
     with router("127.0.0.1", curve=keys) as made, router("127.0.0.1") as plain:
         for address, own in ((made.address, other), (made.address, None), (plain.address, known)):
-            with peer(address, own) as stranger:
-                fault = fault_of(stranger)
+            with peer(address, own) as unknown:
+                fault = fault_of(unknown)
             assert fault is not None
             assert "not those given here" in fault
         assert not made.socket.poll(0)
 
 
-def test_a_client_and_an_engine_with_foreign_keys_hear_why() -> None:
+def test_a_client_and_an_engine_with_foreign_keys_learn_why() -> None:
     keys, _ = server_keys().with_client()
     _, foreign = keys.with_client()
     with router("127.0.0.1", curve=keys) as made:
@@ -209,7 +209,7 @@ def test_a_client_and_an_engine_with_foreign_keys_hear_why() -> None:
         assert not made.socket.poll(0)
 
 
-def test_an_engine_without_keys_hears_why_in_the_end() -> None:
+def test_an_engine_without_keys_learns_why_in_the_end() -> None:
     with router("127.0.0.1", curve=server_keys()) as made:
         link = Link(made.address, handshake=registration, status=status)
         with link:
@@ -225,7 +225,7 @@ def test_an_engine_without_keys_hears_why_in_the_end() -> None:
 def test_keys_work_on_a_private_socket_too() -> None:
     keys, known = server_keys().with_client()
     with router(None, curve=keys) as made, peer(made.address, known):
-        assert heard_by(made) == [b"hello"]
+        assert received_by(made) == [b"hello"]
 
 
 def test_secret_keys_are_shown_to_nobody() -> None:
@@ -255,7 +255,7 @@ def test_key_files_are_made_for_their_owner_and_read_back(tmp_path: Path) -> Non
         engine.secret,
     )
     with router("127.0.0.1", curve=server) as made, peer(made.address, engine):
-        assert heard_by(made) == [b"hello"]
+        assert received_by(made) == [b"hello"]
     with pytest.raises(ConfigError, match="exists"):
         create_key_files(tmp_path, "server")
 
@@ -309,7 +309,7 @@ def test_a_host_may_be_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with router("here") as made:
         assert made.address.startswith("tcp://127.0.0.1:")
         with peer(made.address):
-            assert heard_by(made) == [b"hello"]
+            assert received_by(made) == [b"hello"]
     with pytest.raises(ConfigError, match=r"'there' can be reached by other machines"):
         RouterSocket("there", None, max_frame_bytes=MAX_FRAME_BYTES)
     with pytest.raises(ConfigError, match="cannot bind"):
@@ -326,15 +326,15 @@ def test_a_host_that_nobody_knows_is_refused(host: str, monkeypatch: pytest.Monk
         RouterSocket(host, None, max_frame_bytes=MAX_FRAME_BYTES)
 
 
-def test_others_are_told_the_advertised_host() -> None:
+def test_others_learn_the_advertised_host() -> None:
     keys, known = server_keys().with_client()
     with router("0.0.0.0", advertise_host="node7.example", curve=keys) as made:
         assert made.address.startswith("tcp://node7.example:")
         port = made.address.rpartition(":")[2]
         with peer(f"tcp://127.0.0.1:{port}", known):
-            assert heard_by(made) == [b"hello"]
+            assert received_by(made) == [b"hello"]
     with router("0.0.0.0", insecure=True) as made, peer(made.address):
-        assert heard_by(made) == [b"hello"], "all interfaces are dialled at one of them"
+        assert received_by(made) == [b"hello"], "all interfaces are dialled at one of them"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
@@ -346,7 +346,7 @@ def test_an_ipv6_host_can_be_dialled(host: str) -> None:
         pytest.skip("this machine has no IPv6 loopback")
     with router(host, insecure=True) as made, peer(made.address):
         assert made.address.startswith("tcp://[::1]:")
-        assert heard_by(made) == [b"hello"]
+        assert received_by(made) == [b"hello"]
 
 
 @pytest.mark.parametrize("options", [{"port": 5555}, {"advertise_host": "node7.example"}])

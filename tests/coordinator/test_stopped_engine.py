@@ -124,7 +124,7 @@ def fleet(
         assert not thread.is_alive()
 
 
-class Heard:
+class Received:
     """All that comes to a client of its requests, before the client looks at it."""
 
     def __init__(self) -> None:
@@ -248,8 +248,8 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
         await until_async(lambda: counters.num_stale > stale, "its late words")
         await client.engine_stats()  # both engines answer behind their credit
 
-    heard = Heard()
-    monkeypatch.setattr(inference_client, "Link", heard.link)
+    received = Received()
+    monkeypatch.setattr(inference_client, "Link", received.link)
 
     async def work(
         coordinator: DataParallelInferenceCoordinator, processes: list[BaseProcess]
@@ -264,12 +264,12 @@ def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
             print(
                 f"\n{NUM_ROUNDS} stops: {counters.num_requests} requests, "
                 f"{counters.num_reassigned} moved, {counters.num_stale} late messages dropped, "
-                f"{heard.tokens.total()} tokens and {heard.replies.total()} replies heard, "
-                f"{heard.num_duplicates} of them twice"
+                f"received {received.tokens.total()} tokens & {received.replies.total()} replies, "
+                f"{received.num_duplicates} of them twice"
             )
             assert counters.num_reassigned >= NUM_ROUNDS * NUM_REQUESTS // 2
-            assert heard.num_duplicates == 0 < heard.tokens.total()
-            assert heard.replies.total() == counters.num_requests == len(requests)
+            assert received.num_duplicates == 0 < received.tokens.total()
+            assert received.replies.total() == counters.num_requests == len(requests)
 
     with fleet(schedule, tmp_path) as (coordinator, processes):
         asyncio.run(asyncio.wait_for(work(coordinator, processes), 10 * WAIT_S))

@@ -55,7 +55,7 @@ class Recorder:
 
 
 def frames_of(stream: bytes | bytearray) -> Sequence[bytes]:
-    """The whole frames that follow the greeting, with their headers."""
+    """The whole frames that follow the handshake, with their headers."""
     frames, start = [], _GREETING_BYTES
     while start + 2 <= len(stream):
         header = 9 if stream[start] & _IS_LONG else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("trl")
 
+from tokenizers.processors import TemplateProcessing
+
 from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
+from rollout.text import HFTokenizer, encode_prompt
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.palindromes import letter_tokenizer
+from trainer_hooks.train.settings import DataSettings
 from trainer_hooks.train.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
 
@@ -25,16 +31,31 @@ def trl_settings(**changes: Any) -> JobSettings:
     return tiny_settings(algorithm__group_size=4, algorithm__max_new_tokens=6, **changes)
 
 
-def trainer_of(directory: Path, num_steps: int, **engine: Any) -> tuple[Any, torch.nn.Module, LLM]:
+def trainer_of(
+    directory: Path, num_steps: int, settings: JobSettings | None = None, **engine: Any
+) -> tuple[Any, torch.nn.Module, LLM]:
     """A GRPOTrainer of a few small steps, its policy and the engine that it generates with."""
     torch.manual_seed(0)
-    settings = trl_settings()
+    settings = settings or trl_settings()
     task = Task(settings.model, settings.data, settings.reward)
     policy = task.new_policy()
     config: InferenceConfig = settings.engine.replace(**engine)
     llm = LLM(policy, inference_config=config)
     rollouts = TRLRollouts(llm)
     return make_trainer(settings, task, policy, num_steps, rollouts, directory), policy, llm
+
+
+def chat_tokenizer() -> Any:
+    """The demo's tokenizer, but it adds BOS to texts, as its chat template does."""
+    tokenizer = letter_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    begin = [("<begin>", tokenizer.bos_token_id)]
+    added = TemplateProcessing(single="<begin> $A", special_tokens=begin)
+    tokenizer.backend_tokenizer.post_processor = added
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{{ after }}"
+    )
+    return tokenizer
 
 
 def test_without_trl_the_job_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +100,35 @@ def test_the_job_leaves_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     summary = run_job(trl_settings(), num_steps=2)
     assert {"reward_gain", "max_logprob_difference"} <= set(summary)
     assert (tmp_path / "outputs" / "train_trl" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("system_prompt", [None, "abba\n"])
+def test_make_trainer_gives_prompts_of_a_chat_template_the_tokens_of_rollout_train(
+    tmp_path: Path, system_prompt: str | None
+) -> None:
+    data = DataSettings(
+        kind="reasoning_gym",
+        path="palindrome_generation",
+        options={"size": 16, "seed": 0},
+        system_prompt=system_prompt,
+        template_options={"after": "\n\n"},
+    )
+    tokenizer = f"{__name__}:{chat_tokenizer.__name__}"
+    settings = replace(trl_settings(model__tokenizer=tokenizer), data=data)
+    trainer, _, _ = trainer_of(tmp_path, 1, settings)
+    task = Task(settings.model, settings.data, settings.reward)
+    encodes, prompts = HFTokenizer(task.tokenizer), task.prompts(settings.seed)
+    expected = {tuple(encode_prompt(encodes, prompts[i].prompt)) for i in range(len(prompts))}
+    assert {ids.count(task.tokenizer.bos_token_id) for ids in expected} == {1}
+    sampled: list[tuple[int, ...]] = []
+    submit = trainer.rollout_func
+
+    def recorded(rows: Any, of: Any) -> Any:
+        output = submit(rows, of)
+        sampled.extend(map(tuple, output["prompt_ids"]))
+        return output
+
+    trainer.rollout_func = recorded
+    trainer.train()
+    assert sampled
+    assert set(sampled) <= expected

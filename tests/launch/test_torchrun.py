@@ -129,7 +129,7 @@ def test_torchruns_store_holds_neither_keys_nor_what_is_unpickled(ranks: Mapping
     launcher = TorchrunLauncher()
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
         launcher.launch(job(listener), 2)
-        stored = launcher._store.get(f"{torchrun._ORDER}/1")
+        stored = launcher._store.get(f"{torchrun._COMMAND}/1")
         (file,) = os.listdir(ranks[torchrun.FOLDER_VARIABLE])
         assert msgspec.msgpack.decode(stored) == {"file": file}
         assert KEY in (Path(ranks[torchrun.FOLDER_VARIABLE]) / file).read_bytes()
@@ -145,12 +145,12 @@ def test_whoever_writes_to_torchruns_store_runs_no_code(
     elsewhere.chmod(0o600)
     store = TorchrunLauncher()._store
     for words, fault in [
-        (elsewhere.read_bytes(), "no order of rank 0"),
+        (elsewhere.read_bytes(), "no command of rank 0"),
         (msgspec.msgpack.encode({"file": str(elsewhere)}), "no name of a file"),
         (msgspec.msgpack.encode({"file": f"../{elsewhere.name}"}), "no name of a file"),
         (msgspec.msgpack.encode({"file": elsewhere.name}), "cannot be read"),
     ]:
-        store.set(f"{torchrun._ORDER}/1", words)
+        store.set(f"{torchrun._COMMAND}/1", words)
         with others(ranks) as ends:
             assert [fault in end.recv() for end in ends] == [True, True]
     assert not trap.exists()

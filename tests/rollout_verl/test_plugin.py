@@ -1,4 +1,4 @@
-"""The plug-in of verl over fakes of its registries: settings, the server's verbs, the adapter."""
+"""The plug-in of verl over fakes of its registries: settings, the server's methods, the adapter."""
 
 from __future__ import annotations
 

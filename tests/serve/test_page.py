@@ -132,7 +132,7 @@ def test_events_tell_of_engines_and_of_finished_samples(served: Served) -> None:
 
 
 class CountingFleet:
-    """An LLM whose only verb is to be asked for counters."""
+    """An LLM that can only be asked for counters."""
 
     def __init__(self) -> None:
         self.num_asked = 0

@@ -63,11 +63,11 @@ def _run(pipe: Connection) -> None:
     group: Any = None
     while True:
         try:
-            verb, *arguments = pipe.recv()
+            name, *arguments = pipe.recv()
         except EOFError:
             return
         try:
-            if verb == "join":
+            if name == "join":
                 group = _made_group(*arguments)
             else:
                 for tensor in arguments[0]:

@@ -9,11 +9,10 @@ import torch
 
 from rollout import testing
 from rollout.config import KVCacheManagementMode
-from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
+from rollout.control.reports import SuspendReport
 from rollout.control.state import EngineState
 from rollout.requests import DynamicInferenceRequest, Status
 from rollout.sampling_params import SamplingParams
-from rollout.weights.update import NamedTensors
 
 
 class FakeLLM(testing.FakeLLM):
@@ -42,27 +41,9 @@ class FakeLLM(testing.FakeLLM):
         return super().suspend(mode, release, discard_weights)
 
 
-class FakeAsyncLLM(FakeLLM):
-    """The same verbs, awaitable."""
-
-    async def pause(self) -> None:  # type: ignore[override]
-        super().pause()
-
-    async def unpause(self) -> None:  # type: ignore[override]
-        super().unpause()
-
-    async def suspend(  # type: ignore[override]
-        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ()
-    ) -> SuspendReport:
-        return super().suspend(mode, release)
-
-    async def resume(self, only: str | None = None) -> ResumeReport:  # type: ignore[override]
-        return super().resume(only)
-
-    async def update_weights(  # type: ignore[override]
-        self, named_tensors: NamedTensors, version: int | None = None
-    ) -> WeightUpdateReport:
-        return super().update_weights(named_tensors, version)
+def fake_async_llm(state: EngineState, released: Sequence[str] = ()) -> testing.FakeAsyncLLM:
+    """Return an awaitable FakeLLM in a given state, which is its `llm`."""
+    return testing.FakeAsyncLLM(FakeLLM(state, released=released))
 
 
 TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")

@@ -9,8 +9,9 @@ from rollout import LLM, SamplingParams
 from rollout.config import KVCacheManagementMode
 from rollout.control.state import EngineState
 from rollout.errors import ConfigError, WeightUpdateError
+from rollout.testing import FakeAsyncLLM
 from tests.tiny_models import tiny_model
-from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
+from tests.trainer_hooks.fakes import FakeLLM, fake_async_llm
 from trainer_hooks import InProcessWeightSync, WeightSync, generation_phase
 
 RUNNING, PAUSED, SUSPENDED = EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED
@@ -75,12 +76,12 @@ def test_a_refused_push_gives_the_memory_of_the_weights_back() -> None:
             pytest.fail("the block must not run")
 
     broken = {"w": torch.tensor([float("nan")])}
-    llm, async_llm = FakeLLM(SUSPENDED, released=both), FakeAsyncLLM(SUSPENDED, released=both)
+    llm, async_llm = FakeLLM(SUSPENDED, released=both), fake_async_llm(SUSPENDED, both)
     with pytest.raises(WeightUpdateError):
         generation_phase(llm, InProcessWeightSync(llm), broken, release=both).__enter__()
     with pytest.raises(WeightUpdateError):
         asyncio.run(use(async_llm))
-    for each in (llm, async_llm):
+    for each in (llm, async_llm.llm):
         assert each.state is SUSPENDED
         assert each.released == {*both}
 
@@ -166,27 +167,32 @@ def test_timings_cover_all_parts() -> None:
 
 def test_async_with_awaits_every_command() -> None:
     async def use() -> FakeAsyncLLM:
-        llm = FakeAsyncLLM(RUNNING)
+        llm = fake_async_llm(RUNNING)
         async with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, version=3) as phase:
             assert llm.state is RUNNING
         assert phase.update_report is not None
         assert phase.update_report.version == 3
         return llm
 
-    llm = asyncio.run(use())
-    assert llm.calls == ["pause", "update_weights", "unpause", "pause", "suspend"]
+    assert asyncio.run(use()).llm.calls == [
+        "pause",
+        "update_weights",
+        "unpause",
+        "pause",
+        "suspend",
+    ]
 
 
 @pytest.mark.parametrize("before", [RUNNING, PAUSED, SUSPENDED])
 def test_a_plain_with_on_an_asynchronous_llm_is_refused_at_its_entry(before: EngineState) -> None:
-    llm = FakeAsyncLLM(before)
+    llm = fake_async_llm(before)
     for push in ((), (InProcessWeightSync(llm), WEIGHTS)):
         with (
             pytest.raises(ConfigError, match=r"FakeAsyncLLM.*use `async with"),
             generation_phase(llm, *push),
         ):
             pytest.fail("the block must not run")
-    assert not llm.calls
+    assert not llm.llm.calls
 
 
 def test_async_with_takes_a_synchronous_llm_and_survives_exceptions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -85,7 +86,7 @@ def test_a_report_has_curves_ages_times_and_samples(
 ) -> None:
     write_run(tmp_path)
     monkeypatch.setattr("sys.argv", ["report", str(tmp_path), "--title", "GRPO & <own>"])
-    report.main()
+    runpy.run_path(report.__file__, run_name="__main__")
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert titles(page) == [

@@ -15,13 +15,13 @@ from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import (
     MetricsLogger,
     PromptItem,
-    PromptTicket,
     Rollout,
     ScoredGroup,
     TrainingBatch,
     collate_rollouts,
 )
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
+from trainer_hooks.prompts.ledger import PromptTicket
 from trainer_hooks.rewards import WeightedReward
 from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
 from trainer_hooks.train.sample_text import visible

@@ -37,7 +37,7 @@ CORRECTED = [case for case, kind in _KINDS.items() if kind is not None and kind.
 all_mixtures = pytest.mark.parametrize("family", MIXTURES)
 stacked_mixtures = pytest.mark.parametrize("family", STACKED)
 corrected_mixtures = pytest.mark.parametrize("family", CORRECTED)
-Door = Callable[[DynamicInferenceEngine, Weights, ModelTensors, np.random.Generator], None]
+UpdatePath = Callable[[DynamicInferenceEngine, Weights, ModelTensors, np.random.Generator], None]
 _OF_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 _PLACES = {  # stack, and which half of an expert's rows
     "gate_proj": ("gate_up_proj", 0),
@@ -202,4 +202,4 @@ def in_cuts(
     engine.update_weights(pushed.tensors(), in_flight=True)
 
 
-DOORS: tuple[Door, ...] = (in_a_dict, one_by_one, through_shared_memory, in_cuts)
+UPDATE_PATHS: tuple[UpdatePath, ...] = (in_a_dict, one_by_one, through_shared_memory, in_cuts)

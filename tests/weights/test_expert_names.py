@@ -13,8 +13,8 @@ from rollout.serve.control.announcement import ModelTensors
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG
 from tests.weights.expert_dialects import (
-    DOORS,
     MIXTURES,
+    UPDATE_PATHS,
     Dialects,
     Weights,
     all_mixtures,
@@ -90,13 +90,13 @@ def test_names_of_both_kinds_are_taken_if_each_number_comes_and_none_differs(
         if rng.integers(3):
             spoil(given, weights, rng)
         given = {str(name): given[str(name)] for name in rng.permutation([*given])}
-        door, version = DOORS[rng.integers(len(DOORS))], engine.weights_version
+        update, version = UPDATE_PATHS[rng.integers(len(UPDATE_PATHS))], engine.weights_version
         if weights.are_whole(given):
-            door(engine, given, model, rng)
+            update(engine, given, model, rng)
             serving = 1 - serving
         else:
             with pytest.raises(WeightUpdateError):
-                door(engine, given, model, rng)
+                update(engine, given, model, rng)
             assert engine.weights_version == version
         assert_serves(family, serving)
 

@@ -16,7 +16,7 @@ from rollout.models.checkpoints.reader import WEIGHTS_FILE, Checkpoint
 from rollout.serve.control.announcement import ModelTensors
 from tests.tiny_models import tiny_engine
 from tests.weights.expert_dialects import (
-    DOORS,
+    UPDATE_PATHS,
     Weights,
     all_mixtures,
     assert_refused,
@@ -140,9 +140,9 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> N
     assert loaded.read_weights().keys() == saved.keys()
     engine, _ = served("glm4_moe")
     model, rng = ModelTensors.of_directory(tmp_path), np.random.default_rng(0)
-    for door in DOORS:
+    for update in UPDATE_PATHS:
         engine.update_weights(trainer("glm4_moe", 0), in_flight=True)
-        door(engine, saved | extra, model, rng)
+        update(engine, saved | extra, model, rng)
         assert_serves("glm4_moe", 1)
     unknown = {f"model.layers.{num_layers + 1}.eh_proj.weight": torch.ones(3)}
     assert_refused("glm4_moe", saved | unknown, "model lacks .*eh_proj")

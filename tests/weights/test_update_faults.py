@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,9 +24,13 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
+from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cpu.linear_ops import CpuOps
+from rollout.models.checkpoints.loading import build_model
+from rollout.weights.served import ServedWeights
 from rollout.weights.staged import WeightBackup
 from rollout.weights.version import MAX_VERSION
+from tests.lora_adapters import random_adapter
 from tests.tiny_models import (
     IS_LONG,
     Finished,
@@ -393,6 +402,51 @@ def test_a_commit_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch
     expected = tiny_engine(old_model())
     expected.update_weights(new_weights(), in_flight=True)
     assert engine.weights_checksum() == expected.weights_checksum()
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[None]:
+    """Ctrl-C as the line of this number in ServedWeights.commit is about to run."""
+    code, lines = inspect.unwrap(ServedWeights.commit).__code__, itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace if frame.f_code is code else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_commit_interrupted_at_any_line_changes_all_or_nothing() -> None:
+    """From an adapter, whose base is kept, to weights that are not all finite."""
+    model = build_model(old_model())
+    backend = cpu_backend("device")
+    served = ServedWeights(model, backend, version=0, reject_non_finite=False)
+    model.prepare(backend)
+    served.commit(served.stage(random_adapter(new_weights(), [GATE.removesuffix(".weight")])), 1)
+    staged = served.stage(new_weights() | {NORM: poisoned(new_weights()[NORM])})
+
+    def state() -> tuple[Any, ...]:
+        return served.version, served.checksum(), served.is_finite, served.num_base_bytes
+
+    before = state()
+    assert before[2:] == (True, new_weights()[GATE].nbytes)
+    for line in itertools.count(1):
+        try:
+            with interrupted_at(line):
+                served.commit(staged, 2)
+            break
+        except KeyboardInterrupt:
+            if served.version == 2:
+                break
+            assert state() == before, line
+    assert line > 15
+    assert state() == (2, staged.checksum, False, 0)
 
 
 def interrupted(backup: WeightBackup) -> None:

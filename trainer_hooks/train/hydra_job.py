@@ -58,10 +58,15 @@ def run_hydra_job(
 
     entry = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
     try:
-        sys.argv[1:] = checked_overrides(sys.argv[1:], kind)
+        # Hydra's parser refuses overrides on both sides of a flag.
+        sys.argv[1:] = sorted(checked_overrides(sys.argv[1:], kind), key=_is_override)
         entry(compose_and_call)()
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
+
+
+def _is_override(argument: str) -> bool:
+    return argument.startswith("~") or (not argument.startswith("-") and "=" in argument)
 
 
 def wandb_names(run_name: str, part: str) -> tuple[str, str]:

@@ -48,8 +48,8 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 class Learner:
     """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
 
-    Where `ranks` share the policy each has a Learner of its part. The verbs of rank 0 tell the
-    others, which `follow`.
+    Where `ranks` share the policy each has a Learner of its part. A method that rank 0 calls sends
+    the others the command, which they `follow`.
     `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
     `reference`: the policy that a KL term, if there is one, holds `policy` near.
     `advantages_B`: of the rows of the last update, means over their tokens.
@@ -95,7 +95,7 @@ class Learner:
         that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
         model, no reference policy or another optimizer.
         """
-        ranks.tell(("load", str(checkpoint)))
+        ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
         if lora is not None:
             base = base_weights(checkpoint.parents[1], settings.model)
@@ -127,21 +127,21 @@ class Learner:
 
     def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
         """Write a checkpoint of the whole policy under `root`; see `save_checkpoint`."""
-        self._ranks.tell(("save",))
+        self._ranks.broadcast(("save",))
         return save_checkpoint(
             root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
             tokenizer, scheduler=self.scheduler, own_state=self.own_state(),
         )  # fmt: skip
 
     def take_part_in_save(self) -> None:
-        """What any rank but 0 does while that one saves."""
+        """Gather this rank's part of a checkpoint that rank 0 saves."""
         savable(self.policy, is_kept=False)
         WholeOptimizer(self.optimizer).state_dict()
 
     async def push(self, weight_sync: WeightSync, version: int) -> None:
         """Bring the policy to the engines under `version`. Raises WeightUpdateError."""
         for pause_s in (*weight_sync.retry_pauses_s, None):
-            self._ranks.tell(("push",))
+            self._ranks.broadcast(("push",))
             try:
                 await weight_sync.apush(self.policy, version)
                 return
@@ -162,7 +162,7 @@ class Learner:
 
         The rollouts of `batch` are groups in turn; `step` counts from 1.
         """
-        self._ranks.tell(("update", batch.as_dict(), step))
+        self._ranks.broadcast(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
             batch = batch.without_truncated()
         columns, kept_R = self._columns(batch)
@@ -313,11 +313,11 @@ class Learner:
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
     """Any rank but 0: do with this rank's part of the policy what rank 0 does, until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 hears them, and saves at a step edge
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves at a step edge
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
-    while (word := ranks.hear()) is not None:
+    while (word := ranks.receive()) is not None:
         match word:
             case ("load", checkpoint):
                 learner, _ = Learner.load(Path(checkpoint), settings, ranks)

@@ -95,7 +95,7 @@ def run_job(settings: JobSettings) -> None:
             try:
                 run_seeds(settings, ranks)
             finally:
-                ranks.tell(None)
+                ranks.broadcast(None)
         return
     if settings.launcher.path == TORCHRUN_LAUNCHER:
         if serve_engines(settings.launcher.options.get("folder")):

@@ -27,12 +27,14 @@ from trainer_hooks.train.dashboard import Dashboard
 from trainer_hooks.train.sample_text import (
     Sample,
     best_worst_or_middle,
+    figures_of,
     reward_text,
     terms_text,
     versions_text,
     visible,
 )
 from trainer_hooks.train.samples import FILE_NAME
+from trainer_hooks.train.summary import WINDOW_STEPS
 from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
 
 T = TypeVar("T")
@@ -40,7 +42,6 @@ T = TypeVar("T")
 REPORT_NAME = "report.html"
 PICTURE_WIDTH = 110  # columns of a terminal
 SMOOTHING_STEPS = 5
-WINDOW_STEPS = 10  # at both ends of a run, over which its reward is a mean
 # Title -> metrics of one chart, in the order of the page; a chart without values is left out.
 CURVES = {
     "reward": ("reward", "eval/greedy_reward"),
@@ -84,7 +85,7 @@ th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
 .note { color: var(--quiet); }
 """
 
-NUM_STEPS, SAMPLES_PER_STEP = 8, 3
+STEPS_WITH_SAMPLES, SAMPLES_PER_STEP = 8, 3
 _MAX_CHARACTERS = 20_000  # of one text; the middle of a longer one is left out
 _SUMMARY_CHARACTERS = 110
 _AGES = ("0 versions", "1", "2", "3 or more")
@@ -126,7 +127,7 @@ def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
     """Those that the page chooses from: all of a long run would take gigabytes of memory."""
     parts = [part for part in (rotated_path(path), path) if part.exists()]
     steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
-    shown = set(spread(sorted(steps), NUM_STEPS))
+    shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
     return [s for part in parts for s in iterate_jsonl(part) if s[TRAINER_STEP] in shown]
 
 
@@ -297,11 +298,18 @@ def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """The largest share first, at the bottom; what is never 1% is left out."""
-    prefix = "timing_share/"
-    names = dict.fromkeys(name for row in steps for name in row if name.startswith(prefix))
-    shares = {name.removeprefix(prefix): [row.get(name) or 0.0 for row in steps] for name in names}
+    shares = _parts_of_time(steps, "timing_share/")
     ordered = sorted(shares, key=lambda name: -sum(shares[name]))
     return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
+
+
+def _parts_of_time(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
+    """Return the metric `prefix` + name of each step, for each name of the time account."""
+    share = "timing_share/"
+    names = dict.fromkeys(
+        name.removeprefix(share) for row in steps for name in row if name.startswith(share)
+    )
+    return {name: [row.get(f"{prefix}{name}") or 0.0 for row in steps] for name in names}
 
 
 # ---- samples
@@ -312,7 +320,7 @@ def samples_section(samples: Sequence[Sample]) -> str:
     by_step: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_step[sample[TRAINER_STEP]].append(sample)
-    steps = spread(sorted(by_step), NUM_STEPS)
+    steps = spread(sorted(by_step), STEPS_WITH_SAMPLES)
     if not steps:
         return ""
     parts = [_age_legend()]
@@ -359,16 +367,13 @@ def _age_legend() -> str:
 
 
 def _article(sample: Sample) -> str:
-    advantage, lag = sample["advantage"], sample["mean_lag"]
     source, state = sample.get("data_source"), sample.get("state")
+    versions = f"{versions_text(sample)}, trained at {sample['train_version']}"
     figures = [
         "" if source is None else html.escape(str(source)),
         f"<b>{html.escape(reward_text(sample))}</b>",
         html.escape(terms_text(sample)) if len(sample["rewards"]) > 1 else "",
-        "" if advantage is None else f"advantage {advantage:+.3f}",
-        f"versions {versions_text(sample)}, trained at {sample['train_version']}",
-        "" if lag is None else f"lag {lag:.2f}",
-        f"{sample['num_tokens']:,} tokens, {html.escape(str(sample['finish_reason']))}",
+        *map(html.escape, figures_of(sample, versions)),
     ]
     parts = [f"<p>{' · '.join(filter(None, figures))}</p>", _prompt(sample["prompt"])]
     text = f'<pre tabindex="0" aria-label="completion">{_spans(sample)}</pre>'
@@ -479,13 +484,9 @@ def _draw_rewards(axes: Any, steps: Sequence[int], rewards: Sequence[float]) -> 
 
 def _draw_seconds(axes: Any, numbers: Sequence[int], steps: Sequence[Mapping[str, Any]]) -> None:
     """Seconds of each step by part of the time account, one upon the other; the largest first."""
-    prefix = "timing_share/"
-    names = dict.fromkeys(
-        name.removeprefix(prefix) for row in steps for name in row if name.startswith(prefix)
-    )
-    seconds = {name: [row.get(f"timing_s/{name}") or 0.0 for row in steps] for name in names}
+    seconds = _parts_of_time(steps, "timing_s/")
     total = sum(map(sum, seconds.values()))
-    shown = [name for name in names if sum(seconds[name]) >= 0.01 * total]
+    shown = [name for name in seconds if sum(seconds[name]) >= 0.01 * total]
     shown.sort(key=lambda name: -sum(seconds[name]))
     if shown:
         axes.stackplot(numbers, *(seconds[name] for name in shown), labels=shown, step="mid")
@@ -542,10 +543,6 @@ def main() -> None:
     if arguments.dashboard is not None:
         rows = read_jsonl(arguments.directory / "metrics.jsonl")
         write_dashboard_picture(arguments.dashboard, rows, title=arguments.title or "training")
-
-
-if __name__ == "__main__":
-    main()
 
 
 if __name__ == "__main__":

@@ -101,16 +101,23 @@ class FittedSamples:
                 yield line
 
 
+def figures_of(sample: Sample, versions: str) -> list[str]:
+    """Return the advantage, `versions`, the lag and the length, without what the sample lacks."""
+    advantage, lag = sample["advantage"], sample["mean_lag"]
+    figures = [
+        "" if advantage is None else f"advantage {advantage:+.3f}",
+        f"versions {versions}",
+        "" if lag is None else f"lag {lag:.2f}",
+        f"{sample['num_tokens']:,} tokens, {sample['finish_reason']}",
+    ]
+    return list(filter(None, figures))
+
+
 def _figures(sample: Sample) -> Text:
     text = Text(f"step {sample[TRAINER_STEP]}  {reward_text(sample)}", style="bold")
     rest = [f"({terms_text(sample)})"] if len(sample["rewards"]) > 1 else []
-    if sample["advantage"] is not None:
-        rest.append(f"advantage {sample['advantage']:+.3f}")
-    rest.append(f"versions {versions_text(sample)}")
-    if sample["mean_lag"] is not None:
-        rest.append(f"lag {sample['mean_lag']:.2f}")
-    rest.append(f"{sample['num_tokens']:,} tokens, {sample['finish_reason']}")
-    return text.append("".join(f"  {part}" for part in rest if part), style="not bold")
+    rest += figures_of(sample, versions_text(sample))
+    return text.append("".join(f"  {part}" for part in rest), style="not bold")
 
 
 def _line(text: str) -> str:

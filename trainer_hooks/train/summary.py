@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-WINDOW_STEPS = 10
+WINDOW_STEPS = 10  # at both ends of a run, over which its reward is a mean
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 
 
@@ -22,8 +22,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     10 steps.
     `prompt_tokens` are those of all rollouts after the first step, `prefilled_tokens` how many were
     computed for them: the samples of a group share their prompt. Suspends are those after the first
-    step, with what they gave back in all. Seconds are the trainer's; where engines work beside it,
-    it waits for them for `wait_s`, and they are idle for a share of theirs.
+    step, with the memory that they released in all. Seconds are the trainer's; where engines work
+    beside it, it waits for them for `wait_s`, and they are idle for a share of theirs.
     """
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "reward" in row]

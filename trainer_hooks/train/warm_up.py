@@ -27,8 +27,6 @@ from trainer_hooks.train.task import Task
 from trainer_hooks.weight_sync import WeightSync
 
 IGNORED = -100
-
-
 # Supervised gradients are far below it: it only has to be a number.
 _MAX_GRAD_NORM = 1e3
 

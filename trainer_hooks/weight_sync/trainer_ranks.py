@@ -34,7 +34,7 @@ class TrainerRanks:
     size: int = 1
     words: Any = None
 
-    def tell(self, word: Any) -> None:
+    def broadcast(self, word: Any) -> None:
         """Rank 0: send `word` to the others, with the state of torch's generator. They do what it
         means together with this one, which waits for none of them.
 
@@ -43,7 +43,7 @@ class TrainerRanks:
         if self.size > 1 and self.rank == 0:
             broadcast_bytes(self.words, _encoded((word, torch.get_rng_state())))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Any other rank: the next word of rank 0, which has drawn as many random numbers."""
         word, random_state = _decoded(broadcast_bytes(self.words))
         torch.set_rng_state(random_state)

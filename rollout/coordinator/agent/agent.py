@@ -40,9 +40,9 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.engine.engine import Engine
-from rollout.errors import ProtocolError, RolloutError, WeightUpdateError
+from rollout.errors import ConfigError, ProtocolError, RolloutError, WeightUpdateError
 from rollout.ranges import MAX_SECONDS
-from rollout.wire import Message
+from rollout.wire import MAX_ITEMS, Message
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
@@ -51,7 +51,7 @@ _RETRY_S = 0.5  # after an entry that failed
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
 _STAGING_POLL_S = 0.005
-Ordered = Command[Any] | Prepare | Commit | Rollback
+FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
@@ -69,7 +69,13 @@ class EngineAgent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`settings`: what all engines of the fleet must have alike. `fetch`: as for WeightUpdates.
-        `clock`: returns monotonic seconds, for deadlines."""
+        `clock`: returns monotonic seconds, for deadlines. Raises ConfigError for more requests than
+        a registration may name, of which half may have ended."""
+        if max_requests > MAX_ITEMS // 2:
+            raise ConfigError(
+                f"max_requests={max_requests} of an engine of a fleet must be at most "
+                f"{MAX_ITEMS // 2}"
+            )
         self._engine, self._engine_id, self._clock = engine, engine_id, clock
         self._block_size, self._max_requests = block_size_tokens, max_requests
         self._settings = settings
@@ -211,17 +217,19 @@ class EngineAgent:
     def _poll(self) -> Sequence[Message]:
         ended = self._updates.poll(self._clock())
         if ended is not None:
-            order, error = ended
-            if isinstance(order, Prepare):
-                return [self._vote(order, error)]
+            cause, error = ended
+            if isinstance(cause, Prepare):
+                return [self._vote(cause, error)]
             return self._enter(error)
         is_due = self._entry is not None and self._clock() >= self._retry_at
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return what to send instead of a message that is too large: the request that it is about
-        ends with `error`. Raises `error` for other messages.
+        """Return what to send instead of a message that no frame can carry: the request or command
+        that it is about ends with `error`. Raises `error` for other messages.
         """
+        if isinstance(message, Ack):
+            return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)
 
     def close(self) -> None:
@@ -231,7 +239,7 @@ class EngineAgent:
 
     # ---- commands
 
-    def _answer(self, message: Ordered) -> Sequence[Message]:
+    def _answer(self, message: FleetCommand) -> Sequence[Message]:
         """Do a command, once per command id and phase; a repeated one gets its first answer.
 
         All progress is sent before the answer, so that its receiver knows all earlier tokens.
@@ -249,7 +257,7 @@ class EngineAgent:
             if not isinstance(error, RolloutError):
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
-        told = [*votes, *self._requests.progress()]
+        messages = [*votes, *self._requests.progress()]
         if (
             isinstance(message, Commit)
             and isinstance(answer, Ack)
@@ -257,8 +265,8 @@ class EngineAgent:
             and self._last_step_s
         ):
             self._committed = message, answer, time.perf_counter()
-            return told
-        return [*told, self._keep(message, answer)]
+            return messages
+        return [*messages, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
         """Confirm the commit that is not confirmed yet, if any. `stepped`: the first step after it
@@ -276,7 +284,7 @@ class EngineAgent:
             answer = Ack(command_id=commit.command_id, result=result)
         return [self._keep(commit, answer)]
 
-    def _keep(self, message: Ordered, answer: Ack | Nack) -> Ack | Nack:
+    def _keep(self, message: FleetCommand, answer: Ack | Nack) -> Ack | Nack:
         self._answers[type(message), message.command_id] = answer
         if len(self._answers) > _NUM_ANSWERS_KEPT:
             self._answers.popitem(last=False)
@@ -330,15 +338,15 @@ class EngineAgent:
     def _cancel_update(self) -> list[Message]:
         """End staging; no thread uses the weights afterwards. Returns the vote no, if one is
         due."""
-        order = self._updates.cancel()
+        cause = self._updates.cancel()
         self._updates.wait_until_unused()
-        if not isinstance(order, Prepare):
+        if not isinstance(cause, Prepare):
             return []
         error = WeightUpdateError(
-            f"version {order.version} was cancelled before it was staged; the serving weights are "
+            f"version {cause.version} was cancelled before it was staged; the serving weights are "
             "kept"
         )
-        return [self._vote(order, error)]
+        return [self._vote(cause, error)]
 
     # ---- entering the fleet
 

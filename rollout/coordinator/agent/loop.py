@@ -20,7 +20,7 @@ def serve(agent: EngineAgent, link: Link) -> None:
     Raises a step's error after three failed steps in sequence, the last error if the fleet could
     not be entered, and RolloutError if the link fails. A request that makes a step fail ends alone,
     and the step does not raise. A LockstepError ends it at once, also without work. If steps raise,
-    the goodbye names the requests of the last one.
+    the Disconnect names the requests of the last one.
     """
     num_failures = 0
     try:

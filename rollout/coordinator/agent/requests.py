@@ -177,8 +177,8 @@ class EngineRequests:
         return [self._end(self._engine.abort_request(named.request_id))]
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return what to send instead of a message that is too large: its halves, or a reply with
-        `error` for its only attempt. Raises `error` if the message has no attempt.
+        """Return what to send instead of a message that no frame can carry: its halves, or a
+        reply with `error` for its only attempt. Raises `error` if the message has no attempt.
         """
         if isinstance(message, Progress) and (middle := len(message.runs) // 2):
             halves = message.runs.rows(0, middle), message.runs.rows(middle, len(message.runs))

@@ -16,14 +16,15 @@ from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors, by_name
 
 Fetch = Callable[[WeightsSource], NamedTensors]
-Order = Prepare | RegisterAck  # an update, or an entry into a fleet with later weights
+# What begins staging: an update, or an entry into a fleet with later weights.
+Cause = Prepare | RegisterAck
 
 
 class _Staging:
     """Fetches and stages one source in a thread of its own.
 
-    Staging copies the weights: `turn`, a lock of all such threads, lets one stage at a time.
-    Fetching needs no turn, so that a fetch that hangs does not block the staging of another source.
+    Staging copies the weights: under `lock`, which all such threads share, one stages at a time.
+    Fetching needs no lock, so that a fetch that hangs does not block the staging of another source.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class _Staging:
         fetch: Fetch,
         source: WeightsSource,
         base: WeightsSource | None,
-        turn: threading.Lock,
+        lock: threading.Lock,
     ) -> None:
         """`base`: the full weights to put an adapter on; None: those that the engine serves."""
-        self._engine, self._fetch, self._turn = engine, fetch, turn
+        self._engine, self._fetch, self._lock = engine, fetch, lock
         self._source, self._base = source, base
         self._is_cancelled = False
         self.outcome: StagedUpdate | BaseException | None = None  # None until it has ended
@@ -51,7 +52,7 @@ class _Staging:
             tensors = self._fetch(source)
             if isinstance(tensors, LoraAdapter) and self._base is not None:
                 tensors = replace(tensors, base=by_name(self._fetch(self._base)))
-            with self._turn:
+            with self._lock:
                 self._check()
                 # What a link of deltas makes was checked by who has put it together.
                 announced = source.tensors_checksum if source.builds_on is None else ""
@@ -87,30 +88,30 @@ class WeightUpdates:
         their own call it, perhaps before an earlier call has returned.
         """
         self._engine, self._fetch = engine, fetch
-        self._turn = threading.Lock()
-        self._order: Order | None = None  # for which weights are being staged, or are staged
+        self._lock = threading.Lock()
+        self._cause: Cause | None = None  # for which weights are being staged, or are staged
         self._staging: _Staging | None = None
         self._expires_at = 0.0
         self._staged: StagedUpdate | None = None
         self.checksum = engine.weights_checksum()
 
     @property
-    def in_staging(self) -> Order | None:
-        """The order for which weights are being staged, else None."""
-        return None if self._staging is None else self._order
+    def in_staging(self) -> Cause | None:
+        """The message whose weights are being staged, else None."""
+        return None if self._staging is None else self._cause
 
     @property
     def voted_command_id(self) -> int | None:
         """The command id of the staged update that waits for Commit or Rollback. Any thread may
         ask."""
-        order = self._order
-        if self._staged is None or not isinstance(order, Prepare):
+        cause = self._cause
+        if self._staged is None or not isinstance(cause, Prepare):
             return None
-        return order.command_id
+        return cause.command_id
 
     @property
     def is_staged_for_entry(self) -> bool:
-        return self._staged is not None and isinstance(self._order, RegisterAck)
+        return self._staged is not None and isinstance(self._cause, RegisterAck)
 
     @property
     def staged_checksum(self) -> str:
@@ -119,19 +120,19 @@ class WeightUpdates:
 
     # ---- staging
 
-    def begin(self, order: Order, source: WeightsSource, expires_at: float) -> None:
+    def begin(self, cause: Cause, source: WeightsSource, expires_at: float) -> None:
         """Begin to stage `source`; staged weights are dropped. Nothing may be staging already."""
         assert self._staging is None
         self.drop()
-        self._order, self._expires_at = order, expires_at
-        base = order.base_weights if isinstance(order, RegisterAck) else None
-        self._staging = _Staging(self._engine, self._fetch, source, base, self._turn)
+        self._cause, self._expires_at = cause, expires_at
+        base = cause.base_weights if isinstance(cause, RegisterAck) else None
+        self._staging = _Staging(self._engine, self._fetch, source, base, self._lock)
 
-    def poll(self, now: float) -> tuple[Order, BaseException | None] | None:
-        """Return the order whose staging has ended, and its error; None if none has ended."""
-        if self._staging is None or self._order is None:
+    def poll(self, now: float) -> tuple[Cause, BaseException | None] | None:
+        """Return the message whose staging has ended, and the error; None if none has ended."""
+        if self._staging is None or self._cause is None:
             return None
-        order, outcome = self._order, self._staging.outcome
+        cause, outcome = self._cause, self._staging.outcome
         if outcome is None and now >= self._expires_at:
             outcome = WeightUpdateError(
                 "the weights were not fetched and staged before the deadline; the serving weights "
@@ -141,21 +142,21 @@ class WeightUpdates:
             return None
         if not isinstance(outcome, BaseException):
             self._staging, self._staged = None, outcome
-            return order, None
+            return cause, None
         self.cancel()
-        return order, outcome
+        return cause, outcome
 
-    def cancel(self) -> Order | None:
-        """Stop staging. Returns its order."""
-        order = self.in_staging
+    def cancel(self) -> Cause | None:
+        """Stop staging. Returns the message whose weights were being staged."""
+        cause = self.in_staging
         if self._staging is not None:
             self._staging.cancel()
-            self._staging = self._order = None
-        return order
+            self._staging = self._cause = None
+        return cause
 
     def wait_until_unused(self) -> None:
         """Return when no thread reads the model any more. Call it after `cancel`."""
-        with self._turn:
+        with self._lock:
             pass
 
     # ---- the end of an update
@@ -165,15 +166,15 @@ class WeightUpdates:
 
         Raises what Engine.commit_weights raises; the staged weights are dropped then, too.
         """
-        order = self._order
-        assert order is not None
-        held, self._staged, self._order = [self._staged], None, None
+        cause = self._cause
+        assert cause is not None
+        held, self._staged, self._cause = [self._staged], None, None
         try:
             assert held[0] is not None
-            if isinstance(order, Prepare):
-                report = self._engine.commit_weights(held[0], order.version, order.in_flight)
+            if isinstance(cause, Prepare):
+                report = self._engine.commit_weights(held[0], cause.version, cause.in_flight)
             else:
-                report = self._engine.commit_weights(held[0], order.weights_version)
+                report = self._engine.commit_weights(held[0], cause.weights_version)
         finally:
             _clear_in_a_thread(held)
         self.checksum = report.checksum
@@ -182,7 +183,7 @@ class WeightUpdates:
     def drop(self) -> None:
         """Drop the staged weights, if there are any."""
         if self._staged is not None:
-            held, self._staged, self._order = [self._staged], None, None
+            held, self._staged, self._cause = [self._staged], None, None
             _clear_in_a_thread(held)
 
 

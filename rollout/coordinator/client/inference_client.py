@@ -61,9 +61,9 @@ class InferenceClient(ClientControlCalls):
     outputs; one of ours, a directory with one, or a Hugging Face tokenizer. seed: requests without
     one get mix_seed(seed, request id); None draws one.
 
-    Verbs are plain functions that return futures, so that messages are sent in the order of the
-    calls. A future may be ignored. Verbs raise ClientStateError before the start, after the end and
-    in another event loop. If the coordinator is lost, pending futures fail with
+    Control calls are plain functions that return futures, so that messages are sent in the order of
+    the calls. A future may be ignored. Control calls raise ClientStateError before the start, after
+    the end and in another event loop. If the coordinator is lost, pending futures fail with
     CoordinatorLostError. The event loop may block: a thread of the client keeps the session.
     """
 
@@ -113,12 +113,12 @@ class InferenceClient(ClientControlCalls):
             state = "stopped, make a new one" if self._is_stopped else "started already"
             raise ClientStateError(f"this client is {state}")
         self._loop = running
-        greeting = Connect(
+        connect = Connect(
             protocol_version=PROTOCOL_VERSION, client_id=self.client_id, name=self._name
         )
         self._link = Link(
             self.address,
-            handshake=lambda: greeting,
+            handshake=lambda: connect,
             on_news=self._wake_listener,
             curve=self._curve,
             max_queued=None,  # what is pending bounds what comes and goes
@@ -140,7 +140,7 @@ class InferenceClient(ClientControlCalls):
         await self.aclose()
 
     def stop(self) -> None:
-        """Say goodbye, so that unfinished requests are aborted; fail pending futures and close the
+        """Disconnect, so that unfinished requests are aborted; fail pending futures and close the
         socket. Legal in any state; a second call does nothing.
         """
         is_first, self._is_stopped = not self._is_stopped, True
@@ -387,10 +387,10 @@ class InferenceClient(ClientControlCalls):
                         break
                     await asyncio.sleep(0)
         except RolloutError as end:
-            self._lose(end)
+            self._fail(end)
         except Exception as fault:
             _logger.exception("the client's listener failed")
-            self._lose(CoordinatorLostError(f"this client failed: {fault!r}"))
+            self._fail(CoordinatorLostError(f"this client failed: {fault!r}"))
             raise
         finally:
             self._link.close("the client stops")
@@ -403,10 +403,10 @@ class InferenceClient(ClientControlCalls):
                 self._commands.take(message)
             elif isinstance(message, ConnectAck):
                 self.coordinator = message
-                self._requests.welcome(message)
+                self._requests.connected(message)
                 self._commands.connected(message)
 
-    def _lose(self, error: RolloutError) -> None:
+    def _fail(self, error: RolloutError) -> None:
         self._lost = error
         self._requests.fail(error)
         self._commands.fail(error)

@@ -22,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
     EngineReplyPartial,
     ReplyAck,
     SubmitRequest,
+    in_parts,
 )
 from rollout.coordinator.protocol.packed import unpack_record
 from rollout.errors import CoordinatorLostError, ProtocolError, RequestAbortedError, RolloutError
@@ -71,7 +72,7 @@ class PendingRequests:
         self._to_abort: list[int] = []
         self._to_acknowledge: list[Attempt] = []
 
-    def welcome(self, ack: ConnectAck) -> None:
+    def connected(self, ack: ConnectAck) -> None:
         """Take the window and the grace period from the coordinator's ConnectAck."""
         self._grace_s = ack.answer_grace_s
         self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes
@@ -216,8 +217,7 @@ class PendingRequests:
 
     def _send_aborts(self) -> None:
         aborted, self._to_abort = self._to_abort, []
-        attempts = tuple(Attempt(request_id=i) for i in aborted if i in self._requests)
-        if attempts:
+        for attempts in in_parts([Attempt(request_id=i) for i in aborted if i in self._requests]):
             self._send(AbortRequest(attempts=attempts))
 
     def fail(self, error: RolloutError, *, quietly: bool = False) -> None:

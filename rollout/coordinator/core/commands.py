@@ -24,7 +24,7 @@ from rollout.coordinator.protocol.messages import (
     WireError,
     nack_of,
 )
-from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
+from rollout.errors import EngineStateError, ProtocolError, RequestAbortedError, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class PendingCommands:
         self._go_on(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
-        """Tell running commands that an engine has left."""
+        """Report to running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
             self._go_on(operation)
@@ -127,7 +127,7 @@ class PendingCommands:
         answer = client.answers.get(command_id)
         if not isinstance(answer, Ack) or answer.result is None:
             return
-        shorter = Ack(command_id=command_id, result={**answer.result, "ranks": {}})
+        shorter = _without_reports(command_id, answer.result)
         client.answers[command_id] = shorter
         self._context.send(client, shorter)
 
@@ -176,7 +176,11 @@ class PendingCommands:
             answer = Nack(command_id=command_id, error=outcome)
             logger.info("%s of %s: %s", operation.name, client, outcome.message)
         else:
-            answer = Ack(command_id=command_id, result=outcome)
+            try:
+                answer = Ack(command_id=command_id, result=outcome)
+            except ProtocolError as fault:
+                logger.warning("%s of %s: %s", operation.name, client, fault)
+                answer = _without_reports(command_id, outcome)
         client.answers[command_id] = answer
         # Commands that wait or run have no answer yet, and keep their entry.
         num_over = len(client.answers) - self._context.limits.max_answers
@@ -185,6 +189,11 @@ class PendingCommands:
                 del client.answers[old_id]
         if not client.has_left:
             self._context.send(client, answer)
+
+
+def _without_reports(command_id: int, outcome: Mapping[str, Any]) -> Ack:
+    """Return the answer to a command whose engines' reports no answer can carry."""
+    return Ack(command_id=command_id, result={**outcome, "ranks": {}})
 
 
 def _not_begun(operation: Operation) -> WireError:

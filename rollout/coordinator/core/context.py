@@ -24,7 +24,7 @@ TimerKey = (
 class CoordinatorLimits:
     """Raises ConfigError unless each is positive, and a heartbeat fits twice into each lease.
 
-    client_lease_s, engine_lease_s: a peer that was not heard for so long has gone.
+    client_lease_s, engine_lease_s: a peer that sent nothing for so long has gone.
     heartbeat_s: how often peers send a heartbeat.
     probe_interval_s: how often each engine is sent a heartbeat, which fails if it was killed.
     progress_deadline_s: an engine that has work and makes no step for so long is given up, unless a
@@ -49,7 +49,7 @@ class CoordinatorLimits:
     max_answered_ids: acknowledged requests per client by which a repeated submission is recognized.
     max_answers: answers kept per client for repeated commands.
     max_queued_commands: waiting commands of all clients.
-    max_noted_peers: strangers and faulty peers that are remembered, so that each is logged once.
+    max_noted_peers: unknown and faulty peers that are remembered, so that each is logged once.
     """
 
     client_lease_s: PositiveSeconds = 30.0
@@ -178,7 +178,7 @@ class Counters:
     num_duplicates: int = 0
     num_gaps: int = 0
     num_malformed: int = 0
-    num_strangers: int = 0
+    num_unknown_peers: int = 0
     num_unexpected: int = 0
     num_undelivered: int = 0
     num_engines_joined: int = 0

@@ -186,7 +186,7 @@ class CoordinatorCore:
     def undelivered(
         self, identity: bytes, message: Message, fault: ProtocolError | None, now: float
     ) -> Outgoing:
-        """A message could not be sent: it is too large (`fault`), or its peer is not there.
+        """A message could not be sent: no frame can carry it (`fault`), or its peer is not there.
 
         An engine that cannot be reached is removed; a client gets the message again with its next
         heartbeat. Returns the messages to send.
@@ -200,23 +200,23 @@ class CoordinatorCore:
             else:
                 self._requests.unsendable(session, message, WireError.of(fault))
         elif isinstance(session, EngineSession):
-            self._registry.remove(session, "it cannot be reached", now, is_told=False)
+            self._registry.remove(session, "it cannot be reached", now, sends_nack=False)
         elif session is not None:
             self._clients.missed(session, message)
         return self._settled(now)
 
     def stood_still(self, seconds: float) -> None:
-        """The process stood still for so long: no peer could be heard, so leases are extended."""
+        """Extend all leases: the process stood still for so long, and could receive nothing."""
         for session in self._context.sessions.values():
             session.extend_lease(seconds)
 
     def close(self, reason: str) -> Outgoing:
-        """End: fail all that is unfinished and say goodbye. Returns the messages to send."""
+        """End: fail all that is unfinished and disconnect. Returns the messages to send."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
         self._registry.end_turn()
         for session in self._context.sessions.values():
-            self._context.send(session, Disconnect(reason=reason))
+            self._context.send(session, Disconnect.because(reason))
         return self._take_outbox()
 
     # ---- by sender
@@ -225,7 +225,7 @@ class CoordinatorCore:
         """Pass a message to its handler. Raises ProtocolError if its content is illegal."""
         session = self._context.sessions.get(identity)
         if session is None:
-            self._take_from_stranger(identity, message, now)
+            self._take_from_unknown_peer(identity, message, now)
             return
         session.last_seen = now
         handlers = self._from_client if isinstance(session, ClientSession) else self._from_engine
@@ -236,8 +236,8 @@ class CoordinatorCore:
         else:
             handler(session, message, now)
 
-    def _take_from_stranger(self, identity: bytes, message: Message, now: float) -> None:
-        """Take a handshake. Another message may be that of a peer that was given up: tell it to
+    def _take_from_unknown_peer(self, identity: bytes, message: Message, now: float) -> None:
+        """Take a handshake. Another message may be that of a peer that was given up: ask it to
         register again, but at most once per heartbeat interval."""
         if isinstance(message, Connect):
             self._clients.connect(identity, message, now)
@@ -245,7 +245,7 @@ class CoordinatorCore:
         if isinstance(message, Register):
             self._registry.register(identity, message, now)
             return
-        self.counters.num_strangers += 1
+        self.counters.num_unknown_peers += 1
         name, limits = type(message).__name__, self._context.limits
         self._log_once(identity, f"sent a {name} without having shaken hands")
         if now - self._answered_at.get(identity, -math.inf) < limits.heartbeat_s:
@@ -292,7 +292,7 @@ class CoordinatorCore:
     # ---- after each call
 
     def _settle(self, now: float) -> None:
-        """Tell running commands of lost engines; between commands admit engines and begin the next
+        """Report lost engines to the commands. Between commands admit engines and begin the next
         command."""
         registry, commands = self._registry, self._commands
         while commands.has_any or not registry.is_settled:
@@ -307,7 +307,7 @@ class CoordinatorCore:
     def _settled(self, now: float) -> Outgoing:
         """Settle, and assign waiting requests. Returns the messages to send."""
         self._settle(now)
-        self._registry.tell_waiting()
+        self._registry.probe_waiting()
         self._dispatcher.dispatch()
         return self._take_outbox()
 

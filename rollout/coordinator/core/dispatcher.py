@@ -146,12 +146,7 @@ class Dispatcher:
             self._context.counters.num_stale += 1
 
     def _update_room(self, engine: EngineSession) -> None:
-        has_room = (
-            engine.is_ready
-            and engine.num_granted > engine.num_assigned
-            and len(engine.requests) < engine.max_held
-        )
-        if has_room:
+        if engine.has_room:
             self._with_room[engine.rank] = engine
         else:
             self._with_room.pop(engine.rank, None)
@@ -173,8 +168,7 @@ class Dispatcher:
         if engine is None:
             self._leave_queue(request)
             return
-        if engine.last_chance_id == request.server_id:
-            engine.last_chance_id = None
+        engine.end_last_chance(request)
         if engine.is_ready:
             self._policy.finished(engine.rank, request.num_tokens)
             self._update_room(engine)
@@ -182,8 +176,7 @@ class Dispatcher:
     def progressed(self, request: Request, engine: EngineSession) -> None:
         """The request made progress: earlier losses of engines do not count against it any more."""
         request.lost_attempts = frozenset()
-        if engine.last_chance_id == request.server_id:
-            engine.last_chance_id = None
+        engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
         """Give a registering engine back its current attempts: those of requests that were not

@@ -153,8 +153,8 @@ class StatsOperation(Operation):
         and peers."""
         super().complete(now)
         if isinstance(self.outcome, Mapping):
-            strangers = self.context.counters.num_strangers
-            refused = {**self.context.refused(), "num_strangers": strangers}
+            num_unknown = self.context.counters.num_unknown_peers
+            refused = {**self.context.refused(), "num_unknown_peers": num_unknown}
             num_queued = self.registry.dispatcher.num_waiting
             self.outcome = {**self.outcome, "num_queued": num_queued, "refused": refused}
 

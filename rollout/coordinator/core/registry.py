@@ -22,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
     RegisterAck,
     ReplyAck,
     Rollback,
+    in_parts,
     nack_of,
 )
 from rollout.errors import ConfigError, EngineStateError, RolloutError, WeightUpdateError
@@ -41,7 +42,7 @@ class _Registration:
 
 class Registry:
     """Makes and ends the sessions of engines. engines: admitted ones, by engine id. departed:
-    engines that have left, of which the core tells the running commands."""
+    engines that have left, which the core reports to the running commands."""
 
     def __init__(
         self,
@@ -119,11 +120,11 @@ class Registry:
                 logger.warning("engine %s refused: %s", message.engine_id.hex()[:8], refusal)
             self.context.outbox.append((identity, nack_of(None, refusal)))
             if former is not None:
-                self.remove(former, "it may not register again", now, is_told=False)
+                self.remove(former, "it may not register again", now, sends_nack=False)
             return
         here = self.context.sessions.get(identity)
         if isinstance(here, EngineSession) and here is not former:
-            self.remove(here, "another engine has its socket", now, is_told=False)
+            self.remove(here, "another engine has its socket", now, sends_nack=False)
         earlier = self._registered.pop(message.engine_id, None)
         left = [] if earlier is None else earlier.left
         if former is not None:
@@ -131,8 +132,8 @@ class Registry:
         self._registered[message.engine_id] = _Registration(identity, message, left)
         self._unanswered.append(self._registered[message.engine_id])
 
-    def tell_waiting(self) -> None:
-        """Send a probe to engines that have registered and are not admitted yet: they are heard,
+    def probe_waiting(self) -> None:
+        """Send a probe to engines that have registered and are not admitted yet: they are known,
         and a command may take longer than they would wait for a coordinator that is lost."""
         for each in self._unanswered:
             if self._registered.get(each.message.engine_id) is each:
@@ -314,7 +315,7 @@ class Registry:
         if engine.num_awaited or not engine.is_ready:
             progress_end = now + step_deadline_s
         if now >= lease_end:
-            self.remove(engine, f"not heard for {now - engine.last_seen:.1f} s", now)
+            self.remove(engine, f"silent for {now - engine.last_seen:.1f} s", now)
         elif now >= progress_end:
             self.remove(engine, f"no step for {now - engine.progress_at:.1f} s", now)
         else:
@@ -322,7 +323,7 @@ class Registry:
 
     def probe(self, _: int, now: float) -> None:
         """Send each engine a heartbeat of sequence 0: if its process has ended, sending fails,
-        which tells earlier than the lease."""
+        which shows it earlier than the lease."""
         heartbeat = Heartbeat(sequence=0)
         for engine in self.engines.values():
             self.context.send(engine, heartbeat)
@@ -332,24 +333,25 @@ class Registry:
     def end_turn(self) -> None:
         """Send each engine the attempts that it may forget, and those that it must abort."""
         for engine in self.engines.values():
-            if engine.acknowledged:
-                self.context.send(engine, ReplyAck(attempts=tuple(engine.acknowledged)))
-                engine.acknowledged.clear()
-            if engine.aborted:
-                self.context.send(engine, AbortRequest(attempts=tuple(engine.aborted)))
-                engine.aborted.clear()
+            for attempts in in_parts(engine.acknowledged):
+                self.context.send(engine, ReplyAck(attempts=attempts))
+            for attempts in in_parts(engine.aborted):
+                self.context.send(engine, AbortRequest(attempts=attempts))
+            engine.acknowledged.clear()
+            engine.aborted.clear()
 
     # ---- going
 
     def disconnect(self, engine: EngineSession, message: Disconnect, now: float) -> None:
-        """An engine says goodbye. If it failed, `suspects` are the attempts of its last step."""
+        """Remove an engine that disconnects. If it failed, its `suspects` are the attempts of its
+        last step."""
         named = {(attempt.request_id, attempt.attempt) for attempt in message.suspects}
         held = engine.requests.values()
         suspects = [r for r in held if (r.server_id, r.attempt) in named]
-        reason, is_fault = f"it said goodbye: {message.reason}", message.is_fault
+        reason, is_fault = f"it disconnected: {message.reason}", message.is_fault
         level = logging.WARNING if is_fault else logging.INFO
         suspects = suspects if is_fault else []
-        self.remove(engine, reason, now, suspects=suspects, is_told=False, level=level)
+        self.remove(engine, reason, now, suspects=suspects, sends_nack=False, level=level)
 
     def remove(
         self,
@@ -358,17 +360,17 @@ class Registry:
         now: float,
         *,
         suspects: Sequence[Request] | None = None,
-        is_told: bool = True,
+        sends_nack: bool = True,
         level: int = logging.WARNING,
     ) -> None:
         """Remove an engine; its requests wait for another one. `suspects`: the requests that may
-        have made it fail; None for all that it may have been running. `is_told`: send it a Nack,
+        have made it fail; None for all that it may have been running. `sends_nack`: send it a Nack,
         after which it can register again. `level`: that of the log line."""
         logger.log(level, "%s left: %s", engine, reason)
         if suspects is None:
             suspects = self.dispatcher.suspects(engine)
         self.context.counters.num_engines_lost += 1
-        if is_told:
+        if sends_nack:
             refusal = nack_of(None, RolloutError(f"{reason}; register again"))
             self.context.send(engine, refusal)
         for request in suspects:

@@ -239,7 +239,7 @@ class RequestLifecycle:
                 self._ended(request, engine)
 
     def unsendable(self, session: Session | None, message: Message, error: WireError) -> None:
-        """A message is too large to be sent: its requests end with `error` instead."""
+        """No frame can carry a message: its requests end with `error` instead."""
         if isinstance(message, AssignRequest):
             for sample in message.samples:
                 request = self._table.requests.get(sample.request_id)

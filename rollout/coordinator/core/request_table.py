@@ -90,12 +90,12 @@ class EngineSession:
 
     session: the number of this registration, which its Credit names. max_held: the most requests
     that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;
-    both since it registered. last_seen: when it was last heard. progress_at: when its step count
+    both since it registered. last_seen: when it last sent a frame. progress_at: when its step count
     last rose, or when it had no work. requests: those assigned to it, oldest first. last_chance_id:
     a request that fails with the next lost engine; no second such request runs beside it.
     expected: the state and weights version of its RegisterAck. num_awaited: commands that wait for
-    its answer, each with its own deadline. acknowledged, aborted: attempts that it is told of at
-    the end of the turn, in one message of each kind.
+    its answer, each with its own deadline. acknowledged, aborted: attempts to send it at the
+    end of the turn, in one message of each kind.
     """
 
     engine_id: bytes
@@ -117,7 +117,9 @@ class EngineSession:
     acknowledged: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
 
-    # ---- the only writers of status, progress_at, weights_version and num_awaited
+    # The methods are the only writers of status, progress_at, weights_version and num_awaited. The
+    # dispatcher writes is_ready, num_granted and last_chance_id, RequestTable requests and
+    # num_assigned, the core last_seen.
 
     def report(self, status: EngineStatus, now: float) -> None:
         """Keep the status of a heartbeat. Until the engine is ready it says what it serves."""
@@ -149,6 +151,17 @@ class EngineSession:
         """Count one command less; the engine steps again from now on."""
         self.num_awaited -= 1
         self.progress_at = now
+
+    def end_last_chance(self, request: Request) -> None:
+        """Let another last chance run here if this request was one."""
+        if self.last_chance_id == request.server_id:
+            self.last_chance_id = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it gets work, and accepts a request more."""
+        has_credit = self.num_granted > self.num_assigned
+        return self.is_ready and has_credit and len(self.requests) < self.max_held
 
     @property
     def is_stepping(self) -> bool:

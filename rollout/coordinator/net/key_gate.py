@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _ZAP_ADDRESS, _ZAP_DOMAIN = "inproc://zeromq.zap.01", b"rollout"
 _MAX_LOGGED_KEYS = 64
 # libzmq stops to read a connection on which a frame was repeated or altered, and leaves it open if
-# a monitor was told of it (its errno is overwritten). Pings that nobody answers end it then; its
+# a monitor was notified (its errno is overwritten). Pings that nobody answers end it then; its
 # peer begins another after its lease, or now.
 PING_INTERVAL_MS, PING_TIMEOUT_MS = 10_000, 30_000
 

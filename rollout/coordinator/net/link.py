@@ -54,7 +54,6 @@ _FOR_ENGINES: frozenset[type[Message]] = frozenset(
     {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
 )
 
-_MAX_REASON = 1000
 _MIN_HEARTBEAT_S = 0.005
 _REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
@@ -87,7 +86,7 @@ class Link:
     call `receive` now and then: with a full inbox the link reads nothing, not even answers to
     heartbeats.
 
-    A lost coordinator ends the link with a CoordinatorLostError. It is lost when it says goodbye,
+    A lost coordinator ends the link with a CoordinatorLostError. It is lost when it disconnects,
     when another one is at its address, or when it was out of reach for `give_up_s` seconds. A
     client gives up earlier: when the coordinator's process has ended, when it does not know the
     client any more, or when it was out of reach for as long as the client's lease.
@@ -116,7 +115,7 @@ class Link:
         self._inbox = Inbox(max_queued, on_news, on_room=self._waker.wake)
         self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
-        self._goodbye: Disconnect | None = None
+        self._last_message: Disconnect | None = None
         self._arrived: list[Message] = []  # not in the inbox yet
         self._has_ended = False
         # ---- the session; `_num_sessions` counts those whose first message is in the inbox
@@ -129,10 +128,10 @@ class Link:
         self._coordinator_id: bytes | None = None
         self._lease_s = self._heartbeat_s = math.inf
         self._next_heartbeat = self._redial_at = self._lost_at = self._give_up_at = math.inf
-        self._heard_at = -math.inf
+        self._received_at = -math.inf
         # ---- of the connection
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._greeted_at: float | None = None  # when the handshake over this connection was sent
+        self._handshake_sent_at: float | None = None  # over this connection
         try:
             self._dealer = self._dial()
         except (ConfigError, zmq.ZMQError):
@@ -226,16 +225,14 @@ class Link:
         is_fault: bool = False,
         suspects: Sequence[Attempt] = (),
     ) -> None:
-        """Send the queued messages if there is a session, say goodbye, and end the thread. A second
+        """Send the queued messages if there is a session, disconnect, and end the thread. A second
         call does nothing. `is_fault`: the engine failed, perhaps because of `suspects`, the
         attempts of its last step."""
         closed = LinkClosedError(f"the link to {self.address} is closed")
         self.outbox.close(closed)
         self._inbox.close(closed)
-        if self._goodbye is None:
-            self._goodbye = Disconnect(
-                reason=reason[:_MAX_REASON], is_fault=is_fault, suspects=tuple(suspects)
-            )
+        if self._last_message is None:
+            self._last_message = Disconnect.because(reason, is_fault=is_fault, suspects=suspects)
         self._has_answer.set()
         self._waker.wake()
         self._thread.join()
@@ -244,11 +241,11 @@ class Link:
 
     def _run(self) -> None:
         try:
-            while self._goodbye is None and not self._has_ended:
+            while self._last_message is None and not self._has_ended:
                 self._turn()
-            if self._is_in_session and self._goodbye is not None:
+            if self._is_in_session and self._last_message is not None:
                 self.outbox.send_all(self._dealer.send)
-                self._dealer.send(encode(self._goodbye))
+                self._dealer.send(encode(self._last_message))
         except Exception as fault:
             _logger.exception("the link to the coordinator failed")
             self._end(RolloutError(f"the link to {self.address} failed: {fault!r}"))
@@ -274,9 +271,9 @@ class Link:
             self._receive()
         for event in self._dealer.events() if has_event else ():
             if event == CONNECTED:
-                self._greet()
+                self._send_handshake()
             elif fault := handshake_fault(event):
-                self._not_let_in(fault, is_certain=event == KEY_IS_UNKNOWN)
+                self._handshake_failed(fault, is_certain=event == KEY_IS_UNKNOWN)
             else:
                 self._receive(until_empty=True)  # messages that came before the end
                 self._disconnected(is_refused=event == REFUSED)
@@ -288,7 +285,7 @@ class Link:
     def _silent_at(self) -> float:
         """When to begin another session if nothing arrives, in monotonic seconds. A client needs no
         lease, so any message counts: a coordinator may echo heartbeats late."""
-        return self._heard_at + self._lease_s if self._is_client else self._lease.until
+        return self._received_at + self._lease_s if self._is_client else self._lease.until
 
     def _do_due(self, now: float) -> None:
         if self._is_in_session and now >= self._silent_at:
@@ -297,7 +294,7 @@ class Link:
             if now >= self._next_heartbeat:
                 self._send_heartbeat(now)
         elif now >= self._give_up_at:
-            self._lose(f"it was out of reach for {now - self._lost_at:.3g} s")
+            self._give_up(f"it was out of reach for {now - self._lost_at:.3g} s")
         elif now >= self._redial_at:
             self._dealer.close()
             self._dealer = self._dial()
@@ -311,7 +308,7 @@ class Link:
     # ---- the connection
 
     def _dial(self) -> DealerSocket:
-        self._greeted_at, self._redial_at = None, time.monotonic() + _ANSWER_S
+        self._handshake_sent_at, self._redial_at = None, time.monotonic() + _ANSWER_S
         return DealerSocket(
             *(self.context, self.address, self._waker),
             max_frame_bytes=self._max_frame_bytes,
@@ -328,9 +325,9 @@ class Link:
         self._dealer.close()
         self._redial_at = now + _REDIAL_S
         if is_refused and self._is_client and now - self._lost_at >= _REFUSED_S:
-            self._lose("its process has ended, connections are refused")
+            self._give_up("its process has ended, connections are refused")
 
-    def _not_let_in(self, fault: str, *, is_certain: bool) -> None:
+    def _handshake_failed(self, fault: str, *, is_certain: bool) -> None:
         """A handshake failed; the link tries again. `wait_registered` raises at once if only a key
         can be the cause, else at its end: the coordinator may have died during the handshake."""
         if not is_certain:
@@ -340,26 +337,26 @@ class Link:
             _logger.warning("%s", self.refusal)
             self._has_answer.set()
 
-    def _greet(self) -> None:
+    def _send_handshake(self) -> None:
         handshake = self._handshake()
         require_valid(handshake)  # it has values of a user
         self._dealer.send(encode(handshake, self._max_frame_bytes))
-        self._greeted_at = time.monotonic()
-        self._redial_at = self._greeted_at + _ANSWER_S
+        self._handshake_sent_at = time.monotonic()
+        self._redial_at = self._handshake_sent_at + _ANSWER_S
 
     def _enter(self, ack: ConnectAck | RegisterAck) -> None:
         """The handshake is answered."""
-        if self._greeted_at is None or self._is_in_session:
+        if self._handshake_sent_at is None or self._is_in_session:
             return  # it answers no handshake of this session
         if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
             spoken = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
             self._refused(ProtocolVersionError(f"the coordinator speaks protocol {spoken}"))
             return
         if self._coordinator_id not in (None, ack.coordinator_id):
-            self._lose("another coordinator is at its address, which does not know this peer")
+            self._give_up("another coordinator is at its address, which does not know this peer")
             return
         if isinstance(ack, ConnectAck) and self._num_sessions and not ack.is_resumed:
-            self._lose("it does not know this client any more, whose lease ran out")
+            self._give_up("it does not know this client any more, whose lease ran out")
             return
         self._is_in_session, self._coordinator_id, self.refusal = True, ack.coordinator_id, None
         self._lost_at = self._redial_at = self._give_up_at = math.inf
@@ -367,9 +364,9 @@ class Link:
         self._next_heartbeat = time.monotonic()
         # In this order: the engine's thread may step under the lease once it has taken the message.
         self._num_sessions += 1
-        self._lease.begin(ack.lease_s, self._greeted_at)
+        self._lease.begin(ack.lease_s, self._handshake_sent_at)
         self._arrived.append(ack)
-        self._hand_over()
+        self._deliver()
         self._has_answer.set()
         _logger.info("%s: session %d", self.address, self._num_sessions)
 
@@ -394,20 +391,20 @@ class Link:
         self._has_answer.set()
         _logger.warning("refused at %s: %s", self.address, error)
 
-    def _lose(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         because = "" if self.refusal is None else f"; it said last: {self.refusal}"
         error = CoordinatorLostError(
             f"the coordinator at {self.address} is lost: {reason}{because}"
         )
-        # Not a warning: most goodbyes answer a shutdown.
+        # Not a warning: most coordinators disconnect after a shutdown.
         _logger.info("coordinator at %s: %s%s", self.address, reason, because)
         self._end(error)
 
     def _end(self, error: RolloutError) -> None:
         self._has_ended, self._is_in_session = True, False
         self._lease.end()
-        self.outbox.lose()
-        self._hand_over()  # messages that came before the end
+        self.outbox.drop_all()
+        self._deliver()  # messages that came before the end
         self._inbox.close(error)
         self._has_answer.set()
 
@@ -422,7 +419,7 @@ class Link:
                 self._malformed(fault)
             if frames is None:
                 return
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             for frame in frames:  # a malformed frame does not affect the others
                 try:
                     self._take(decode(frame, self._max_frame_bytes))
@@ -430,7 +427,7 @@ class Link:
                     self._malformed(fault)
                     # Whoever waits for a request or command that it names learns of the fault.
                     self._arrived += failures_of(frame, fault, self._for_owner)
-            self._hand_over()
+            self._deliver()
             if not until_empty:
                 return
 
@@ -439,7 +436,7 @@ class Link:
         if self.num_malformed == 1:
             _logger.warning("coordinator %s sent a malformed frame: %s", self.address, fault)
 
-    def _hand_over(self) -> None:
+    def _deliver(self) -> None:
         """Put the messages that have arrived into the inbox."""
         arrived, self._arrived = self._arrived, []
         if arrived:
@@ -449,7 +446,7 @@ class Link:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
-            if not self._is_in_session:  # it was heard, and is admitted once a command has ended
+            if not self._is_in_session:  # it is known, and is admitted once a command has ended
                 self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
             self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
@@ -457,7 +454,7 @@ class Link:
         elif isinstance(message, Nack) and message.command_id is None:
             self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):
-            self._lose(f"it has gone: {message.reason or 'no reason given'}")
+            self._give_up(f"it has gone: {message.reason or 'no reason given'}")
         elif type(message) in self._for_owner:
             self._arrived.append(message)
         else:

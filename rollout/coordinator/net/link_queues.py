@@ -217,7 +217,7 @@ class Outbox:
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
 
-    def lose(self) -> None:
+    def drop_all(self) -> None:
         """The coordinator is lost: drop the waiting frames and all later ones."""
         with self._lock:
             self._is_lost = True

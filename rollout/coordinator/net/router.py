@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from rollout.addresses import resolve_host, tcp_address, told_host
+from rollout.addresses import advertised_host, resolve_host, tcp_address
 from rollout.coordinator.net.key_gate import KeyGate, Refusals
 from rollout.coordinator.net.security import (
     CurveServerKeys,
@@ -77,7 +77,7 @@ class RouterSocket:
             else:
                 bound = resolve_host(host)
                 require_safe(host, bound, has_keys=curve is not None, insecure=insecure)
-                self._bind_tcp(bound, port, told_host(bound, advertise_host))
+                self._bind_tcp(bound, port, advertised_host(bound, advertise_host))
         except (ConfigError, zmq.ZMQError):
             self.close()
             raise
@@ -96,11 +96,11 @@ class RouterSocket:
         self.address = private_address()
         self._bind(self.address)
 
-    def _bind_tcp(self, host: str, port: int | None, told: str) -> None:
+    def _bind_tcp(self, host: str, port: int | None, advertised: str) -> None:
         self.socket.setsockopt(zmq.IPV6, int(":" in host))
         self._bind(tcp_address(host, "*" if port is None else port))
         endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.address = tcp_address(told, endpoint.rpartition(":")[2])
+        self.address = tcp_address(advertised, endpoint.rpartition(":")[2])
 
     def _bind(self, address: str) -> None:
         try:
@@ -160,7 +160,7 @@ class RouterSocket:
 
     def flush(self) -> None:
         """Send kept frames as far as there is room. Frames for a peer that has gone are dropped:
-        the next `send` to it fails and tells the caller."""
+        the next `send` to it fails and shows it to the caller."""
         for identity, kept in list(self._kept.items()):
             fault = None
             while kept.frames and (fault := self._try(identity, kept.frames[0][0])) is None:

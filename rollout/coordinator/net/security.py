@@ -215,7 +215,7 @@ def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> 
     if is_loopback:
         logger.info("any process of this machine can join the coordinator at %s", address)
     elif insecure:
-        logger.warning("the coordinator at %s takes orders from whoever can reach it", address)
+        logger.warning("the coordinator at %s takes commands from whoever can reach it", address)
     else:
         raise ConfigError(
             f"host={host!r} can be reached by other machines: give curve keys, or insecure=True "

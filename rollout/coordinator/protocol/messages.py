@@ -20,7 +20,7 @@ from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import UPDATE_WEIGHTS
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
-from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error
+from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error, utf8_text
 from rollout.weights.source import WeightsSource
 from rollout.wire import (
     MAX_ITEMS,
@@ -44,6 +44,8 @@ from rollout.wire import (
 
 
 MAX_SAMPLES = 2**16  # of one prompt, in one message
+_MAX_REASON = 1000
+_MAX_ERROR_MESSAGE = 2**16
 Settings = Annotated[Mapping[Name, Name], Meta(max_length=1024)]
 
 
@@ -76,6 +78,12 @@ Attempts = Annotated[tuple[Attempt, ...], Meta(max_length=MAX_ITEMS)]
 Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=MAX_SAMPLES)]
 
 
+def in_parts(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, ...]]:
+    """Yield the attempts in parts, each as many as a message may name."""
+    for start in range(0, len(attempts), MAX_ITEMS):
+        yield tuple(attempts[start : start + MAX_ITEMS])
+
+
 class EngineStatus(WireData, frozen=True, kw_only=True):
     """The state of an engine at a heartbeat. Its progress is judged by `num_steps`.
 
@@ -102,14 +110,15 @@ class WireError(WireData, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """Return `error`, under its nearest class that peers know."""
+        """Return `error`, under its nearest class that peers know, with the start of a long
+        message."""
         encoded = encode_error(error)
         if isinstance(error, RolloutError) and encoded["type"] == type(error).__name__:
             public = (base for base in type(error).__mro__ if base.__module__ == errors.__name__)
             encoded["type"] = next(public).__name__
         return cls(
             type_name=encoded["type"],
-            message=encoded["message"],
+            message=encoded["message"] and encoded["message"][:_MAX_ERROR_MESSAGE],
             is_transient=encoded["is_transient"],
             request_id=encoded.get("request_id"),
         )
@@ -125,7 +134,7 @@ class WireError(WireData, frozen=True, kw_only=True):
         return decode_error(encoded)
 
 
-# ---- sessions: handshakes, heartbeats, goodbyes
+# ---- sessions: handshakes, heartbeats, disconnects
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=0):
@@ -137,9 +146,9 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
-    """Coordinator -> client. state: name of the fleet's state. lease_s: a client that was not heard
-    for so long has vanished. heartbeat_s: how often it should send a heartbeat. answer_grace_s: how
-    long after its deadline a request or command may still be answered. max_requests,
+    """Coordinator -> client. state: name of the fleet's state. lease_s: a client that sent
+    nothing for so long has vanished. heartbeat_s: how often to send a heartbeat. answer_grace_s:
+    how long after its deadline a request or command may still be answered. max_requests,
     max_request_bytes: the most requests of one client, and bytes of them, that may be unfinished or
     not acknowledged. is_resumed: this client was connected before, and nothing of it is forgotten.
     """
@@ -182,8 +191,8 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     """Coordinator -> engine: the state to reach. The engine aborts all attempts that are not in
     `keep`.
 
-    state: the one to enter before it gets work. lease_s: stop stepping when the coordinator was not
-    heard for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
+    state: the one to enter before it gets work. lease_s: stop stepping when the coordinator sent
+    nothing for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
     tokens of a request between two reports (Progress). weights: where to fetch `weights_version`,
     None if the engine serves it. session: the number of this registration, for the engine's Credit.
     base_weights: the full update that `weights`, an adapter, belongs to; None if it belongs to the
@@ -226,6 +235,14 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
     reason: Name = ""
     is_fault: bool = False
     suspects: Attempts = ()
+
+    @classmethod
+    def because(
+        cls, reason: str, *, is_fault: bool = False, suspects: Sequence[Attempt] = ()
+    ) -> Disconnect:
+        """Return a Disconnect with the start of a long reason."""
+        text = utf8_text(reason)[:_MAX_REASON]
+        return cls(reason=text, is_fault=is_fault, suspects=tuple(suspects))
 
 
 # ---- requests and their replies

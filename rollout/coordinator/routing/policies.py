@@ -17,7 +17,7 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks. It is told of everything that may matter; a subclass may ignore it.
+    """Chooses ranks. It is notified of everything that may matter; a subclass may ignore it.
 
     Ranks are small integers; `hashes` are those of compute_block_hashes_batched, [] for a prompt
     shorter than a block. The same calls must give the same choices. The coordinator waits for each

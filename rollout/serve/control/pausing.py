@@ -86,7 +86,7 @@ class Pausing:
         """
         if await self._begin_pause(mode, refuses_new):
             async with self._lock:
-                if self.mode is mode:  # else another verb came meanwhile
+                if self.mode is mode:  # else another call came meanwhile
                     await self._stop_for(mode)
 
     async def resume(self) -> None:

@@ -38,7 +38,7 @@ Models = Annotated[Any, refused("there is one model, and no draft", "all", "targ
 Reported = Annotated[Any, neutral("SGLang's own processes alone send and read it")]
 
 
-class AbortBody(Fields, kw_only=True):
+class SglangAbortBody(Fields, kw_only=True):
     rid: str | None = None
     abort_all: bool = False
 
@@ -140,7 +140,7 @@ def sglang_routes() -> list[Route]:
             "/abort_request",
             _abort,
             "Answer requests with the tokens that they have",
-            body=AbortBody,
+            body=SglangAbortBody,
         ),
         admin("/pause_generation", _pause, "Stop the engines at their next step", body=PauseBody),
         admin(
@@ -205,7 +205,7 @@ def _success(message: str, **fields: Any) -> web.Response:
 # ---- requests, pauses, memory
 
 
-async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+async def _abort(request: web.Request, body: SglangAbortBody) -> web.Response:
     if not body.abort_all and not body.rid:
         raise ApiError(400, "give rid, or abort_all", param="rid")
     request.app[STATE].live.abort(None if body.abort_all else [body.rid or ""])

@@ -33,7 +33,7 @@ class StartBody(Fields, kw_only=True):
     is_checkpoint_format: bool = True
 
 
-class AbortBody(Fields, kw_only=True):
+class VllmAbortBody(Fields, kw_only=True):
     """request_ids: those to abort; all, if absent or empty."""
 
     request_ids: list[str] | None = None
@@ -142,7 +142,7 @@ def vllm_routes() -> list[Route]:
             "/abort_requests",
             _abort,
             "Answer requests with the tokens that they have",
-            body=AbortBody,
+            body=VllmAbortBody,
         ),
         admin_route("/sleep", _sleep, "Pause, release memory", query=SleepQuery),
         admin_route("/wake_up", _wake_up, "Restore memory and end the pause", query=WakeQuery),
@@ -215,7 +215,7 @@ async def _is_paused(request: web.Request, body: Any) -> web.Response:
     return json_response({"is_paused": await request.app[CONTROL].pausing.is_paused()})
 
 
-async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+async def _abort(request: web.Request, body: VllmAbortBody) -> web.Response:
     num_aborted = request.app[STATE].live.abort(body.request_ids or None)
     return json_response({"status": "aborted", "aborted": num_aborted})
 

@@ -1,6 +1,6 @@
 """WeightTransport: the trainer's side of a push, and what transports share that keep weights.
 
-A push: `publish` reads the tensors and says where engines find them. The engines are told to stage
+A push: `publish` reads the tensors and says where engines find them. The engines are asked to stage
 them, and `send` runs meanwhile, for transports whose tensors travel only then. All engines stage
 and vote. Then `commit`, or `roll_back` if one of them refused.
 """
@@ -23,7 +23,7 @@ class WeightTransport(Protocol):
 
     @property
     def kind(self) -> str:
-        """The `kind` of its sources, which tells engines how to fetch."""
+        """The `kind` of its sources, which says how engines fetch."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class WeightTransport(Protocol):
         ...
 
     def send(self, source: WeightsSource) -> None:
-        """Send the published tensors to the engines that were told to stage them.
+        """Send the published tensors to the engines that were asked to stage them.
 
         No-op where engines fetch by themselves. Raises WeightUpdateError, also if `roll_back` ends
         it.

@@ -122,7 +122,7 @@ def over_the_wire(messages: Iterable[Message]) -> list[Message]:
     return received
 
 
-def tell(agent: EngineAgent, message: Message) -> list[Message]:
+def send_to(agent: EngineAgent, message: Message) -> list[Message]:
     """The answers, those to what is staged beside the steps included; what it accepts besides is a
     test's own to ask for."""
     (received,) = over_the_wire([message])
@@ -189,8 +189,8 @@ def requests_of(messages: Iterable[Message]) -> dict[int, DynamicInferenceReques
     }
 
 
-def told(messages: Iterable[Message], request_id: int) -> TokenRun | None:
-    """All that partial replies have told of a request, as one run."""
+def reported(messages: Iterable[Message], request_id: int) -> TokenRun | None:
+    """All that partial replies have reported of a request, as one run."""
     runs = [
         m.tokens
         for m in messages
@@ -213,16 +213,16 @@ def assert_as_undisturbed(requests: Mapping[int, DynamicInferenceRequest]) -> No
 
 
 @pytest.mark.parametrize("interval", [1, 4, 100])
-def test_a_group_is_run_told_of_and_ended(interval: int) -> None:
+def test_a_group_is_run_reported_and_ended(interval: int) -> None:
     agent = make_agent()
-    tell(agent, entered(report_interval_tokens=interval))
-    assert tell(agent, assignment(0, 1, 2, 3)) == []
+    send_to(agent, entered(report_interval_tokens=interval))
+    assert send_to(agent, assignment(0, 1, 2, 3)) == []
     outbox = steps(agent)
     requests = requests_of(outbox)
     assert sorted(requests) == [0, 1, 2, 3]
     assert_as_undisturbed(requests)
     for index in requests:
-        run = told(outbox, index)
+        run = reported(outbox, index)
         num_told = 0 if run is None else len(run)
         assert requests[index].generated_tokens[:num_told] == (
             [] if run is None else run.token_ids.tolist()
@@ -231,13 +231,13 @@ def test_a_group_is_run_told_of_and_ended(interval: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 5, 9])
-def test_another_engine_goes_on_from_the_last_token_told(num_steps: int) -> None:
+def test_another_engine_goes_on_from_the_last_token_reported(num_steps: int) -> None:
     first, second = make_agent(), make_agent(weights_version=3)
-    tell(first, entered())
-    tell(first, assignment(0, 1, 2, 3))
+    send_to(first, entered())
+    send_to(first, assignment(0, 1, 2, 3))
     outbox = steps(first, num_steps)
-    runs = {index: run for index in range(4) if (run := told(outbox, index)) is not None}
-    tell(second, assignment(0, 1, 2, 3, attempt=1, runs=runs))
+    runs = {index: run for index in range(4) if (run := reported(outbox, index)) is not None}
+    send_to(second, assignment(0, 1, 2, 3, attempt=1, runs=runs))
     requests = requests_of(steps(second))
     assert sorted(requests) == [0, 1, 2, 3]
     assert_as_undisturbed(requests)
@@ -260,39 +260,39 @@ def test_samples_without_a_seed_differ_on_engines_of_one_seed_and_go_on_elsewher
     first, second = make_agent(seed=3), make_agent(seed=3)
     outboxes = []
     for index, agent in enumerate((first, second)):
-        tell(agent, entered())
-        tell(agent, unseeded(index))
+        send_to(agent, entered())
+        send_to(agent, unseeded(index))
         outboxes.append([*steps(agent, 9)])
-    run = told(outboxes[0], 0)
+    run = reported(outboxes[0], 0)
     ended = [requests_of(steps(agent))[i] for i, agent in enumerate((first, second))]
     assert ended[0].generated_tokens != ended[1].generated_tokens
-    tell(second, unseeded(0, attempt=1, run=run))
+    send_to(second, unseeded(0, attempt=1, run=run))
     again = requests_of(steps(second))[0]
     assert again.generated_tokens == ended[0].generated_tokens
 
 
 def test_a_repeated_assignment_changes_nothing_and_a_later_attempt_replaces() -> None:
     agent = make_agent()
-    tell(agent, assignment(0))
+    send_to(agent, assignment(0))
     steps(agent, 2)
-    assert tell(agent, assignment(0)) == []
-    assert tell(agent, AbortRequest(attempts=(Attempt(request_id=0, attempt=1),))) == []
-    tell(agent, assignment(0, attempt=2))
+    assert send_to(agent, assignment(0)) == []
+    assert send_to(agent, AbortRequest(attempts=(Attempt(request_id=0, attempt=1),))) == []
+    send_to(agent, assignment(0, attempt=2))
     outbox = steps(agent)
     (reply,) = [m for m in outbox if isinstance(m, EngineReply)]
     assert reply.attempt == 2
     assert_as_undisturbed(requests_of(outbox))
-    again = tell(agent, assignment(0, attempt=2))
+    again = send_to(agent, assignment(0, attempt=2))
     assert [m.record for m in again if isinstance(m, EngineReply)] == [reply.record]
-    tell(agent, ReplyAck(attempts=(Attempt(request_id=0, attempt=2),)))
+    send_to(agent, ReplyAck(attempts=(Attempt(request_id=0, attempt=2),)))
     assert agent.registration().running == ()
 
 
 def test_an_aborted_attempt_ends_with_the_tokens_it_has() -> None:
     agent = make_agent()
-    tell(agent, assignment(0, 1))
+    send_to(agent, assignment(0, 1))
     steps(agent, 4)
-    (reply,) = tell(agent, AbortRequest(attempts=(Attempt(request_id=0),)))
+    (reply,) = send_to(agent, AbortRequest(attempts=(Attempt(request_id=0),)))
     assert isinstance(reply, EngineReply)
     assert reply.is_failed
     request = requests_of([reply])[0]
@@ -303,11 +303,11 @@ def test_an_aborted_attempt_ends_with_the_tokens_it_has() -> None:
 
 def test_what_cannot_run_ends_with_its_error_and_harms_nobody() -> None:
     agent = make_agent()
-    tell(agent, assignment(1))
+    send_to(agent, assignment(1))
     bad = AssignRequest(
         samples=assignment(5, 6).samples, prompt_tokens=np.array([10_000], dtype=np.int32)
     )
-    replies = tell(agent, bad)
+    replies = send_to(agent, bad)
     assert [m.request_id for m in replies if isinstance(m, EngineReply)] == [5, 6]
     for reply in replies:
         assert isinstance(reply, EngineReply)
@@ -320,11 +320,11 @@ def test_what_cannot_run_ends_with_its_error_and_harms_nobody() -> None:
 
 def test_a_returning_engine_keeps_only_what_still_counts() -> None:
     agent = make_agent()
-    tell(agent, assignment(0, 1, 2))
+    send_to(agent, assignment(0, 1, 2))
     steps(agent, 3)
     held = {(a.request_id, a.attempt) for a in agent.registration().running}
     assert held == {(0, 0), (1, 0), (2, 0)}
-    tell(agent, entered(Attempt(request_id=1)))
+    send_to(agent, entered(Attempt(request_id=1)))
     requests = requests_of(steps(agent))
     assert sorted(requests) == [1]
     assert_as_undisturbed(requests)
@@ -334,9 +334,9 @@ def test_a_returning_engine_keeps_only_what_still_counts() -> None:
 @pytest.mark.parametrize("before", ["RUNNING", "PAUSED", "SUSPENDED"])
 def test_an_engine_enters_the_fleets_state_and_weights(before: str, state: str) -> None:
     agent = make_agent()
-    tell(agent, entered(state=before))
+    send_to(agent, entered(state=before))
     ack = entered(state=state, weights_version=4, weights=source_of(21))
-    tell(agent, ack)
+    send_to(agent, ack)
     registration = agent.registration() if state != "SUSPENDED" else None
     assert agent.status().state == state
     assert agent.status().weights_version == 4
@@ -346,32 +346,32 @@ def test_an_engine_enters_the_fleets_state_and_weights(before: str, state: str) 
 
 def test_commands_are_done_once_and_refused_with_their_class() -> None:
     agent = make_agent()
-    tell(agent, assignment(0))
+    send_to(agent, assignment(0))
     steps(agent, 2)
-    *_, ack = tell(agent, command(Pause, 1))
+    *_, ack = send_to(agent, command(Pause, 1))
     assert isinstance(ack, Ack)
     assert not agent.has_work
-    (nack,) = tell(agent, command(Suspend, 2, mode="nonsense"))
+    (nack,) = send_to(agent, command(Suspend, 2, mode="nonsense"))
     assert isinstance(nack, Nack)
     assert "nonsense" in str(nack.error.to_error())
-    (ack,) = tell(agent, command(Suspend, 3, mode="offload"))
+    (ack,) = send_to(agent, command(Suspend, 3, mode="offload"))
     assert isinstance(ack, Ack)
     assert ack.result["bytes_released"] > 0
-    (nack,) = tell(agent, command(Unpause, 4))
+    (nack,) = send_to(agent, command(Unpause, 4))
     assert isinstance(nack, Nack)
     assert isinstance(nack.error.to_error(), EngineStateError)
-    tell(agent, command(SetGenerationEpoch, 5, version=7))
-    tell(agent, command(IncrementStaleness, 6))
+    send_to(agent, command(SetGenerationEpoch, 5, version=7))
+    send_to(agent, command(IncrementStaleness, 6))
     assert agent.status().weights_version == 8
-    tell(agent, command(Resume, 7))
-    tell(agent, command(Unpause, 8))
-    (again,) = [m for m in tell(agent, command(Unpause, 4)) if isinstance(m, Nack)]
+    send_to(agent, command(Resume, 7))
+    send_to(agent, command(Unpause, 8))
+    (again,) = [m for m in send_to(agent, command(Unpause, 4)) if isinstance(m, Nack)]
     assert isinstance(again.error.to_error(), EngineStateError), (
         "a repeated command gets its answer"
     )
     requests = requests_of(steps(agent))
     assert requests[0].generated_tokens == undisturbed()[0].generated_tokens
-    tell(agent, command(Shutdown, 10))
+    send_to(agent, command(Shutdown, 10))
     assert agent.is_shut_down
 
 
@@ -381,7 +381,7 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     announced = tiny_engine(model(21)).weights_checksum()
 
     def prepare(command_id: int, version: int, source: WeightsSource) -> Sequence[Message]:
-        return tell(
+        return send_to(
             agent,
             Prepare(command_id=command_id, version=version, source=source, in_flight=True),
         )
@@ -391,24 +391,24 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     assert isinstance(vote.error.to_error(), WeightUpdateError)
     assert "checksum" in str(vote.error.to_error())
     assert isinstance(prepare(2, 0, source_of(21))[0], Nack), "no version below the served one"
-    assert isinstance(tell(agent, Commit(command_id=1, version=5))[0], Nack)
-    tell(agent, assignment(0))
+    assert isinstance(send_to(agent, Commit(command_id=1, version=5))[0], Nack)
+    send_to(agent, assignment(0))
     steps(agent, 3)
     *_, vote = prepare(3, 5, source_of(21, announced))
     assert isinstance(vote, Ack)
     steps(agent, 2)
-    assert isinstance(tell(agent, Rollback(command_id=9))[-1], Ack)
+    assert isinstance(send_to(agent, Rollback(command_id=9))[-1], Ack)
     assert agent.registration().weights_checksum == before
-    *_, done = [*tell(agent, Commit(command_id=3, version=5)), *steps(agent, 1)]
+    *_, done = [*send_to(agent, Commit(command_id=3, version=5)), *steps(agent, 1)]
     assert isinstance(done, Ack)
     assert done.result["version"] == 5
     assert agent.registration().weights_checksum == announced
     request = requests_of(steps(agent))[0]
     assert request.policy_versions.tolist() == [0] * 5 + [5] * 9
-    assert tell(agent, Commit(command_id=3, version=5)) == [done], "a repeated one is not done"
+    assert send_to(agent, Commit(command_id=3, version=5)) == [done], "a repeated one is not done"
     prepare(4, 6, source_of(20))
-    tell(agent, Rollback(command_id=4))
-    assert isinstance(tell(agent, Commit(command_id=4, version=6))[-1], Nack)
+    send_to(agent, Rollback(command_id=4))
+    assert isinstance(send_to(agent, Commit(command_id=4, version=6))[-1], Nack)
     assert agent.registration().weights_checksum == announced
 
 
@@ -417,9 +417,9 @@ def test_prompt_log_probs_are_there_after_the_engine_that_had_them_is_lost() -> 
     config = {"materialize_only_last_token_logits": False}
     whole = generate_all(tiny_engine(model(), **config), [(PROMPT, wanted)])[0]
     agent, sample = make_agent(**config), sample_of(wanted)
-    tell(agent, assign(sample))
+    send_to(agent, assign(sample))
     begun = [m.tokens for m in steps(agent, 6) if isinstance(m, EngineReplyPartial)]
-    tell(other := make_agent(max_tokens=4, **config), assign(sample, join_runs(begun)))
+    send_to(other := make_agent(max_tokens=4, **config), assign(sample, join_runs(begun)))
     request = requests_of(steps(other))[0]
     assert request.generated_tokens == whole.generated_tokens
     assert request.prompt_log_probs is not None

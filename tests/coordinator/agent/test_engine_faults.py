@@ -31,7 +31,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     unpack_record,
 )
-from rollout.errors import ProtocolError, RemoteError
+from rollout.errors import ConfigError, ProtocolError, RemoteError
 from rollout.weights.source import WeightsSource
 from rollout.wire import Message, pack
 from tests.coordinator.message_strategies import joined, run_of
@@ -82,7 +82,7 @@ class ScriptedLink:
         self.sent: list[Message] = []
         self.timeouts: list[float] = []
         self.num_waits_left = 300
-        self.goodbye: dict[str, Any] = {}
+        self.disconnect: dict[str, Any] = {}
 
     def receive(self, timeout_s: float) -> list[Message]:
         if self.agent is not None and self.agent.is_staging:
@@ -107,7 +107,7 @@ class ScriptedLink:
         return True
 
     def close(self, reason: str, **more: Any) -> None:
-        self.goodbye = {"reason": reason, **more}
+        self.disconnect = {"reason": reason, **more}
 
     def now(self) -> float:
         return sum(self.timeouts)
@@ -116,12 +116,14 @@ class ScriptedLink:
         return [m for m in self.sent if isinstance(m, message_type)]
 
 
-def agent_of(engine: Any, link: ScriptedLink | None = None) -> EngineAgent:
+def agent_of(
+    engine: Any, link: ScriptedLink | None = None, *, max_requests: int = 4
+) -> EngineAgent:
     agent = EngineAgent(
         engine,
         engine_id=bytes(16),
         block_size_tokens=8,
-        max_requests=4,
+        max_requests=max_requests,
         settings={},
         fetch=lambda _: dict(MODEL.named_parameters()),
         clock=time.monotonic if link is None else link.now,
@@ -179,7 +181,7 @@ def failing_at(*lengths: int, max_requests: int = 4) -> FaultyEngine:
     return FaultyEngine(max_requests=max_requests, before_forward=fail)
 
 
-def test_a_request_that_fails_every_step_is_told_as_failed_and_the_engine_goes_on() -> None:
+def test_a_request_that_fails_every_step_is_answered_as_failed_and_the_engine_goes_on() -> None:
     agent = agent_of(failing_at(6))
     link = ScriptedLink(register_ack(), assignment(0, 1), assignment(1, 3), assignment(2, 1))
     serve(agent, link)
@@ -202,7 +204,7 @@ def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None
     assert not link.of(EngineReply)
 
 
-def test_the_goodbye_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
+def test_the_disconnect_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
     engine = failing_at(1, 7, max_requests=2)
     assigned = [assignment(index) for index in range(4)]
     # All are there before the first step: two of them have rows.
@@ -212,11 +214,11 @@ def test_the_goodbye_of_a_failed_engine_names_what_it_ran_and_nothing_that_waite
     link = ScriptedLink()
     with pytest.raises(ArithmeticError, match="cannot be done"):
         serving.serve(agent, link)  # type: ignore[arg-type]
-    assert link.goodbye["is_fault"]
-    assert [a.request_id for a in link.goodbye["suspects"]] == [0, 1]
+    assert link.disconnect["is_fault"]
+    assert [a.request_id for a in link.disconnect["suspects"]] == [0, 1]
 
 
-def test_the_goodbye_of_an_engine_whose_scheduling_fails_names_the_running_ones() -> None:
+def test_the_disconnect_of_an_engine_whose_scheduling_fails_names_the_running_ones() -> None:
     agent = agent_of(engine := FaultyEngine(max_requests=2))
     for message in (register_ack(), *(assignment(index) for index in range(4))):
         agent.handle(message)
@@ -229,10 +231,10 @@ def test_the_goodbye_of_an_engine_whose_scheduling_fails_names_the_running_ones(
     link = ScriptedLink()
     with pytest.raises(LookupError, match="no such block"):
         serving.serve(agent, link)  # type: ignore[arg-type]
-    assert [a.request_id for a in link.goodbye["suspects"]] == [0, 1]
+    assert [a.request_id for a in link.disconnect["suspects"]] == [0, 1]
 
 
-def test_an_end_that_no_frame_can_carry_is_told_as_failed_and_kept() -> None:
+def test_an_end_that_no_frame_can_carry_is_answered_as_failed_and_kept() -> None:
     agent = agent_of(FaultyEngine())
     link = ScriptedLink(*(register_ack(), assignment(0, 200), assignment(1)), max_frame_bytes=4000)
     serve(agent, link)
@@ -258,8 +260,8 @@ def test_progress_of_many_that_no_frame_can_carry_is_sent_as_two() -> None:
     runs = joined([run_of(length) for length in (3, 1, 2)])
     halves = agent.instead_of(Progress(runs=runs), ProtocolError("too long"))
     assert [len(half.runs) for half in halves] == [1, 2]  # type: ignore[attr-defined]
-    told = [part for half in halves for part in half.runs.apart()]  # type: ignore[attr-defined]
-    assert told == list(runs.apart())
+    reported = [part for half in halves for part in half.runs.apart()]  # type: ignore[attr-defined]
+    assert reported == list(runs.apart())
 
 
 def test_a_record_that_nobody_would_read_is_told_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +314,32 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
     with pytest.raises(RuntimeError, match="the device is gone"):
         serving.serve(agent_of(engine, link), link)  # type: ignore[arg-type]
     assert link.sent == []
+
+
+@pytest.mark.parametrize("text", ["no such file: a\udcff", "x" * 2**21])
+def test_a_command_whose_error_no_frame_can_carry_is_refused_with_what_can(text: str) -> None:
+    link = ScriptedLink(register_ack(), Pause(command_id=1), Pause(command_id=2))
+    serve(agent_of(FaultyEngine(1, pause=OSError(text)), link), link)
+    (refusal,) = link.of(Nack)
+    assert str(refusal.error.to_error())[:20] == f"OSError: {text}"[:20]
+    assert [ack.command_id for ack in link.of(Ack)] == [2]
+
+
+@pytest.mark.parametrize("report", ["a\udcff", "x" * 2**20, 2**64])
+def test_a_command_whose_report_no_frame_can_carry_is_refused(report: Any) -> None:
+    engine = FaultyEngine()
+    engine.do = lambda command: {"report": report}  # type: ignore[method-assign]
+    link = ScriptedLink(register_ack(), Pause(command_id=1), assignment(0))
+    serve(agent_of(engine), link)
+    (refusal,) = link.of(Nack)
+    assert refusal.command_id == 1
+    assert isinstance(refusal.error.to_error(), ProtocolError)
+    assert len(link.of(EngineReply)) == 1, "the engine goes on"
+
+
+def test_an_engine_of_more_requests_than_a_registration_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_requests=65537 .* at most 65536"):
+        agent_of(FaultyEngine(), max_requests=2**16 + 1)
 
 
 def test_a_command_after_a_failed_one_is_done() -> None:

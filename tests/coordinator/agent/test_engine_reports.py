@@ -20,26 +20,26 @@ from tests.coordinator.agent.test_engine_agent import (
     command,
     entered,
     make_agent,
+    reported,
     requests_of,
+    send_to,
     steps,
-    tell,
-    told,
 )
 from tests.inspected_engine import running_ahead
 
 
 @pytest.mark.parametrize("num_steps", [12, 13])
-def test_the_last_token_of_a_request_is_told_with_its_end_only(num_steps: int) -> None:
+def test_the_last_token_of_a_request_is_sent_with_its_end_only(num_steps: int) -> None:
     """With a step in flight the pause takes in a token, and at 13 of 14 steps that is the last."""
     agent = make_agent(change_backend=running_ahead)
-    tell(agent, entered(report_interval_tokens=1))
-    tell(agent, assignment(0))
+    send_to(agent, entered(report_interval_tokens=1))
+    send_to(agent, assignment(0))
     before = steps(agent, num_steps)
-    answers = tell(agent, command(Pause, 1))
-    run = told([*before, *answers], 0)
+    answers = send_to(agent, command(Pause, 1))
+    run = reported([*before, *answers], 0)
     assert run is not None
     assert len(run) == 13
-    tell(agent, command(Unpause, 2))
+    send_to(agent, command(Unpause, 2))
     after = steps(agent)
     assert not [m for m in after if isinstance(m, EngineReplyPartial)]
     assert_as_undisturbed(requests_of(after))

@@ -32,10 +32,10 @@ from tests.coordinator.agent.test_engine_agent import (
     make_agent,
     model,
     requests_of,
+    send_to,
     source_of,
     staged,
     steps,
-    tell,
 )
 from tests.lora_adapters import merged, random_adapter
 from tests.tiny_models import tiny_engine
@@ -142,7 +142,7 @@ def committed(sources: HeldSources, engine: DynamicInferenceEngine | None = None
     agent.step()
     sources.add(21)
     sources.free(21)
-    tell(agent, prepare(1, 5, source_of(21)))
+    send_to(agent, prepare(1, 5, source_of(21)))
     assert not any(isinstance(m, Ack) for m in agent.handle(Commit(command_id=1, version=5)))
     return agent
 
@@ -228,7 +228,7 @@ def test_whatever_a_fetch_raises_is_the_vote_no(sources: HeldSources, fault: Bas
     assert isinstance(vote, Nack)
     assert isinstance(vote.error.to_error(), RemoteError)
     assert str(fault) in str(vote.error.to_error())
-    assert tell(agent, prepare(1, 5, sources.add(21))) == [vote], "it is not staged again"
+    assert send_to(agent, prepare(1, 5, sources.add(21))) == [vote], "it is not staged again"
 
 
 def test_a_fetch_that_hangs_is_the_vote_no_at_the_deadline(sources: HeldSources) -> None:
@@ -244,7 +244,9 @@ def test_a_fetch_that_hangs_is_the_vote_no_at_the_deadline(sources: HeldSources)
     assert isinstance(agent.handle(Commit(command_id=1, version=5))[-1], Nack)
     sources.add(21)
     sources.free(21)
-    assert isinstance(tell(agent, prepare(2, 5, source_of(21)))[-1], Ack), "the next one is staged"
+    assert isinstance(send_to(agent, prepare(2, 5, source_of(21)))[-1], Ack), (
+        "the next one is staged"
+    )
 
 
 def test_a_rollback_while_fetching_is_the_vote_no_and_nothing_is_staged(
@@ -271,7 +273,7 @@ def test_a_newer_update_is_staged_while_the_fetch_of_an_older_one_hangs(
     assert agent.handle(prepare(1, 5, source_of(21))) == [], "repeated, it is staged once"
     sources.add(22)
     sources.free(22)
-    no, yes = tell(agent, prepare(2, 6, source_of(22)))
+    no, yes = send_to(agent, prepare(2, 6, source_of(22)))
     assert "cancelled before" in refusal([no], 1)
     assert isinstance(yes, Ack)
     sources.free_all()
@@ -304,7 +306,7 @@ def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
         sources.free(seed)
     agent.handle(prepare(1, 5, source_of(21)))
     assert begun.wait(BOUND_S)
-    no, yes = tell(agent, prepare(2, 6, source_of(22)))
+    no, yes = send_to(agent, prepare(2, 6, source_of(22)))
     assert isinstance(no, Nack)
     assert isinstance(yes, Ack)
     assert log == ["begin", "end", "begin"]
@@ -367,7 +369,7 @@ def test_a_vote_that_a_registration_does_not_name_is_void(
     assert isinstance(answer, Ack) is is_known
 
 
-def test_an_engine_that_enters_hears_the_coordinator_while_it_fetches(
+def test_an_engine_that_enters_receives_from_the_coordinator_while_it_fetches(
     sources: HeldSources,
 ) -> None:
     agent = holding_agent(sources)

@@ -38,6 +38,7 @@ from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import StreamedTokens, rest_of
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
+from rollout.coordinator.protocol import messages
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
 from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
@@ -177,7 +178,7 @@ def leaving_no_warning() -> Iterator[None]:
         gc.enable()
 
 
-async def heard(router: ScriptedRouter, message_type: type, num: int = 1) -> list[Any]:
+async def received(router: ScriptedRouter, message_type: type, num: int = 1) -> list[Any]:
     return await asyncio.to_thread(router.wait_for, message_type, num)
 
 
@@ -299,7 +300,7 @@ def test_a_thousand_requests_at_once_find_their_way():
 def test_replies_are_acknowledged_together_and_soon():
     async def test(client, router):
         futures = [client.add_request([1], PARAMS) for _ in range(70)]
-        await heard(router, SubmitRequest, 70)
+        await received(router, SubmitRequest, 70)
         router.send(*(reply_to(future.request_id) for future in futures[:-1]))
         await asyncio.gather(*futures[:-1])
         await becomes(lambda: acknowledged(router) == list(range(69)))
@@ -419,11 +420,25 @@ def test_a_cancelled_future_aborts_its_request_and_others_go_on():
         futures = client.add_group([1], [PARAMS] * 3)
         futures[0].cancel()
         futures[2].cancel()
-        aborted = (await heard(router, AbortRequest))[0]
+        aborted = (await received(router, AbortRequest))[0]
         assert aborted.attempts == (Attempt(request_id=0), Attempt(request_id=2))
         router.send(reply_to(0), reply_to(2), reply_to(1))
         assert (await futures[1]).request_id == 1
         await becomes(lambda: acknowledged(router) == [0, 2, 1])
+
+    run(polite, test)
+
+
+def test_aborts_of_more_requests_than_a_message_may_name_are_sent_in_parts(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_ITEMS", 2)
+
+    async def test(client, router):
+        for future in client.add_group([1], [PARAMS] * 3):
+            future.cancel()
+        aborts = await received(router, AbortRequest, 2)
+        assert [[named.request_id for named in abort.attempts] for abort in aborts] == [[0, 1], [2]]
+        router.send(reply_to(0), reply_to(1), reply_to(2))
+        await becomes(lambda: acknowledged(router) == [0, 1, 2])
 
     run(polite, test)
 
@@ -453,7 +468,7 @@ def test_an_aborted_request_resolves_to_what_it_has():
 def test_a_reply_counts_once():
     async def test(client, router):
         future = client.add_request([1, 2], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         router.send(reply_to(0), reply_to(0, prompt=(9,)), reply_to(77))
         assert (await future)[0].prompt_tokens.tolist() == [1, 2]
         await becomes(lambda: len(acknowledged(router)) == 3)
@@ -594,7 +609,7 @@ def test_an_interrupt_amid_a_batch_aborts_what_of_it_was_sent(monkeypatch):
         monkeypatch.setattr(Link, "queue", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.add_groups([([i], [PARAMS] * 2) for i in range(1, 6)])
-        await heard(router, AbortRequest)
+        await received(router, AbortRequest)
         aborted = [a.request_id for m in router.wait_for(AbortRequest) for a in m.attempts]
         sent = [s.request_id for m in router.wait_for(SubmitRequest) for s in m.samples]
         assert sent == [0, 1, 2, 3, 4, 5, 6]
@@ -793,7 +808,7 @@ def test_a_stream_gives_tokens_as_they_come_and_aborts_when_it_is_left():
     async def test(client, router):
         stream = client.stream([1], PARAMS)
         assert stream.request_id == 0
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         router.send(partial(0, 2))
         assert (await stream.__anext__()).token_ids.tolist() == [0, 1]
         router.send(partial(2, 3))
@@ -801,7 +816,7 @@ def test_a_stream_gives_tokens_as_they_come_and_aborts_when_it_is_left():
             assert piece.token_ids.tolist() == [2]
             break
         await stream.aclose()
-        assert (await heard(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
+        assert (await received(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
         router.send(reply_to(0))
 
     run(polite, test)
@@ -810,7 +825,7 @@ def test_a_stream_gives_tokens_as_they_come_and_aborts_when_it_is_left():
 def test_a_stream_that_nobody_has_read_is_aborted_when_closed():
     async def test(client, router):
         await client.stream([1], PARAMS).aclose()
-        assert (await heard(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
+        assert (await received(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
         router.send(reply_to(0))
 
     run(polite, test)
@@ -900,7 +915,7 @@ def test_futures_that_nobody_looks_at_warn_nobody():
             client.pause_engines()  # half are refused, half never answered
         client.update_weights(SOURCE)
         client.add_request([1], PARAMS)
-        assert len(await heard(router, Command, 4)) == 4
+        assert len(await received(router, Command, 4)) == 4
         await asyncio.sleep(0.1)
         gc.collect()
 
@@ -926,9 +941,9 @@ def test_what_is_never_answered_fails_soon_after_its_deadline():
             await command
         with pytest.raises(CoordinatorLostError, match="request 0 has no reply"):
             await request
-        assert (await heard(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
+        assert (await received(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
         router.send(Ack(command_id=0), reply_to(0))  # too late, and no harm
-        await heard(router, ReplyAck)
+        await received(router, ReplyAck)
 
     run(politely(impatient), test)
 
@@ -938,7 +953,7 @@ def test_what_is_never_answered_fails_soon_after_its_deadline():
 
 def test_heartbeats_are_sent_as_the_coordinator_wants():
     async def test(client, router):
-        beats = await heard(router, Heartbeat, 10)
+        beats = await received(router, Heartbeat, 10)
         assert [beat.sequence for beat in beats[:10]] == list(range(1, 11))
         assert beats[0].status is None
 
@@ -965,16 +980,16 @@ def with_short_lease(message: Message) -> Sequence[Message] | None:
 def test_a_network_that_fails_for_a_while_loses_nothing():
     async def test(client, router, proxy):
         done = client.add_request([5], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         router.send(reply_to(0))
         await done
         group = client.add_group([1, 2], [PARAMS] * 3, deadline_s=50)
         command = client.pause_engines()
-        await heard(router, Command)
+        await received(router, Command)
         proxy.cut()
         while_away = client.add_request([3], PARAMS)
         proxy.mend()
-        await heard(router, Connect, 2)
+        await received(router, Connect, 2)
         await becomes(
             lambda: (
                 while_away.request_id
@@ -993,7 +1008,7 @@ def test_a_network_that_fails_for_a_while_loses_nothing():
 def test_a_coordinator_that_has_forgotten_its_client_is_lost():
     async def test(client, router, proxy):
         request = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         router.script = politely(
             lambda m: [connect_ack(is_resumed=False)] if isinstance(m, Connect) else None
         )
@@ -1010,7 +1025,7 @@ def test_a_coordinator_that_has_forgotten_its_client_is_lost():
 def test_another_coordinator_at_the_address_is_none_of_this_client():
     async def test(client, router, proxy):
         request, command = client.add_request([1], PARAMS), client.increment_staleness()
-        await heard(router, Command)
+        await received(router, Command)
         router.script = politely(
             lambda m: [connect_ack(coordinator_id=bytes(16))] if isinstance(m, Connect) else None
         )
@@ -1027,9 +1042,9 @@ def test_another_coordinator_at_the_address_is_none_of_this_client():
 def test_a_client_that_is_not_known_any_more_connects_again():
     async def test(client, router):
         request = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         router.send(nack_of(None, ProtocolError("who are you?")))
-        await heard(router, Connect, 2)
+        await received(router, Connect, 2)
         router.send(reply_to(0))
         record = await request
         assert record.request_id == 0
@@ -1041,7 +1056,7 @@ def test_a_coordinator_that_is_out_of_reach_for_the_lease_is_lost():
     async def test(client, router, proxy):
         request, command = client.add_request([1], PARAMS), client.pause_engines()
         stream = client.stream([1], PARAMS)
-        await heard(router, Command)
+        await received(router, Command)
         proxy.cut()
         for pending in (request, command, stream.__anext__()):
             with pytest.raises(CoordinatorLostError, match="out of reach for 1"):
@@ -1059,7 +1074,7 @@ def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
 
     async def test(client, router):
         request = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         is_silent.set()
         start = time.monotonic()
         with pytest.raises(CoordinatorLostError, match="out of reach"):
@@ -1072,7 +1087,7 @@ def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
 def test_a_coordinator_that_is_slow_with_heartbeats_is_there_while_it_says_anything():
     async def test(client, router):
         future = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         end = time.monotonic() + 2.5 * LEASE_S
         while time.monotonic() < end:
             router.send(Ack(command_id=99))
@@ -1087,7 +1102,7 @@ def test_a_coordinator_that_is_slow_with_heartbeats_is_there_while_it_says_anyth
 def test_a_coordinator_whose_process_has_ended_is_lost_at_once():
     async def test(client, router):
         request, command = client.add_request([1], PARAMS), client.pause_engines()
-        await heard(router, Command)
+        await received(router, Command)
         router.vanish()  # and its port with it
         start = time.monotonic()
         for pending in (request, command):
@@ -1098,10 +1113,10 @@ def test_a_coordinator_whose_process_has_ended_is_lost_at_once():
     run(polite, test)
 
 
-def test_a_goodbye_fails_what_is_pending_at_once():
+def test_a_disconnect_fails_what_is_pending_at_once():
     async def test(client, router):
         request = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         router.send(Disconnect(reason="shut down"))
         with pytest.raises(CoordinatorLostError, match="it has gone: shut down"):
             await request
@@ -1112,7 +1127,7 @@ def test_a_goodbye_fails_what_is_pending_at_once():
 def test_a_loop_that_is_blocked_for_several_leases_keeps_the_session():
     async def test(client, router):
         future = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         num_heartbeats = len(router.wait_for(Heartbeat))
         time.sleep(2.5 * LEASE_S)
         assert len(router.wait_for(Heartbeat)) - num_heartbeats > LEASE_S / HEARTBEAT_S
@@ -1126,7 +1141,7 @@ def test_a_loop_that_is_blocked_for_several_leases_keeps_the_session():
 def test_garbage_is_dropped_and_logged_once(caplog):
     async def test(client, router):
         future = client.add_request([1], PARAMS)
-        await heard(router, SubmitRequest)
+        await received(router, SubmitRequest)
         with caplog.at_level(logging.WARNING):
             garbage = [b"", b"\xff", b"\x91\xcc\xff", b"\xdd\xff\xff\xff\xff", b"\x00" * 5000]
             router.send(*garbage, client_connect(client))
@@ -1146,17 +1161,17 @@ def client_connect(client: InferenceClient) -> Connect:
 # ---- the end
 
 
-def test_stopping_fails_what_is_pending_and_says_goodbye():
+def test_stopping_fails_what_is_pending_and_disconnects():
     async def test(client, router):
         request, command = client.add_request([1], PARAMS), client.pause_engines()
         stream = client.stream([1], PARAMS)
         next_piece = asyncio.ensure_future(stream.__anext__())
-        await heard(router, SubmitRequest, 2)
+        await received(router, SubmitRequest, 2)
         client.stop()
         for pending in (request, command, next_piece):
             with pytest.raises(ClientStateError, match="stopped before the answer"):
                 await pending
-        await heard(router, Disconnect)
+        await received(router, Disconnect)
         assert client.socket.closed
 
     run(polite, test)

@@ -1,4 +1,4 @@
-"""What a coordinator says right before its goodbye counts, however close together both come."""
+"""What a coordinator sends right before its Disconnect counts, however close both come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollout.errors import CoordinatorLostError, EngineStateError
 from tests.coordinator.scripted_router import BOUND_S, ScriptedRouter
 
 
-def test_answers_that_come_together_with_the_goodbye_are_taken() -> None:
+def test_answers_that_come_together_with_the_disconnect_are_taken() -> None:
     reports: list[dict[str, Any]] = []
 
     async def work() -> None:

@@ -28,6 +28,7 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     Nack,
 )
+from rollout.wire import MAX_PLAIN_DEPTH
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, source_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
@@ -181,6 +182,25 @@ def test_a_repeated_command_is_the_same_command() -> None:
     assert isinstance(first_answer, Ack)
     assert others
     assert all(other == first_answer for other in others)
+
+
+@pytest.mark.parametrize("depth", [MAX_PLAIN_DEPTH - 2, MAX_PLAIN_DEPTH])
+def test_a_report_that_an_answer_cannot_nest_is_left_out_of_it(depth: int) -> None:
+    fleet, client, (first, _) = fleet_in("RUNNING")
+    first.ignores = {"Pause"}
+    fleet.give(client, pause := client.command(Pause))
+    (asked,) = [message for message in first.seen if isinstance(message, Pause)]
+    report: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        report = {"deeper": report}
+    first.state = "PAUSED"
+    fleet.send(first, Ack(command_id=asked.command_id, result=report))
+    fleet.run()
+    answer = client.answer(pause)
+    assert isinstance(answer, Ack)
+    assert answer.result is not None
+    assert answer.result["state"] == "PAUSED"
+    assert answer.result["ranks"] == ({"0": report, "1": None} if depth < MAX_PLAIN_DEPTH else {})
 
 
 def test_an_engine_that_dies_is_not_waited_for() -> None:
@@ -337,7 +357,7 @@ def test_too_many_commands_are_refused() -> None:
     assert "wait already" in error_of(client.answer(commands[3]))
 
 
-def test_closing_answers_everything_and_says_goodbye() -> None:
+def test_closing_answers_everything_and_disconnects() -> None:
     fleet, client, (first, _) = fleet_in("RUNNING")
     first.ignores = {"Pause"}
     pause, waiting = client.command(Pause), client.command(Unpause)
@@ -351,6 +371,14 @@ def test_closing_answers_everything_and_says_goodbye() -> None:
     assert isinstance(reply, EngineReply)
     assert reply.is_failed
     assert all(Disconnect(reason="the end") in peer.seen for peer in (client, first))
+
+
+def test_the_disconnect_of_an_end_carries_any_reason() -> None:
+    fleet, client, _ = fleet_in("RUNNING")
+    fleet.route(fleet.core.close("a\udcff" + "x" * 2000))
+    fleet.run()
+    (disconnect,) = [message for message in client.seen if isinstance(message, Disconnect)]
+    assert disconnect.reason.startswith("a\\udcffx")
 
 
 def test_a_clients_command_goes_on_without_it() -> None:

@@ -164,12 +164,12 @@ def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
     fleet = FakeFleet()
     client = fleet.client()
     fleet.run()
-    assert client.welcome is not None
-    assert client.welcome.max_requests == LIMITS.max_client_requests
-    assert not client.welcome.is_resumed
+    assert client.connect_ack is not None
+    assert client.connect_ack.max_requests == LIMITS.max_client_requests
+    assert not client.connect_ack.is_resumed
     fleet.redial(client)
     fleet.run()
-    assert client.welcome.is_resumed
+    assert client.connect_ack.is_resumed
 
 
 @pytest.mark.parametrize("template_tokens", [64, 512])

@@ -19,7 +19,7 @@ BOTH = {"release": ["kv_cache", "weights"]}
 
 
 def suspended_late() -> tuple[FakeFleet, FakeClient, list[FakeEngine]]:
-    """A paused fleet whose engines were told to suspend, and did not say so in time."""
+    """A paused fleet whose engines were asked to suspend, and did not say so in time."""
     fleet = FakeFleet()
     client, engines = fleet.client(), [fleet.engine(), fleet.engine()]
     fleet.run()

@@ -17,7 +17,7 @@ from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
     FROM_ENGINES,
-    FROM_STRANGERS,
+    FROM_UNKNOWN_PEERS,
     TYPES,
     messages,
 )
@@ -66,7 +66,7 @@ def test_any_messages_from_any_peers_are_survived(
 
 @quick
 @given(st.lists(from_clients, max_size=60), st.randoms(use_true_random=False))
-def test_honest_traffic_completes_beside_hostile_clients_and_strangers(
+def test_honest_traffic_completes_beside_hostile_clients_and_unknown_peers(
     said: list[Message], chance: random.Random
 ) -> None:
     fleet = FakeFleet()
@@ -80,13 +80,13 @@ def test_honest_traffic_completes_beside_hostile_clients_and_strangers(
         mutated[chance.randrange(len(mutated))] ^= 1 << chance.randrange(8)
         fleet.core.handle(hostile.identity, bytes(mutated), fleet.now)
         if not isinstance(message, hushed):
-            fleet.core.handle(b"stranger", message, fleet.now)
-            fleet.core.handle(b"stranger", bytes(mutated[1:]), fleet.now)
+            fleet.core.handle(b"unknown", message, fleet.now)
+            fleet.core.handle(b"unknown", bytes(mutated[1:]), fleet.now)
     fleet.finish()
     assert [len(asked.replies) for asked in honest.asked.values()] == [1, 1]
 
 
-def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
+def test_tables_stay_bounded_under_a_flood_of_unknown_peers_and_faults() -> None:
     fleet = FakeFleet()
     for number in range(5 * LIMITS.max_noted_peers):
         identity = b"%d" % number
@@ -96,13 +96,13 @@ def test_tables_stay_bounded_under_a_flood_of_strangers_and_faults() -> None:
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
 
 
-def test_a_stranger_is_told_so_once_in_each_heartbeat() -> None:
+def test_an_unknown_peer_is_answered_once_in_each_heartbeat() -> None:
     fleet, message = FakeFleet(), EngineReply(request_id=1, record=b"")
-    told = []
+    num_answers = []
     for seconds in (0, 0.1, 0.1, 1.0, 0.1):
         fleet.now += seconds * LIMITS.heartbeat_s
-        told.append(len(fleet.core.handle(b"stranger", message, fleet.now)))
-    assert told == [1, 0, 0, 1, 0]
+        num_answers.append(len(fleet.core.handle(b"unknown", message, fleet.now)))
+    assert num_answers == [1, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -122,10 +122,10 @@ def test_of_a_peer_each_message_that_it_may_send_is_taken_and_no_other(
 
 @quick
 @given(messages())
-def test_of_a_stranger_only_handshakes_are_taken(message: Message) -> None:
+def test_of_an_unknown_peer_only_handshakes_are_taken(message: Message) -> None:
     fleet = FakeFleet()
-    fleet.core.handle(b"stranger", message, fleet.now)
-    assert fleet.core.counters.num_strangers == (type(message) not in FROM_STRANGERS)
+    fleet.core.handle(b"unknown", message, fleet.now)
+    assert fleet.core.counters.num_unknown_peers == (type(message) not in FROM_UNKNOWN_PEERS)
 
 
 def test_a_malformed_request_or_command_of_a_client_is_answered_with_the_fault() -> None:
@@ -141,7 +141,7 @@ def test_a_malformed_request_or_command_of_a_client_is_answered_with_the_fault()
     paused = msgpack.packb([40, 7, -5])
     ((identity, refusal),) = fleet.core.handle(client.identity, paused, fleet.now)
     assert (identity, refusal.command_id) == (client.identity, 7)
-    assert fleet.core.handle(b"stranger", paused, fleet.now) == []
+    assert fleet.core.handle(b"unknown", paused, fleet.now) == []
     assert fleet.core.counters.num_malformed == 3
     fleet.finish()
     assert [len(asked.replies) for asked in client.asked.values()] == [1]

@@ -22,6 +22,7 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.coordinator.routing.policies import LongestPrefixPolicy
 from rollout.errors import ProtocolError
+from rollout.wire import MAX_ITEMS
 from tests.coordinator.fake_engine import FakeEngine, progress_of, token_run, tokens_of
 from tests.coordinator.fake_fleet import LIMITS, FakeFleet
 from tests.coordinator.message_strategies import joined
@@ -89,7 +90,7 @@ def test_a_client_that_could_not_be_reached_gets_all_again_with_its_next_heartbe
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([4]))
     fleet.run()
-    fleet.cut(client)  # its replies bounce; the same connection is then heard again
+    fleet.cut(client)  # its replies bounce; the same connection then sends again
     while engine.held:
         fleet.send(engine, *engine.step())
         fleet.run(engine)
@@ -281,7 +282,7 @@ def test_requests_are_recorded_from_0() -> None:
     assert recorded == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
 
-def test_stale_progress_is_counted_and_its_sender_told_to_abort() -> None:
+def test_stale_progress_is_counted_and_its_sender_asked_to_abort() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([9]))
@@ -437,7 +438,7 @@ def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_co
     assert not assignments(second)
 
 
-def test_an_engine_that_must_wait_for_a_commands_end_is_told_that_it_was_heard() -> None:
+def test_an_engine_that_must_wait_for_a_commands_end_gets_a_heartbeat() -> None:
     fleet = FakeFleet()
     client, first, _ = fleet.client(), fleet.engine(), fleet.engine(ignores={"Pause"})
     fleet.run()
@@ -592,7 +593,21 @@ def test_reported_tokens_count_against_a_bound_and_streams_go_on_beyond_it() -> 
     assert table.num_log_bytes == 0
 
 
-def test_what_one_engine_is_told_in_a_turn_is_one_message_of_each_kind() -> None:
+def test_more_attempts_than_a_message_may_name_are_sent_in_parts() -> None:
+    fleet = FakeFleet()
+    engine = fleet.engine()
+    fleet.run()
+    (session,) = fleet.part("Registry").engines.values()
+    num_seen, many = len(engine.seen), [Attempt(request_id=999)] * (MAX_ITEMS + 1)
+    session.acknowledged.extend(many)
+    session.aborted.extend(many)
+    fleet.run()
+    sent = [m for m in engine.seen[num_seen:] if isinstance(m, (ReplyAck, AbortRequest))]
+    assert [len(message.attempts) for message in sent] == [MAX_ITEMS, 1] * 2
+    assert [type(message) for message in sent] == [ReplyAck] * 2 + [AbortRequest] * 2
+
+
+def test_what_one_engine_is_sent_in_a_turn_is_one_message_of_each_kind() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.run()

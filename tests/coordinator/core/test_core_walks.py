@@ -201,7 +201,7 @@ class FleetWalk(RuleBasedStateMachine):
         if fault is not None:
             (engine.ignores if is_silent else engine.refuses).add(fault)
 
-    # ---- orders
+    # ---- commands
 
     @precondition(lambda self: self.clients)
     @rule(number=pick, kind=st.sampled_from(COMMANDS))

@@ -270,7 +270,7 @@ def test_require_valid_names_the_field_with_a_wrong_value(example):
         try:
             wrong = structs.replace(example, **{name: [[]]})
         except (AttributeError, TypeError, ProtocolError):
-            continue  # told when it is made
+            continue  # known when it is made
         with pytest.raises(ProtocolError, match=rf"{type(example).__name__}\.{name}: "):
             require_valid(wrong)
 

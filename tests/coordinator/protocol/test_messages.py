@@ -54,7 +54,7 @@ from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
     FROM_COORDINATORS,
     FROM_ENGINES,
-    FROM_STRANGERS,
+    FROM_UNKNOWN_PEERS,
     TYPES,
     assert_same,
     messages,
@@ -277,7 +277,7 @@ def test_an_error_type_made_up_by_the_peer_is_no_python_class():
 
 @pytest.mark.parametrize("rest", [[], [b"x" * 16, "me"], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
 @pytest.mark.parametrize("header", [Headers.CONNECT, Headers.REGISTER])
-def test_another_protocol_version_is_told_apart_whatever_follows(header, rest):
+def test_another_protocol_version_is_recognized_whatever_follows(header, rest):
     frame = msgpack.packb([int(header), PROTOCOL_VERSION + 1, *rest])
     with pytest.raises(ProtocolVersionError, match=f"speaks protocol {PROTOCOL_VERSION + 1}"):
         decode(frame)
@@ -291,7 +291,7 @@ def test_a_broken_handshake_is_no_other_version():
 
 
 def test_every_message_has_a_sender():
-    senders = (FROM_STRANGERS, FROM_CLIENTS, FROM_ENGINES, FROM_COORDINATORS)
+    senders = (FROM_UNKNOWN_PEERS, FROM_CLIENTS, FROM_ENGINES, FROM_COORDINATORS)
     assert set().union(*senders) == set(TYPES)
 
 

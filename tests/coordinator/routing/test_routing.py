@@ -109,7 +109,7 @@ class Driver:
     joined: dict[int, None] = field(default_factory=dict)
     running: list[tuple[int, int]] = field(default_factory=list)  # rank, tokens
 
-    def tell(self, method: str, *arguments: Any) -> list[Any]:
+    def send_to(self, method: str, *arguments: Any) -> list[Any]:
         return [getattr(policy, method)(*arguments) for policy in self.policies]
 
     def play(self, event: str, *arguments: Any) -> list[int]:
@@ -118,35 +118,35 @@ class Driver:
             self._join_or_leave(*arguments)
         elif event == "finish":
             if self.running:
-                self.tell("finished", *self.running.pop(arguments[0] % len(self.running)))
+                self.send_to("finished", *self.running.pop(arguments[0] % len(self.running)))
         elif event == "request":
             return self._request(*arguments) if self.joined else []
         elif arguments[0] in self.joined:
             if event == "send":
                 self._assign(*arguments, 1)
             else:
-                self.tell(event, *arguments)
+                self.send_to(event, *arguments)
         return []
 
     def _join_or_leave(self, rank: int) -> None:
         if rank in self.joined:
             del self.joined[rank]
             self.running = [request for request in self.running if request[0] != rank]
-            self.tell("rank_left", rank)
+            self.send_to("rank_left", rank)
         else:
             self.joined[rank] = None
-            self.tell("rank_joined", rank)
+            self.send_to("rank_joined", rank)
 
     def _request(self, hashes: Sequence[int], num_tokens: int, full: set[int]) -> list[int]:
         """`full`: ranks without room, unless all are."""
         with_room = set(self.joined) - full or set(self.joined)
-        chosen = self.tell("choose", hashes, with_room, num_tokens)
+        chosen = self.send_to("choose", hashes, with_room, num_tokens)
         assert chosen[0] in with_room
         self._assign(chosen[0], hashes, num_tokens)
         return chosen
 
     def _assign(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        self.tell("assigned", rank, hashes, num_tokens)
+        self.send_to("assigned", rank, hashes, num_tokens)
         self.running.append((rank, num_tokens))
 
 

@@ -46,7 +46,7 @@ def train_all(jobs: Any) -> list[Any]:
                 follow(ranks, settings)
             else:
                 reports.append(train(folder, settings, last_step, ranks))
-                ranks.tell(None)
+                ranks.broadcast(None)
     return reports
 
 

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import shlex
+from argparse import ArgumentParser
 from dataclasses import is_dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -9,7 +11,6 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from rollout.config import KVCacheManagementMode
@@ -24,7 +25,7 @@ from trainer_hooks.train import (
     load_dataclass,
     wandb_names,
 )
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
 
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONFIG_DIRECTORY.resolve().glob("*/*.yaml")
@@ -42,6 +43,15 @@ ASYNC_GROUPS = {
     "weight_sync": WeightSyncSettings,
 }
 
+ROOT = Path(__file__).parents[3]
+_COMMAND = re.compile(r"^(?:rollout train|torchrun .*-m trainer_hooks\.train) (.*)$", re.MULTILINE)
+# Commands of the docs without those that stand for several jobs or leave something out.
+DOCUMENTED = sorted(
+    command
+    for page in (ROOT / "docs").rglob("*.md")
+    for command in _COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " "))
+    if "--multirun" not in command and "..." not in command
+)
 
 # What an option leaves to the user, by group or by group and option.
 REWARD = "++reward.terms.own.path=mine:score"
@@ -84,6 +94,17 @@ def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option:
         assert isinstance(load_dataclass(ASYNC_GROUPS[group], config.alone), ASYNC_GROUPS[group])
 
 
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_rollout_train_takes_the_settings_of_each_documented_command(command: str) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--config-name", default="train")
+    parser.add_argument("--config-dir", type=ROOT.joinpath)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args(shlex.split(command, comments=True))
+    compose_settings(given.overrides, given.config_name, given.config_dir)
+
+
 def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
     groups = {group for group, _ in OPTIONS}
     assert groups == {*JOB_GROUPS, *JobSettings.PRESETS}
@@ -117,11 +138,6 @@ def test_data_changes_no_other_group_of_rollout_train() -> None:
     assert jsonl["data"].pop("kind") == "jsonl"
     assert python["data"].pop("kind") == "python"
     assert jsonl == python
-
-
-def test_rollout_train_without_data_names_the_choices() -> None:
-    with pytest.raises(ConfigCompositionException, match=r"(?s)'data'.*jsonl"):
-        composed(config_name="train")
 
 
 @pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
@@ -163,7 +179,7 @@ def test_the_engine_group_makes_an_inference_config() -> None:
 
 
 JOB = """
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.train import run_hydra_job, wandb_names
@@ -217,14 +233,13 @@ def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:
 
 def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) -> None:
     sizes, high = "algorithm.group_size=4,6", "algorithm.loss.epsilon_high=0.4"
-    job = run_job(tmp_path, "--multirun", sizes, high, "run_name=sweep")
+    job = run_job(tmp_path, "run_name=sweep", "--multirun", sizes, high)
     assert job.returncode == 0, job.stderr
     assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
     assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
-    others = f"{high},run_name=sweep"
+    names = "sweep-{0}-seed_0-run_name=sweep,algorithm.group_size={1},{2}"
     assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
-        (f"sweep-{number}-seed_0-algorithm.group_size={size},{others}", "sweep-multirun")
-        for number, size in ((0, 4), (1, 6))
+        (names.format(number, size, high), "sweep-multirun") for number, size in ((0, 4), (1, 6))
     ]
     sweep = tmp_path / "outputs" / "train" / "sweep-multirun"
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]

@@ -116,11 +116,11 @@ def test_all_ranks_gather_again_for_a_push_that_lost_an_engine(
     is_transient: bool, num_pushes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01))
-    told: list[Any] = []
+    sent: list[Any] = []
 
     class Ranks(TrainerRanks):
-        def tell(self, word: Any) -> None:
-            told.append(word)
+        def broadcast(self, word: Any) -> None:
+            sent.append(word)
 
     class LosesAnEngine(WeightSync):
         async def apush(self, *arguments: Any) -> Any:
@@ -133,7 +133,7 @@ def test_all_ranks_gather_again_for_a_push_that_lost_an_engine(
     learner = Learner(policy, settings.algorithm, settings.trainer, None, Ranks(size=2))
     with pytest.raises(WeightUpdateError, match="rank 1 was lost"):
         asyncio.run(learner.push(LosesAnEngine(FakeLLM()), 1))
-    assert told == [("push",)] * num_pushes
+    assert sent == [("push",)] * num_pushes
 
 
 @pytest.mark.parametrize(

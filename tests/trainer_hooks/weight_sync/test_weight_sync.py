@@ -13,7 +13,7 @@ from rollout.control.state import EngineState
 from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from tests.lora_adapters import PeftLike, merged, random_adapter
 from tests.tiny_models import tiny_engine, tiny_model
-from tests.trainer_hooks.fakes import FakeAsyncLLM, FakeLLM
+from tests.trainer_hooks.fakes import FakeLLM, fake_async_llm
 from trainer_hooks import InProcessWeightSync, WeightSync, full_tensors
 
 
@@ -52,17 +52,17 @@ def test_tied_parameters_come_once() -> None:
 
 
 def test_apush_awaits_an_asynchronous_llm_and_takes_a_synchronous_one() -> None:
-    for llm in (FakeAsyncLLM(EngineState.SUSPENDED), FakeLLM(EngineState.SUSPENDED)):
+    for llm in (fake_async_llm(EngineState.SUSPENDED), FakeLLM(EngineState.SUSPENDED)):
         report = asyncio.run(InProcessWeightSync(llm).apush(nn.Linear(2, 3), version=2))
         assert report.version == llm.weights_version == 2
 
 
 @pytest.mark.filterwarnings("error")  # such as one of a coroutine that was never awaited
 def test_push_to_an_asynchronous_llm_is_refused_and_names_apush() -> None:
-    llm = FakeAsyncLLM(EngineState.SUSPENDED)
+    llm = fake_async_llm(EngineState.SUSPENDED)
     with pytest.raises(ConfigError, match=r"FakeAsyncLLM.*use `await apush"):
         InProcessWeightSync(llm).push(nn.Linear(2, 3), version=2)
-    assert not llm.calls
+    assert not llm.llm.calls
 
 
 def test_a_refusal_of_the_engine_passes_through() -> None:
@@ -123,7 +123,7 @@ def test_a_peft_model_pushes_its_active_adapter() -> None:
             "B.default.weight",
         ]
         assert not any(tensor.requires_grad for tensor in llm.weights.values())
-    asyncio.run(InProcessWeightSync(FakeAsyncLLM(EngineState.SUSPENDED)).apush(model))
+    asyncio.run(InProcessWeightSync(fake_async_llm(EngineState.SUSPENDED)).apush(model))
 
 
 def test_a_rank_without_an_engine_gathers_the_adapter_that_others_push() -> None:

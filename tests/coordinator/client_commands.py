@@ -1,4 +1,4 @@
-"""Every order that a client can give, how its answer is judged, and a tally of the answers."""
+"""Every command that a client can send, how its answer is judged, and a tally of the answers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SLACK_S = 30.0
 
 
 @dataclass(frozen=True)
-class Giver:
+class CommandSender:
     """A client and the weights that it can point to."""
 
     client: InferenceClient
     good: WeightsSource
     bad: WeightsSource
 
-    def give(self, name: str, deadline_s: float) -> CommandFuture:
-        """Return the future of an order, which fails where the client refuses an argument."""
+    def send(self, name: str, deadline_s: float) -> CommandFuture:
+        """Return the future of a command, which fails where the client refuses an argument."""
         try:
-            return ORDERS[name](self, deadline_s)
+            return COMMANDS[name](self, deadline_s)
         except ConfigError as error:
             refused: CommandFuture = asyncio.get_running_loop().create_future()
             refused.set_exception(error)
@@ -56,31 +56,33 @@ def publish_incomplete(publisher: SharedTransport) -> WeightsSource:
     return source
 
 
-def _suspend(**arguments: Any) -> Callable[[Giver, float], CommandFuture]:
-    return lambda giver, s: giver.client.suspend_engines(**arguments, deadline_s=s)
+def _suspend(**arguments: Any) -> Callable[[CommandSender, float], CommandFuture]:
+    return lambda sender, s: sender.client.suspend_engines(**arguments, deadline_s=s)
 
 
-def _resume(only: str | None = None) -> Callable[[Giver, float], CommandFuture]:
-    return lambda giver, s: giver.client.resume_engines(only, deadline_s=s)
+def _resume(only: str | None = None) -> Callable[[CommandSender, float], CommandFuture]:
+    return lambda sender, s: sender.client.resume_engines(only, deadline_s=s)
 
 
-def _epoch(version: Any) -> Callable[[Giver, float], CommandFuture]:
-    return lambda giver, s: giver.client.set_generation_epoch(version, deadline_s=s)
+def _epoch(version: Any) -> Callable[[CommandSender, float], CommandFuture]:
+    return lambda sender, s: sender.client.set_generation_epoch(version, deadline_s=s)
 
 
-def _update(name: str = "good", **arguments: Any) -> Callable[[Giver, float], CommandFuture]:
-    return lambda giver, s: giver.client.update_weights(
-        getattr(giver, name), **arguments, deadline_s=s
+def _update(
+    name: str = "good", **arguments: Any
+) -> Callable[[CommandSender, float], CommandFuture]:
+    return lambda sender, s: sender.client.update_weights(
+        getattr(sender, name), **arguments, deadline_s=s
     )
 
 
 BOTH = ("kv_cache", "weights")
 # Versions that nobody has set before: between two of them there are fewer updates than that.
 _EPOCHS = itertools.count(1000, 1000)
-ORDERS: Mapping[str, Callable[[Giver, float], CommandFuture]] = MappingProxyType(
+COMMANDS: Mapping[str, Callable[[CommandSender, float], CommandFuture]] = MappingProxyType(
     {
-        "pause": lambda giver, s: giver.client.pause_engines(deadline_s=s),
-        "unpause": lambda giver, s: giver.client.unpause_engines(deadline_s=s),
+        "pause": lambda sender, s: sender.client.pause_engines(deadline_s=s),
+        "unpause": lambda sender, s: sender.client.unpause_engines(deadline_s=s),
         "suspend": _suspend(),
         "suspend persist": _suspend(mode="persist"),
         "suspend offload": _suspend(mode="offload"),
@@ -97,18 +99,18 @@ ORDERS: Mapping[str, Callable[[Giver, float], CommandFuture]] = MappingProxyType
         "resume kv": _resume("kv_cache"),
         "resume weights": _resume("weights"),
         "resume badly": _resume("hair"),
-        "epoch": lambda giver, s: giver.client.set_generation_epoch(next(_EPOCHS), deadline_s=s),
+        "epoch": lambda sender, s: sender.client.set_generation_epoch(next(_EPOCHS), deadline_s=s),
         "epoch backwards": _epoch(0),
         "epoch of words": _epoch("seven"),
-        "increment": lambda giver, s: giver.client.increment_staleness(deadline_s=s),
+        "increment": lambda sender, s: sender.client.increment_staleness(deadline_s=s),
         "update": _update(),
         "update in flight": _update(in_flight=True),
         "update backwards": _update(version=0),
         "update incomplete": _update("bad"),
         "update in flight incomplete": _update("bad", in_flight=True),
-        "stats": lambda giver, s: giver.client.engine_stats(deadline_s=s),
-        "stop": lambda giver, s: giver.client.stop_engines(deadline_s=s),
-        "shutdown": lambda giver, s: giver.client.shutdown_engines(deadline_s=s),
+        "stats": lambda sender, s: sender.client.engine_stats(deadline_s=s),
+        "stop": lambda sender, s: sender.client.stop_engines(deadline_s=s),
+        "shutdown": lambda sender, s: sender.client.shutdown_engines(deadline_s=s),
     }
 )
 FINAL = ("stop", "shutdown")
@@ -118,7 +120,7 @@ _NAMES_STATE = re.compile(r"\b(RUNNING|PAUSED|SUSPENDED|STOPPED|STOPPING)\b")
 
 
 def kind_of(error: BaseException) -> str:
-    """Why an order was refused. Raises AssertionError for a reason that is not clear."""
+    """Why an command was refused. Raises AssertionError for a reason that is not clear."""
     text = str(error)
     if isinstance(error, EngineStateError):
         if "legal commands" in text and _NAMES_STATE.search(text):
@@ -140,7 +142,7 @@ def kind_of(error: BaseException) -> str:
 
 @dataclass
 class Tally:
-    """What became of all orders."""
+    """What became of all commands."""
 
     num_done: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -148,11 +150,11 @@ class Tally:
     slowest: str = ""
 
     @property
-    def num_orders(self) -> int:
+    def num_commands(self) -> int:
         return self.num_done + self.refused.total()
 
     async def answer(self, future: CommandFuture, name: str, deadline_s: float) -> str:
-        """How the order ended: "done", or why it was refused. It must end within its deadline."""
+        """How the command ended: "done", or why it was refused. It must end within its deadline."""
         start = time.monotonic()
         await asyncio.wait([future], timeout=deadline_s + SLACK_S)
         seconds = time.monotonic() - start
@@ -170,16 +172,16 @@ class Tally:
         self.refused[kind] += 1
         return kind
 
-    async def give(self, giver: Giver, name: str, deadline_s: float) -> str:
+    async def send(self, sender: CommandSender, name: str, deadline_s: float) -> str:
         try:
-            future = giver.give(name, deadline_s)
-        except RolloutError as error:  # a coordinator that has gone is told of at once
+            future = sender.send(name, deadline_s)
+        except RolloutError as error:  # a coordinator that has gone is known at once
             return self.refuse(error)
         return await self.answer(future, name, deadline_s)
 
     def __str__(self) -> str:
         refused = ", ".join(f"{num} {kind}" for kind, num in self.refused.most_common())
         return (
-            f"{self.num_orders} orders: {self.num_done} done, {self.refused.total()} refused "
+            f"{self.num_commands} commands: {self.num_done} done, {self.refused.total()} refused "
             f"({refused}); slowest answer {self.slowest_s:.3f} s ({self.slowest})"
         )
