@@ -1,4 +1,4 @@
-"""What a user brings to `rollout train`: a checkpoint, files of questions, a reward.
+"""The parts that a user brings to `rollout train`: a checkpoint, files of questions, a reward.
 
     python -m examples.arithmetic DIRECTORY
 

@@ -275,7 +275,7 @@ class ThreadedLLM(AsyncControlCalls):
         return {0: await self.do(ChecksumWeights(start=start))}
 
     async def fleet_stats(self) -> FleetStats:
-        """Return the counters as those of a fleet of one engine."""
+        """Return the counters in the form of a fleet's, with one engine."""
         stats = await self.stats()
         return FleetStats(state=stats.state.name, together=stats, engines={0: stats})
 

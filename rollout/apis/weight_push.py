@@ -30,7 +30,7 @@ class WeightPush:
         reject_non_finite: bool,
         own_host: Callable[[], str],
     ) -> None:
-        """Arguments and errors are those of `transport_of`."""
+        """Takes the arguments of `transport_of` and raises its errors."""
         self._transport_of = partial(
             transport_of, reject_non_finite=reject_non_finite, own_host=own_host
         )

@@ -1,4 +1,4 @@
-"""Control calls: one struct for each, which is the call's message, its legality and its work.
+"""Control calls. Each is one struct: its message, the states in which it is legal, and its work.
 
 Whatever takes control calls has one generic method, `do(command)`: an engine (`Engine`), the
 runtimes of an LLM (`InProcessRuntime`, `FleetRuntime`), `LLM`, `AsyncLLM`, `ThreadedLLM` and
@@ -69,7 +69,7 @@ class ControlledEngine(Protocol):
 
 
 class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
-    """What the engines of a fleet have answered to one control call.
+    """The answers of a fleet's engines to one control call.
 
     state: the name of the fleet's state after the call. weights_checksum: of the weights that all
     engines serve, "" if it is not known. by_rank: each engine's result; empty if no engine was

@@ -1,4 +1,4 @@
-"""What suspend, resume, weight updates and stats() report. Times are in seconds."""
+"""Reports of suspend, resume, weight updates and stats(). Times are in seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_AGES = 9  # of a histogram of staleness: 0 to 7 versions, and older
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendReport:
-    """What a suspend did.
+    """Report of a suspend.
 
     mode: the KV mode that was used. bytes_released: reserved memory given back by this call.
     resident_bytes_released: how much of it had taken memory; on a host, blocks that were never
@@ -44,7 +44,7 @@ class SuspendReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """What a resume did.
+    """Report of a resume.
 
     bytes_restored: device memory that was copied to or made usable again. graphs_recaptured: the
     captured steps that were lost; later steps capture them again. num_requests_recomputed: the
@@ -61,7 +61,7 @@ class ResumeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStatus:
-    """Where the memory of an engine is now, for the owners "kv_cache" and "weights".
+    """Memory of an engine now, for each resource: "kv_cache" and "weights".
 
     resident_bytes: reserved memory by owner, written to or not. bytes_on_host: host copies by
     owner. kv_mode: the mode under which the KV was last released. released: owners whose memory was

@@ -1,4 +1,6 @@
-"""What a link's thread shares with its owner: inbox, outbox and lease, and the pipe to wake it."""
+"""The state that a link's thread shares with its owner: inbox, outbox and lease, and the pipe to
+wake it.
+"""
 
 from __future__ import annotations
 
