@@ -21,6 +21,7 @@ TOKEN = "ROLLOUT_GPU_CHECK"  # environment variable that a part's processes inhe
 # Variables that tests/device_journal.py reads.
 JOURNAL, PART = "ROLLOUT_TEST_JOURNAL", "ROLLOUT_TEST_PART"
 ONLY, EXCEPT = "ROLLOUT_TEST_ONLY", "ROLLOUT_TEST_EXCEPT"
+STACKS = ".stacks-"  # between the journal's name and the id of a process that writes its stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,9 @@ class Runner:
         finally:
             kill(process.pid, token)
         wait(process, REAP_S)
+        for stacks in sorted(self.journal.parent.glob(f"{self.journal.name}{STACKS}*")):
+            log.write(stacks.read_bytes())
+            stacks.unlink()
         return is_late, process.returncode
 
     def _lists(self, part: Part) -> dict[str, str]:

@@ -25,6 +25,7 @@ import pytest
 
 JOURNAL, PART = "ROLLOUT_TEST_JOURNAL", "ROLLOUT_TEST_PART"
 ONLY, EXCEPT = "ROLLOUT_TEST_ONLY", "ROLLOUT_TEST_EXCEPT"
+STACKS = ".stacks-"  # between the journal's name and a process id
 ROOT = Path(__file__).resolve().parents[1]
 FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 LOST_DEVICE = 70  # exit status of a process whose CUDA context is gone
@@ -37,9 +38,17 @@ CUDA_ERRORS = re.compile(
 )
 
 
+@pytest.hookimpl(trylast=True)  # pytest's own plugin has faulthandler write to stderr before
 def pytest_configure(config: pytest.Config) -> None:
-    """The journal is written where all reports arrive; a process ends itself where tests run."""
+    """The journal is written where all reports arrive; a process ends itself where tests run.
+
+    Each process writes its stacks to a file of its own beside the journal: those of processes that
+    are aborted together would mix in one log.
+    """
     if path := os.environ.get(JOURNAL):
+        stacks = open(f"{path}{STACKS}{os.getpid()}", "w", encoding="utf-8")  # noqa: SIM115
+        config.add_cleanup(stacks.close)
+        faulthandler.enable(stacks)
         is_worker = hasattr(config, "workerinput")
         has_workers = bool(getattr(config.option, "numprocesses", None))
         if not is_worker:

@@ -39,7 +39,7 @@ def be_rank_0(path: Path, trap: Path, pipe: Any) -> None:
         pipe.send(all_gather_bytes(None, contents[0]) == contents)
         broadcast_bytes(None, contents[0])
     for word in WORDS:
-        ranks.tell(word)
+        ranks.broadcast(word)
     pipe.send(ranks.gather([({"loss": 0.5}, 3)]) == [({"loss": 0.5}, 3), ({"loss": 1.5}, 4)])
     broadcast_bytes(None, pickle.dumps(RunsCode(trap), protocol=2))
     dist.destroy_process_group()
@@ -68,7 +68,7 @@ def test_ranks_send_data_and_run_nothing_that_arrives(
         assert line.recv()
         assert broadcast_bytes(None) == contents[0]
     for word in WORDS:
-        heard = ranks.hear()
+        heard = ranks.receive()
         if word is not None and word[0] == "update":
             assert torch.equal(heard[1].pop("tokens"), word[1]["tokens"])
             assert heard == ("update", {"version": 3, "none": None}, 7)
@@ -77,5 +77,5 @@ def test_ranks_send_data_and_run_nothing_that_arrives(
     ranks.gather([({"loss": 1.5}, 4)])
     assert line.recv()
     with pytest.raises(pickle.UnpicklingError):
-        ranks.hear()
+        ranks.receive()
     assert not (tmp_path / "trap").exists()
