@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
+from tests.installed import needs
 from trainer_hooks.train import ProducerSettings, checked_overrides, config_loading, load_dataclass
 from trainer_hooks.train.config_loading import dataclass_of
 from trainer_hooks.train.job import JobSettings
+
+pytestmark = needs("reasoning_gym")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.installed import needs
 from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.test_samples import Letters, batch_of
 from tests.trainer_hooks.wandb_files import read_history
@@ -17,7 +18,7 @@ from trainer_hooks.metrics.time_account import TimeAccount
 from trainer_hooks.metrics.wandb_run import where_to_look
 from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
 
-pytest.importorskip("wandb")
+pytestmark = needs("wandb")
 
 
 def test_an_offline_run_is_written_below_the_given_directory(tmp_path: Path) -> None:
