@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -107,11 +108,11 @@ def test_a_page_names_only_what_the_sources_have(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_files_that_exist(page: Path) -> None:
-    missing = []
+    known, missing = source_files(), []
     for span in code_spans(page):
-        for path in re.findall(rf"(?:{'|'.join((*FOLDERS, 'docs', 'tests'))})/[\w./-]+\.\w+", span):
-            if span.startswith(path) and not (ROOT / path).exists():
-                missing.append(path)
+        is_path = re.fullmatch(r"[\w.*-]+/[\w./*-]+\.(py|pyi|c|h|sh|yaml)", span)
+        if is_path and not any(fnmatch("/" + path, "*/" + span) for path in known):
+            missing.append(span)
         for module in re.findall(r"python -m ((?:benchmarks|scripts|trainer_hooks)[\w.]*)", span):
             if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
                 missing.append(module)
