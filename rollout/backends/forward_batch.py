@@ -114,8 +114,11 @@ class SamplingBatch:
     any_logprobs: bool
     top_n: int
 
-    def select(self, samples_K: Tensor) -> SamplingBatch:
-        """Return the batch of only these draws; the flags stay those of all draws."""
+    def select(self, samples_K: Tensor | slice) -> SamplingBatch:
+        """Return the batch of these draws alone, by their indices or as a range.
+
+        The flags still describe all draws.
+        """
         return replace(
             self,
             uniforms_S=self.uniforms_S[samples_K],

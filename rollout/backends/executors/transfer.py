@@ -19,7 +19,7 @@ from rollout.backends.step_tensors import (
     StepInputs,
     StepLayout,
 )
-from rollout.step.output import SampleResult, StepOutput, map_arrays
+from rollout.step.output import StepOutput, map_arrays
 
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 _ALIGNMENT = 16  # bytes
@@ -101,31 +101,6 @@ def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
         return map_arrays(on_host, Tensor.numpy)
 
     return fetch
-
-
-def first_samples(samples: SampleResult[Tensor], count: int) -> SampleResult[Tensor]:
-    """Those without the ones from `count` on."""
-    arrays: Any = {
-        field.name: array[:count]
-        for field in fields(samples)
-        if (array := getattr(samples, field.name)) is not None
-    }
-    return SampleResult(**arrays)
-
-
-def without_padding(
-    routing_TLK: Tensor | None, layout: StepLayout[HostArray], num_decode_rows: int
-) -> Tensor | None:
-    """The experts of a step's tokens alone, where its decode rows had room for `num_decode_rows`
-    and its prefill rows came after that.
-    """
-    if routing_TLK is None:
-        return None
-    decoded, num_prefill = layout.num_decode_rows, len(layout.token_ids_T) - layout.num_decode_rows
-    if not num_prefill:
-        return routing_TLK[:decoded]
-    prefilled_TLK = routing_TLK[num_decode_rows : num_decode_rows + num_prefill]
-    return torch.cat([routing_TLK[:decoded], prefilled_TLK]) if decoded else prefilled_TLK
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:

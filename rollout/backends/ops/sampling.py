@@ -10,7 +10,7 @@ Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
     nothing for rows with it.
     """
     parts = [
-        _sample_chunk(logits_SV[start:end].float(), _rows(sampling, start, end))
+        _sample_chunk(logits_SV[start:end].float(), sampling.select(slice(start, end)))
         for start, end in _chunks(logits_SV)
     ]
     return concatenated(parts)
@@ -89,18 +89,6 @@ def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
     step = max(1, _CHUNK_ELEMENTS // vocabulary) if logits_SV.device.type == "cpu" else num_rows
     for start in range(0, max(num_rows, 1), max(step, 1)):
         yield start, min(start + step, num_rows)
-
-
-def _rows(sampling: SamplingBatch, start: int, end: int) -> SamplingBatch:
-    return replace(
-        sampling,
-        uniforms_S=sampling.uniforms_S[start:end],
-        temperature_S=sampling.temperature_S[start:end],
-        top_k_S=sampling.top_k_S[start:end],
-        top_p_S=sampling.top_p_S[start:end],
-        min_p_S=sampling.min_p_S[start:end],
-        mode_S=sampling.mode_S[start:end],
-    )
 
 
 class _Drawn(NamedTuple):
