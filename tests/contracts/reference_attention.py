@@ -31,7 +31,7 @@ class ReferenceAttention(TorchSdpaAttention):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Return softmax(q k / sqrt(D)) v over positions up to the token's own, in float32, [T, H, D].
+        """Return softmax(q k / sqrt(D)) v over positions up to the token's own, [T, H, D].
 
         Where the cache holds K alone, the result has as many dims as `v_TGD`.
         """
