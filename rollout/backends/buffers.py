@@ -54,7 +54,9 @@ class HostArena(Protocol):
         ...
 
     def discard(self, start: int, end: int) -> int:
-        """Free as much of bytes [start, end) as possible; contents are lost. Returns bytes freed."""
+        """Free as much of bytes [start, end) as possible; contents are lost. Returns
+        bytes freed.
+        """
         ...
 
     def release(self) -> int:

@@ -78,7 +78,7 @@ class Refusing(FakeRuntime):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_machine_without_cuda_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device='cuda:1' is not there.*no CUDA device"):
+    with pytest.raises(ConfigError, match=r"device='cuda:1' is not available.*no CUDA device"):
         CudaRuntime(torch.device("cuda:1"))
 
 

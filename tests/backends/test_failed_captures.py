@@ -214,7 +214,7 @@ def test_all_ranks_run_eagerly_what_one_rank_cannot_capture(
     with caplog.at_level(logging.WARNING):
         own, other = on_ranks(2, work)
     assert own == other == ([[10, 12, 14], [6], [18, 16, 14], [4]], 1, 2)
-    assert caplog.text.count("is not captured on all ranks") == 2
+    assert caplog.text.count("was not captured on all ranks") == 2
     errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert errors == [FIRST_ERROR]
 

@@ -139,7 +139,7 @@ print("torch_memory_saver" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "device='cuda' is not there: torch sees no CUDA device",
+        "device='cuda' is not available: torch sees no CUDA device",
         "False",
     ], done.stderr
 
