@@ -9,7 +9,6 @@ from contextlib import aclosing, suppress
 import torch
 
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     ClientStateError,
     CoordinatorLostError,
@@ -20,6 +19,7 @@ from rollout.generated_text import StreamedText, add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt, Tokenizer, encode_prompt
 

@@ -26,10 +26,10 @@ from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import Group
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
 from rollout.coordinator.protocol.packed import token_runs
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, InvalidRequestError, LockstepError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt
 from rollout.weights.update import NamedTensors

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from rollout.coordinator.protocol.packed import token_run
-from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import RolloutError
 from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRun, join_runs
 from rollout.sampling_params import SamplingParams
 from rollout.text import PromptIds
 

@@ -13,12 +13,12 @@ import torch
 from msgspec import Meta, structs
 
 from rollout.coordinator.protocol.messages import Sample
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.errors import ProtocolError, RolloutError
 from rollout.requests.columns import ColumnName, ColumnType
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 from rollout.wire import FAULTS, MAX_PLAIN_BYTES, Count, Name, pack, unpack

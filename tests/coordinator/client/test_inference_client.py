@@ -57,7 +57,6 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_params
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     BlockOverflowError,
     ClientStateError,
@@ -70,6 +69,7 @@ from rollout.errors import (
     WeightUpdateError,
 )
 from rollout.ranges import MAX_SECONDS
+from rollout.requests.token_runs import TokenRun
 from rollout.step.seeds import mix_seed
 from rollout.version_spans import VersionSpans
 from rollout.weights.source import WeightsSource

@@ -19,7 +19,7 @@ from rollout.control.commands import (
 from rollout.coordinator.protocol import messages as wire
 from rollout.coordinator.protocol.codec import decode, encode, require_valid
 from rollout.coordinator.protocol.packed import pack_params
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.weights import source as weights_source
 from rollout.wire import FAULTS, Message, pack
 

@@ -8,8 +8,8 @@ import torch
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from rollout.coordinator.protocol.packed import token_run
-from rollout.coordinator.protocol.token_runs import TokenRun, TopNRun
 from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.token_runs import TokenRun, TopNRun
 from rollout.version_spans import VersionSpans
 
 NUM_TOKENS = 6

@@ -11,11 +11,7 @@ from msgspec import structs
 from rollout import ProtocolError
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import Progress
-from rollout.coordinator.protocol.token_runs import (
-    TokenRun,
-    TopNRun,
-    join_runs,
-)
+from rollout.requests.token_runs import TokenRun, TopNRun, join_runs
 from tests.coordinator.message_strategies import assert_same, joined, run_of, token_runs, top_n_runs
 
 EXAMPLES = 100
