@@ -25,7 +25,6 @@ from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateRep
 from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import Group
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
-from rollout.coordinator.protocol.packed import token_runs
 from rollout.errors import EngineStateError, InvalidRequestError, LockstepError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -395,8 +394,8 @@ class ThreadedLLM(AsyncControlCalls):
         streamed = [(i, s.num_reported) for i, s in self._open.items() if s.tokens is not None]
         records, tokens = self._runtime.step(streamed)
         items: list[_Item] = []
-        if tokens is not None and len(tokens.request_ids):
-            for request_id, _, run in token_runs(tokens, [0] * len(tokens.request_ids)).apart():
+        if tokens is not None:
+            for request_id, _, run in tokens.apart():
                 sample = self._open[request_id]
                 sample.num_reported = run.end
                 items.append((sample, run))

@@ -42,8 +42,8 @@ from rollout.engine.protocols import (
     SuspensionInterface,
 )
 from rollout.errors import IntegrityError, RequestAbortedError
-from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRuns
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
@@ -195,7 +195,7 @@ class Engine:
         routing = self._scheduler.routing(request_id)
         return self._outputs.copy_of(request_id, kv_spans, self.weights_version, routing)
 
-    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
         """Return the tokens that each running request has generated from an offset on.
 
         `wanted` has (request id, offset) pairs. The cost depends on the number of new tokens alone.

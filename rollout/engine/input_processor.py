@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from rollout.engine.output_processor import needs_prompt_scores
 from rollout.errors import InvalidRequestError
 from rollout.generated_text import StopStrings
 from rollout.ranges import MAX_INT64, MIN_INT64
+from rollout.requests.columns import TOKEN_COLUMNS
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import VLMInferenceRequest
@@ -124,6 +126,7 @@ class InputProcessor:
     ) -> DynamicInferenceRequestRecord:
         seed = mix_seed(self.seed, self.num_submitted) if params.seed is None else params.seed
         self.num_submitted += 1
+        columns: dict[str, Any] = {c.field: [] for c in TOKEN_COLUMNS if c.is_wanted(params)}
         return DynamicInferenceRequestRecord.from_request(
             DynamicInferenceRequest(
                 request_id=request_id,
@@ -136,10 +139,7 @@ class InputProcessor:
                 weights_version=weights_version,
                 block_size_tokens=self._block_size,
                 enable_prefix_caching=self._enable_prefix_caching,
-                generated_log_probs=[] if params.return_log_probs else None,
-                generated_ranks=[] if params.return_ranks else None,
-                generated_top_n_logprobs=[] if params.top_n_logprobs else None,
-                tpot=[],
+                **columns,
             )
         )
 

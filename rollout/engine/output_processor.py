@@ -4,9 +4,10 @@ them.
 
 from __future__ import annotations
 
+import struct
 import time
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 from rollout.blocks.routing_record import RoutingRecord
 from rollout.engine.counters import RequestTotals
 from rollout.errors import EngineStateError
-from rollout.requests.codec import TopN
+from rollout.requests.columns import REQUESTED_COLUMNS, TOKEN_COLUMNS
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_of_prompt
 from rollout.requests.request import Status
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.output import FinishedRequest, ScoredPrompt, StepUpdate
 from rollout.step.output import SampleResult, ScoreResult, StepOutput
@@ -38,8 +39,12 @@ class RequestState:
     entry_time, last_token_time: on the monotonic clock; the latter is None before the first token.
     num_unscored: the number of tokens with which the request entered, if its prompt is scored here,
         else None.
-    num_prompt: tokens in the prompt of the current segment. The last `num_before` of them were
-        generated in earlier segments.
+    segment: the current segment.
+    num_prompt: tokens in its prompt. The last `num_before` of them were generated in earlier
+        segments.
+    policy_spans, token_ids, tpot: its values, to append to.
+    requested: its REQUESTED_COLUMNS by `run_field`, without those that were not asked for.
+    has_requested: for each of REQUESTED_COLUMNS, whether it was asked for.
     """
 
     record: DynamicInferenceRequestRecord
@@ -51,10 +56,9 @@ class RequestState:
     num_before: int = field(init=False)
     policy_spans: VersionSpans = field(init=False)
     token_ids: array[int] = field(init=False)
-    log_probs: array[float] | None = field(init=False)
-    ranks: array[int] | None = field(init=False)
-    top_n: TopN | None = field(init=False)
     tpot: array[float] | None = field(init=False)
+    requested: dict[str, Any] = field(init=False)
+    has_requested: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.begin_segment()
@@ -65,11 +69,13 @@ class RequestState:
         self.segment, self.num_prompt = segment, len(segment.prompt_tokens)
         self.num_before = self.num_prompt - len(self.record[0].prompt_tokens)
         self.policy_spans = segment.policy_spans
-        self.token_ids = segment.generated_tokens = array("i")
-        self.log_probs = segment.generated_log_probs = _empty("f", segment.generated_log_probs)
-        self.ranks = segment.generated_ranks = _empty("i", segment.generated_ranks)
-        self.tpot = segment.tpot = _empty("d", segment.tpot)
-        self.top_n = segment.generated_top_n_logprobs
+        kept = [c for c in TOKEN_COLUMNS if segment.column(c.field) is not None]
+        for column in kept:
+            setattr(segment, column.field, column.new())
+        self.token_ids = segment.generated_tokens
+        self.tpot = vars(segment)["tpot"]
+        self.requested = {c.run_field: vars(segment)[c.field] for c in kept if c.wanted_by}
+        self.has_requested = tuple(column in kept for column in REQUESTED_COLUMNS)
 
 
 class OutputProcessor:
@@ -119,8 +125,8 @@ class OutputProcessor:
                     f"request {request_id} has {state.num_prompt} prompt tokens, {num_tokens} "
                     f"generated ones, and {num_versions} policy versions"
                 )
-            columns = (state.log_probs, state.ranks, state.top_n, state.tpot)
-            if any(column is not None and len(column) != num_tokens for column in columns):
+            columns = [*state.requested.values()] + ([] if state.tpot is None else [state.tpot])
+            if any(len(column) != num_tokens for column in columns):
                 found.append(f"request {request_id} has columns of another length than its tokens")
         if both := sorted(self._unfinished.keys() & self._ended.keys()):
             found.append(f"requests {both} have ended and have not")
@@ -194,18 +200,19 @@ class OutputProcessor:
         copied.observe_version(version)
         return copied
 
-    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
-        """Return the tokens from an offset on of each (request id, offset).
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
+        """Return the tokens from an offset on of each (request id, offset), at attempt 0.
 
         Requests that have ended, or have no such tokens, are left out. Hundreds of requests with
-        one token each pass here in every step: what all new tokens of a request share is gathered
-        once per request, and NumPy spreads it over the tokens. They share it unless the weights
-        changed among them or the request was queued again: those few are put in afterwards.
+        one token each pass here in every step. So the values that all new tokens of a request share
+        are gathered once per request, and NumPy repeats them for the tokens. Tokens of a request
+        whose weights changed among them, or that was queued again, do not share them: the versions
+        of these few are written afterwards.
         """
         rows: list[int] = []
-        token_ids, log_probs, ranks = array("i"), array("f"), array("i")
-        top_n: TopN = []
-        others: list[tuple[int, GeneratedTokens]] = []  # and where their tokens start
+        token_ids = array("i")
+        requested = {column.run_field: column.new() for column in REQUESTED_COLUMNS}
+        others: list[tuple[int, TokenRun]] = []  # and where their tokens start
         for request_id, offset in wanted:
             state = self._unfinished.get(request_id)
             if state is None or offset - state.num_before >= len(state.token_ids):
@@ -214,35 +221,29 @@ class OutputProcessor:
             first = state.num_prompt + start  # length of the first token's context
             policy_start, policy_version, _, _ = state.policy_spans.last_run
             kv_run = state.segment.kv_spans.last_run
-            new_log_probs: Iterable[float] | None
-            new_ranks: Iterable[int] | None
             if start >= 0 and policy_start <= first and kv_run[0] < first:
+                count, has_values = len(state.token_ids) - start, state.has_requested
                 token_ids.extend(state.token_ids[start:])
-                new_log_probs = None if state.log_probs is None else state.log_probs[start:]
-                new_ranks = None if state.ranks is None else state.ranks[start:]
-                new_top_n = None if state.top_n is None else state.top_n[start:]
+                for name, values in state.requested.items():
+                    requested[name].extend(values[start:])
             else:
-                tokens = GeneratedTokens.of(state.record, offset)
-                assert tokens is not None
-                others.append((len(token_ids), tokens))
-                token_ids.extend(tokens.token_ids)
-                new_log_probs, new_top_n = tokens.log_probs, tokens.top_n
-                new_ranks = tokens.ranks
-            log_probs.extend(new_log_probs if new_log_probs is not None else ())
-            ranks.extend(new_ranks if new_ranks is not None else ())
-            top_n += new_top_n or ()
-            rows += (
-                request_id,
-                offset,
-                len(state.token_ids) - start,
-                state.record[0].weights_version,
-            )
-            rows += (new_log_probs is not None, new_ranks is not None, new_top_n is not None)
-            rows += (first, policy_version, *kv_run)
-        columns = GeneratedColumns.of_rows(rows, token_ids, log_probs, ranks, top_n)
-        for start, tokens in others:
-            columns.set_versions(start, tokens)
-        return columns
+                run = TokenRun.of(state.record, offset)
+                assert run is not None
+                others.append((len(token_ids), run))
+                count, own = len(run), _requested_of(run)
+                has_values = tuple(map(own.__contains__, requested))
+                token_ids.extend(run.token_ids)
+                for name, values in own.items():
+                    requested[name].extend(values)
+            rows += (request_id, offset, count, state.record[0].weights_version)
+            rows += (first, policy_version, *kv_run, *has_values)
+        runs = _runs_of(rows, token_ids, requested)
+        for start, run in others:
+            at = slice(start, start + len(run))
+            runs.policy_versions[at] = run.policy_versions
+            runs.context_kv_version_min[at] = run.context_kv_version_min
+            runs.context_kv_version_mean[at] = run.context_kv_version_mean
+        return runs
 
     # ---- what the scheduler decided
 
@@ -302,10 +303,8 @@ class OutputProcessor:
             if prefilled.num_tokens == len(segment.prompt_tokens):
                 segment.add_event_add_context()
         self._append_tokens(update, now)
-        if samples.logprobs_S is not None:
-            self._append_log_probs(update, samples)
-        if samples.ranks_S is not None:
-            self._append_ranks(update, samples.ranks_S.tolist())
+        if samples.logprobs_S is not None or samples.ranks_S is not None:
+            self._append_requested(update, samples)
         if self._track_generated_tokens:
             for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
                 self._unfinished[request_id].segment.add_event_generated_token(token_id)
@@ -340,25 +339,21 @@ class OutputProcessor:
         totals.num_generated_tokens += len(update.token_ids)
         self._last_tokens_at = now
 
-    def _append_log_probs(self, update: StepUpdate, samples: SampleResult) -> None:
-        assert samples.logprobs_S is not None
+    def _append_requested(self, update: StepUpdate, samples: SampleResult) -> None:
+        """Append log-probs, ranks and top-n dictionaries to the requests that asked for them."""
+        arrays = {"log_probs": samples.logprobs_S, "ranks": samples.ranks_S}
+        values = {name: own.tolist() for name, own in arrays.items() if own is not None}
         top_ids_SN, top_logprobs_SN = samples.top_ids_SN, samples.top_logprobs_SN
-        log_probs, unfinished = samples.logprobs_S.tolist(), self._unfinished
         for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
-            state = unfinished[request_id]
-            if state.log_probs is not None:
-                state.log_probs.append(log_probs[index])
-            if state.top_n is not None:
+            state = self._unfinished[request_id]
+            for name, column in state.requested.items():
+                if name in values:
+                    column.append(values[name][index])
+                    continue
                 assert top_ids_SN is not None
                 assert top_logprobs_SN is not None
                 top_n = _params(state.segment).top_n_logprobs
-                state.top_n.append(_top_n(top_ids_SN[index], top_logprobs_SN[index], top_n))
-
-    def _append_ranks(self, update: StepUpdate, ranks: list[int]) -> None:
-        for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
-            state = self._unfinished[request_id]
-            if state.ranks is not None:
-                state.ranks.append(ranks[index])
+                column.append(_top_n(top_ids_SN[index], top_logprobs_SN[index], top_n))
 
     def _append_prompt_scores(self, scored: ScoredPrompt, scores: ScoreResult) -> None:
         segment = segment_of_prompt(self._unfinished[scored.request_id].record.requests)
@@ -422,6 +417,54 @@ class OutputProcessor:
         return None if self._routing is None else _as_tensor(self._routing.take(request_id))
 
 
+def _requested_of(run: TokenRun) -> dict[str, Any]:
+    """Return the REQUESTED_COLUMNS of a run by `run_field`, without those that it lacks."""
+    columns = {column.run_field: getattr(run, column.run_field) for column in REQUESTED_COLUMNS}
+    return {
+        name: own.rows() if isinstance(own, TopNRun) else own
+        for name, own in columns.items()
+        if own is not None
+    }
+
+
+def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str, Any]) -> TokenRuns:
+    """Return the runs of requests whose new tokens each have one policy and one KV run.
+
+    `rows` has, flat, for each request: id, offset, number of tokens, entry version, length of the
+    first token's context, policy version, the four values of VersionSpans.last_run of its KV, and
+    for each column of `requested` whether the request has it.
+    """
+    # NumPy takes several times as long to make an array of a list.
+    packed = struct.pack(f"{len(rows)}q", *rows)
+    of_requests_VR = np.frombuffer(packed, np.int64).reshape(-1, 10 + len(requested)).T
+    request_ids, offsets, counts, entry_versions = of_requests_VR[:4]
+    of_tokens_VT = of_requests_VR[4:10]
+    if len(token_ids) != len(counts):  # else each has one, as where every token is streamed
+        of_tokens_VT = np.repeat(of_tokens_VT, counts, axis=1)
+        ends = np.cumsum(counts)
+        of_tokens_VT[0] += np.arange(len(token_ids)) - np.repeat(ends - counts, counts)
+    length_T, policy_T, start_T, version_T, oldest_T, before_T = of_tokens_VT
+    columns: dict[str, Any] = {}
+    for (name, values), has_values_R in zip(requested.items(), of_requests_VR[10:], strict=True):
+        columns[f"has_{name}"] = has_values_R.astype(np.uint8)
+        if isinstance(values, array):
+            columns[name] = np.array(values)
+        elif values:
+            columns[name] = TopNRun.from_rows(values)
+    return TokenRuns(
+        request_ids=request_ids,
+        attempts=np.zeros_like(request_ids),
+        offsets=offsets,
+        counts=counts.astype(np.int32),
+        entry_versions=entry_versions.astype(np.int32),
+        token_ids=np.array(token_ids),
+        policy_versions=policy_T.astype(np.int32),
+        context_kv_version_min=oldest_T.astype(np.int32),
+        context_kv_version_mean=(before_T + (length_T - start_T) * version_T) / length_T,
+        **columns,
+    )
+
+
 def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
     """Return whether the engine that an unfinished request enters scores its prompt.
 
@@ -473,8 +516,3 @@ def _params(segment: DynamicInferenceRequest) -> SamplingParams:
 
 def _top_n(ids: NDArray[np.int64], logprobs: NDArray[np.float32], top_n: int) -> dict[int, float]:
     return dict(zip(ids[:top_n].tolist(), logprobs[:top_n].tolist(), strict=True))
-
-
-def _empty(typecode: Any, values: object) -> Any:
-    """Return an empty array; None if `values` is None, because they were not requested."""
-    return None if values is None else array(typecode)

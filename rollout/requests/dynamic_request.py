@@ -15,7 +15,14 @@ from typing_extensions import Self
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.codec import SPANS, FieldCodec, encode_fields
-from rollout.requests.columns import COLUMNS, Column, ColumnStore, as_column, lists_when_read
+from rollout.requests.columns import (
+    ARRAY_FIELDS,
+    TOP_N_FIELDS,
+    Array,
+    ColumnStore,
+    as_array,
+    lists_when_read,
+)
 from rollout.requests.event import DynamicInferenceEvent, EventLog
 from rollout.requests.request import InferenceRequest, Status, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -256,7 +263,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         for name, value in vars(self).items():
             if isinstance(value, (list, VersionSpans)):
                 vars(copied)[name] = value.copy()
-        for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
+        for name in TOP_N_FIELDS:
             if (values := getattr(self, name)) is not None:
                 setattr(copied, name, [value and dict(value) for value in values])
         copied.complete()
@@ -282,13 +289,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         del encoded["event_add_engine"]
         return encoded
 
-    def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Column]]:
-        """Return values per token as arrays, and before them the rest of what `serialize` returns,
-        without fields that have their defaults.
+    def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Return the dictionary of `serialize` in two parts: plain values, then arrays per token.
 
-        `deserialize` reads the union of both.
+        Fields that have their defaults are left out. `deserialize` reads the union of both.
         """
-        found = {name: as_column(self.column(name)) for name in COLUMNS}
+        found = {name: as_array(self.column(name)) for name in ARRAY_FIELDS}
         columns = {name: column for name, column in found.items() if column is not None}
         encoded = encode_fields(
             self,

@@ -19,7 +19,7 @@ import torch
 
 from rollout.errors import EngineStateError, ProtocolError
 from rollout.requests.codec import decode_value
-from rollout.requests.columns import COLUMNS, Column
+from rollout.requests.columns import PROMPT_FIELDS, TOKEN_COLUMNS, Array, TokenColumn
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
 from rollout.requests.event import DynamicInferenceEvent, DynamicInferenceEventType
 from rollout.requests.request import Status
@@ -39,9 +39,7 @@ _CLEARED_BY_CHECKPOINT = (
     "generated_text",
     "generated_segments",
     "generated_sequence_lengths",
-    "prompt_log_probs",
-    "prompt_ranks",
-    "prompt_top_n_logprobs",
+    *PROMPT_FIELDS,
     "latency",
     "ttft",
     "routing_indices",
@@ -129,27 +127,21 @@ class DynamicInferenceRequestRecord:
         entry = old.event_add_engine or self.entry_event()
         known_tokens = _followed_by(old.prompt_tokens, [old.column("generated_tokens")])
         self._share_prompts(known_tokens)
-        cleared: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
+        changes: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
+        changes |= {c.field: _empty_like(old.column(c.field)) for c in TOKEN_COLUMNS}
         self.requests.append(
             dataclasses.replace(
                 old,
-                **cleared,
+                **changes,
                 prompt_tokens=known_tokens,
                 sampling_params=params,
                 status=Status.WAITING_IN_QUEUE,
                 finished_chunk_token_count=0,
                 precomputed_block_hashes=[],
-                generated_tokens=[],
-                generated_log_probs=_empty_like(old.column("generated_log_probs")),
-                generated_ranks=_empty_like(old.column("generated_ranks")),
-                generated_top_n_logprobs=_empty_like(old.generated_top_n_logprobs),
-                tpot=_empty_like(old.column("tpot")),
                 events=[],
                 event_add_engine=entry,
                 policy_spans=old.stamped_policy_spans(),
                 kv_spans=VersionSpans(),
-                context_kv_version_min=[],
-                context_kv_version_mean=[],
             )
         )
         if entry is None:
@@ -192,19 +184,15 @@ class DynamicInferenceRequestRecord:
         if not self.requests:
             raise EngineStateError("an empty record has nothing to merge; begin with from_request")
         first, last = self.requests[0], self.current
-        prefilled = segment_of_prompt(self.requests)
         num_chunk_tokens = min(last.finished_chunk_token_count, len(first.prompt_tokens))
         return dataclasses.replace(
             first,
-            **_concatenated_fields(self.requests),
+            **_joined_fields(self.requests),
             status=last.status,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             finished_chunk_token_count=num_chunk_tokens,
             precomputed_block_hashes=vars(first)["precomputed_block_hashes"],
-            prompt_log_probs=_log_probs_tensor(prefilled.column("prompt_log_probs")),
-            prompt_ranks=prefilled.column("prompt_ranks"),
-            prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
             latency=self.latency,
             ttft=_time_to_first_token(self.requests),
             completed_at_version=last.completed_at_version,
@@ -223,7 +211,7 @@ class DynamicInferenceRequestRecord:
         self._drop_known_prompts(encoded)
         return {"requests": encoded, "latency": self.latency}
 
-    def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Column]]]:
+    def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
         """Return the two parts of each segment: DynamicInferenceRequest.serialize_apart."""
         encoded = [request.serialize_apart() for request in self.requests]
         self._drop_known_prompts([segment for segment, _ in encoded])
@@ -321,41 +309,39 @@ def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
 # ---- how the values of several segments become those of one request
 
 
-def _concatenated_fields(segments: Segments) -> dict[str, Any]:
-    """Return the fields of a merged request that are its segments' fields, one after the other."""
-    log_probs = values_from(segments, "generated_log_probs", float("nan"))
+def _joined_fields(segments: Segments) -> dict[str, Any]:
+    """Return the fields of a merged request that are made of the fields of several segments."""
+    prefilled = segment_of_prompt(segments)
+    joined: dict[str, Any] = {name: prefilled.column(name) for name in PROMPT_FIELDS}
+    joined |= {column.field: values_from(segments, column) for column in TOKEN_COLUMNS}
+    for name in ("prompt_log_probs", "generated_log_probs"):
+        joined[name] = _log_probs_tensor(joined[name])
     return {
-        "generated_tokens": _joined([s.column("generated_tokens") for s in segments]),
+        **joined,
         "generated_length": sum(s.num_generated_tokens for s in segments),
         "generated_text": _text(segments),
-        "generated_log_probs": _log_probs_tensor(log_probs),
-        "generated_ranks": values_from(segments, "generated_ranks", 0),
-        "generated_top_n_logprobs": values_from(segments, "generated_top_n_logprobs", None),
-        "tpot": values_from(segments, "tpot", float("nan")),
         "routing_indices": first_known(
             [s.routing_indices for s in segments], max(0, segments[-1].num_tokens - 1)
         ),
         "events": [event for segment in segments for event in segment.events],
-        "context_kv_version_min": _joined([s.column("context_kv_version_min") for s in segments]),
-        "context_kv_version_mean": _joined([s.column("context_kv_version_mean") for s in segments]),
     }
 
 
-def values_from(segments: Segments, name: str, placeholder: object, *, start: int = 0) -> Any:
-    """Return the values `name` of all segments, from generated token `start` on.
+def values_from(segments: Segments, column: TokenColumn, *, start: int = 0) -> Any:
+    """Return the column's values of all segments, from generated token `start` on.
 
-    `placeholder` stands where a segment has no values. Returns None if no segment has any, an array
-    if all are arrays.
+    A segment without values has the column's placeholder for each token. Returns None if no segment
+    has values, an array if all are arrays.
     """
-    columns = [getattr(s, name) if name not in COLUMNS else s.column(name) for s in segments]
-    if all(own is None for own in columns):
+    held = [segment.column(column.field) for segment in segments]
+    if all(own is None for own in held):
         return None
     parts: list[Any] = []
-    for segment, own in zip(segments, columns, strict=True):
+    for segment, own in zip(segments, held, strict=True):
         num_tokens = segment.num_generated_tokens
         if start < num_tokens:
             has_none = own is None or not len(own)
-            parts.append([placeholder] * (num_tokens - start) if has_none else own[start:])
+            parts.append([*column.placeholder] * (num_tokens - start) if has_none else own[start:])
         start = max(0, start - num_tokens)
     return _joined(parts)
 

@@ -17,6 +17,7 @@ from rollout.requests.codec import (
     decode_fields,
     encode_fields,
 )
+from rollout.requests.columns import TOP_N_FIELDS
 from rollout.sampling_params import SamplingParams
 
 Request = TypeVar("Request", bound="InferenceRequest")
@@ -70,8 +71,7 @@ class InferenceRequest:
         "sampling_params": SAMPLING_PARAMS,
         "inference_parameters": SAMPLING_PARAMS,
         "status": FieldCodec(lambda status: status.name, lambda name: Status[name]),
-        "prompt_top_n_logprobs": TOP_N,
-        "generated_top_n_logprobs": TOP_N,
+        **dict.fromkeys(TOP_N_FIELDS, TOP_N),
     }
 
     def __post_init__(self) -> None:

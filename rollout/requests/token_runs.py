@@ -1,16 +1,26 @@
-"""Generated tokens with their provenance: runs of one request by offset, and of many requests."""
+"""Newly generated tokens with their provenance: TokenRun of one request, TokenRuns of many.
+
+An engine makes them (OutputProcessor.new_tokens, TokenRun.of); the coordinator, its clients and the
+HTTP server send, cut and join them. Columns that a request may lack (log-probs, ranks, top-n) are
+the REQUESTED_COLUMNS of rollout.requests.columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from rollout.errors import ProtocolError
+from rollout.requests.columns import REQUESTED_COLUMNS, TOKEN_COLUMNS
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.record import DynamicInferenceRequestRecord, values_from
+from rollout.sampling_params import SamplingParams
+from rollout.version_spans import VersionSpans
 from rollout.wire import (
     Count,
     Flags,
@@ -24,13 +34,11 @@ from rollout.wire import (
     columns_of,
 )
 
-R = TypeVar("R", "TopNRun", "TokenRun")
-
 
 class TopNRun(WithColumns, frozen=True, kw_only=True):
     """The most probable tokens at each of n positions, in one set of arrays.
 
-    counts: int32 [n], tokens per position, -1 where the document has None. token_ids: int32,
+    counts: int32 [n], tokens per position, -1 where the request has None. token_ids: int32,
     log_probs: float32, both [sum of the counts].
     """
 
@@ -47,6 +55,19 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
                 f"TopNRun: {total} counted, {len(self.token_ids)} ids, "
                 f"{len(self.log_probs)} log-probs"
             )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, part: slice) -> TopNRun:
+        """Return the positions of a slice, which has no step."""
+        start, end, _ = part.indices(len(self))
+        first, last = self._num_tokens_before(start), self._num_tokens_before(end)
+        return TopNRun(
+            counts=self.counts[start:end],
+            token_ids=self.token_ids[first:last],
+            log_probs=self.log_probs[first:last],
+        )
 
     def _num_tokens_before(self, position: int) -> int:
         return int(np.maximum(self.counts[:position], 0).sum(dtype=np.int64))
@@ -69,22 +90,12 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
             for count in self.counts.tolist()
         ]
 
-    def positions(self, start: int, end: int | None = None) -> TopNRun:
-        """Return the run of the positions [start, end); to the last one if `end` is None."""
-        counts_n = self.counts[start:end]
-        first, last = map(self._num_tokens_before, (start, start + len(counts_n)))
-        return TopNRun(
-            counts=counts_n,
-            token_ids=self.token_ids[first:last],
-            log_probs=self.log_probs[first:last],
-        )
-
 
 class TokenRun(WithColumns, frozen=True, kw_only=True):
     """Generated tokens [offset, offset + n) of a request with their provenance.
 
-    Offsets count the merged generated tokens, over all segments and attempts. entry_version: the
-    weights version under which the request entered its first engine.
+    Offsets count the generated tokens of all segments and attempts. entry_version: the weights
+    version under which the request entered its first engine.
     token_ids, policy_versions, context_kv_version_min: int32 [n]; context_kv_version_mean:
     float64 [n]; log_probs: float32 [n], ranks: int32 [n] and top_n if they were asked for.
     """
@@ -99,13 +110,42 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
     ranks: TokenIds | None = None
     top_n: TopNRun | None = None
 
+    @classmethod
+    def of(cls, record: DynamicInferenceRequestRecord, offset: int) -> TokenRun | None:
+        """Return the generated tokens of `record` from `offset` on; None if there are none.
+
+        The cost depends on the number of these tokens, not on the number before them.
+        """
+        tails = _tails(record, offset)
+        if not tails:
+            return None
+        first, last = len(record[0].prompt_tokens) + offset, record.current.num_tokens
+        contexts = [segment.context_kv_versions(start) for segment, start in tails]
+        token_ids = [np.asarray(s.column("generated_tokens")[i:], np.int32) for s, i in tails]
+        requested: dict[str, Any] = {}
+        for column in REQUESTED_COLUMNS:
+            values = values_from(record.requests, column, start=offset)
+            if values is not None:
+                is_array = bool(column.typecode)
+                new = np.array(values, column.typecode) if is_array else TopNRun.from_rows(values)
+                requested[column.run_field] = new
+        return cls(
+            offset=offset,
+            entry_version=record[0].weights_version,
+            token_ids=np.concatenate(token_ids),
+            policy_versions=record.current.stamped_policy_spans().slice(first, last).to_array(),
+            context_kv_version_min=np.concatenate([oldest for oldest, _ in contexts]),
+            context_kv_version_mean=np.concatenate([mean for _, mean in contexts]),
+            **requested,
+        )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        lengths = [len(getattr(self, name)) for name in _PER_TOKEN]
-        lengths += [len(column) for column in (self.log_probs, self.ranks) if column is not None]
-        lengths += [] if self.top_n is None else [len(self.top_n.counts)]
-        if lengths.count(lengths[0]) != len(lengths):
-            raise ProtocolError(f"TokenRun: arrays of different lengths, {lengths[0]} token ids")
+        num_tokens = len(self.token_ids)
+        for name in (*_PER_TOKEN, *_REQUESTED):
+            column = getattr(self, name)
+            if column is not None and len(column) != num_tokens:
+                raise ProtocolError(f"TokenRun: {len(column)} {name} for {num_tokens} token ids")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -125,26 +165,55 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
             raise ProtocolError(f"tokens [{offset}, {self.offset}) are missing")
         if num_known == 0:
             return self
-        return replace(
-            self,
-            **{name: getattr(self, name)[num_known:] for name in _PER_TOKEN},
-            offset=offset,
-            log_probs=None if self.log_probs is None else self.log_probs[num_known:],
-            ranks=None if self.ranks is None else self.ranks[num_known:],
-            top_n=None if self.top_n is None else self.top_n.positions(num_known),
-        )
+        columns = {name: getattr(self, name) for name in (*_PER_TOKEN, *_REQUESTED)}
+        rest = {name: None if own is None else own[num_known:] for name, own in columns.items()}
+        return replace(self, offset=offset, **rest)
+
+    def request_fields(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the tokens as fields of the DynamicInferenceRequest that goes on after them.
+
+        Values that are not in a run, such as the tokens' times, have their placeholders.
+        """
+        fields: dict[str, Any] = {}
+        for column in TOKEN_COLUMNS:
+            if not column.run_field:
+                fields[column.field] = np.full(len(self), column.placeholder[0], column.typecode)
+            elif column.is_wanted(params):
+                values = getattr(self, column.run_field)
+                fields[column.field] = values.rows() if isinstance(values, TopNRun) else values
+        return fields
+
+    def policy_spans(self, num_prompt_tokens: int) -> VersionSpans:
+        """Return the version of each token of the prompt and of the run, which begins after it."""
+        spans = VersionSpans([(num_prompt_tokens, self.entry_version)])
+        for version in self.policy_versions.tolist():
+            spans.append(1, version)
+        return spans
 
 
-# Every run has these; log_probs, ranks and top_n only if they were requested.
-_PER_TOKEN = ("token_ids", "policy_versions", "context_kv_version_min", "context_kv_version_mean")
+def _tails(
+    record: DynamicInferenceRequestRecord, offset: int
+) -> list[tuple[DynamicInferenceRequest, int]]:
+    """Return the segments with generated tokens from `offset` on, and where each one starts."""
+    tails = []
+    for segment in record.requests:
+        num_generated = segment.num_generated_tokens
+        if offset < num_generated:
+            tails.append((segment, max(offset, 0)))
+        offset -= num_generated
+    return tails
+
+
+_REQUESTED = tuple(column.run_field for column in REQUESTED_COLUMNS)
+_PER_TOKEN = tuple(name for name in columns_of(TokenRun) if name not in _REQUESTED)
 
 
 class TokenRuns(WithColumns, frozen=True, kw_only=True):
     """The TokenRuns of R attempts with T tokens together, in one set of columns.
 
-    request_ids, attempts, offsets: int64 [R]; counts: int32 [R], how many tokens each has;
-    entry_versions: int32 [R]. has_log_probs, has_ranks, has_top_n: uint8 [R], which attempts have
-    log_probs (float32), ranks (int32) and top_n. The others are as in TokenRun, [T].
+    request_ids, attempts, offsets: int64 [R]; counts: int32 [R], tokens of each; entry_versions:
+    int32 [R]. has_log_probs, has_ranks, has_top_n: uint8 [R], 1 for attempts with tokens in
+    log_probs (float32), ranks (int32) and top_n. The other columns are as in TokenRun, [T].
     """
 
     request_ids: Ids
@@ -167,73 +236,59 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         super().__post_init__()
         num_requests = len(self.request_ids)
         if any(len(getattr(self, name)) != num_requests for name in _PER_REQUEST):
-            raise ProtocolError(f"TokenRuns: columns of other lengths than {num_requests} requests")
-        num_tokens, num_log_probs, num_ranks, num_top_n = self._num_before(num_requests)
-        if not (
-            all(len(getattr(self, name)) == num_tokens for name in _PER_TOKEN)
-            and len(self.log_probs) == num_log_probs
-            and len(self.ranks) == num_ranks
-            and (0 if self.top_n is None else len(self.top_n.counts)) == num_top_n
-        ):
-            raise ProtocolError(f"TokenRuns: columns of other lengths than {num_tokens} tokens")
+            raise ProtocolError(
+                f"TokenRuns: a column of another length than {num_requests} requests"
+            )
+        for name, num_tokens in self._num_before(num_requests).items():
+            column = getattr(self, name)
+            if num_tokens != (0 if column is None else len(column)):
+                raise ProtocolError(f"TokenRuns: {name} of another length than {num_tokens} tokens")
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
-    def _num_before(self, row: int) -> tuple[int, int, int, int]:
-        """Return the numbers of tokens, log-probs, ranks and top-n positions of the attempts before
-        `row`."""
+    def _num_before(self, row: int) -> dict[str, int]:
+        """Return how many values each column has of the attempts before `row`."""
         counts = self.counts[:row]
-        return (
-            int(counts.sum(dtype=np.int64)),
-            int(counts[self.has_log_probs[:row] != 0].sum(dtype=np.int64)),
-            int(counts[self.has_ranks[:row] != 0].sum(dtype=np.int64)),
-            int(counts[self.has_top_n[:row] != 0].sum(dtype=np.int64)),
-        )
+        numbers = dict.fromkeys(_PER_TOKEN, int(counts.sum(dtype=np.int64)))
+        for name in _REQUESTED:
+            has_values = getattr(self, f"has_{name}")[:row] != 0
+            numbers[name] = int(counts[has_values].sum(dtype=np.int64))
+        return numbers
 
     def rows(self, start: int, end: int) -> TokenRuns:
         """Return the runs of the attempts [start, end); the arrays are views."""
-        tokens, log_probs, ranks, top_n = map(slice, self._num_before(start), self._num_before(end))
-        cut: dict[str, Any] = {
-            **{name: getattr(self, name)[start:end] for name in _PER_REQUEST},
-            **{name: getattr(self, name)[tokens] for name in _PER_TOKEN},
-        }
-        if self.top_n is not None:
-            cut["top_n"] = self.top_n.positions(top_n.start, top_n.stop)
-        return replace(self, log_probs=self.log_probs[log_probs], ranks=self.ranks[ranks], **cut)
+        cut: dict[str, Any] = {name: getattr(self, name)[start:end] for name in _PER_REQUEST}
+        before, after = self._num_before(start), self._num_before(end)
+        for name, first in before.items():
+            column = getattr(self, name)
+            cut[name] = None if column is None else column[first : after[name]]
+        return replace(self, **cut)
 
     def apart(self) -> Iterator[tuple[int, int, TokenRun]]:
         """Yield (request id, attempt, its run); the arrays are views."""
         rows = zip(*(getattr(self, name).tolist() for name in _PER_REQUEST), strict=True)
-        columns = {name: getattr(self, name) for name in _PER_TOKEN}
-        start = start_log_probs = start_ranks = start_top_n = 0
-        for request_id, attempt, offset, count, entry_version, *has in rows:
-            has_log_probs, has_ranks, has_top_n = has
-            end, log_probs, ranks, top_n = start + count, None, None, None
-            if has_log_probs:
-                log_probs = self.log_probs[start_log_probs : start_log_probs + count]
-                start_log_probs += count
-            if has_ranks:
-                ranks = self.ranks[start_ranks : start_ranks + count]
-                start_ranks += count
-            if has_top_n and self.top_n is not None:
-                top_n = self.top_n.positions(start_top_n, start_top_n + count)
-                start_top_n += count
-            run = TokenRun(
-                offset=offset,
-                entry_version=entry_version,
-                **{name: column[start:end] for name, column in columns.items()},
-                log_probs=log_probs,
-                ranks=ranks,
-                top_n=top_n,
-            )
+        columns = [(name, getattr(self, name)) for name in _PER_TOKEN]
+        requested = [(name, getattr(self, name)) for name in _REQUESTED]
+        start, starts = 0, dict.fromkeys(_REQUESTED, 0)
+        for request_id, attempt, offset, count, entry_version, *flags in rows:
+            end = start + count
+            own = {name: column[start:end] for name, column in columns}
+            for (name, column), has_values in zip(requested, flags, strict=True):
+                if has_values and column is not None:
+                    own[name] = column[starts[name] : starts[name] + count]
+                    starts[name] += count
+            yield request_id, attempt, TokenRun(offset=offset, entry_version=entry_version, **own)
             start = end
-            yield request_id, attempt, run
+
+    def with_attempts(self, attempts: Sequence[int]) -> TokenRuns:
+        """Return the runs as those of other attempts, one number per request."""
+        return replace(self, attempts=np.array(attempts, np.int64))
 
 
 _PER_REQUEST = (
     *("request_ids", "attempts", "offsets", "counts", "entry_versions"),
-    *("has_log_probs", "has_ranks", "has_top_n"),
+    *(f"has_{name}" for name in _REQUESTED),
 )
 
 
@@ -246,19 +301,20 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
     for before, run in pairwise(runs):
         if run.offset != before.end:
             raise ProtocolError(f"a run from {run.offset} does not follow one up to {before.end}")
-    top_n = [run.top_n for run in runs if run.top_n is not None]
-    joined_top_n = replace(top_n[0], **_joined(top_n)) if len(top_n) == len(runs) else None
-    if top_n and joined_top_n is None:
-        raise ProtocolError(f"only {len(top_n)} of {len(runs)} runs have top_n")
-    return replace(runs[0], top_n=joined_top_n, **_joined(runs))
+    return replace(runs[0], **_joined(runs, (*_PER_TOKEN, *_REQUESTED)))
 
 
-def _joined(runs: Sequence[R]) -> dict[str, npt.NDArray[Any] | None]:
+def _joined(
+    runs: Sequence[TokenRun] | Sequence[TopNRun], names: Sequence[str]
+) -> dict[str, npt.NDArray[Any] | TopNRun | None]:
     """Return each column of the runs joined; None where all runs have None."""
-    joined: dict[str, npt.NDArray[Any] | None] = {}
-    for name in columns_of(type(runs[0])):
+    joined: dict[str, npt.NDArray[Any] | TopNRun | None] = {}
+    for name in names:
         present = [part for run in runs if (part := getattr(run, name)) is not None]
         if present and len(present) != len(runs):
             raise ProtocolError(f"only {len(present)} of {len(runs)} runs have {name}")
-        joined[name] = np.concatenate(present) if present else None
+        if present and isinstance(present[0], TopNRun):
+            joined[name] = replace(present[0], **_joined(present, [*columns_of(TopNRun)]))
+        else:
+            joined[name] = np.concatenate(present) if present else None
     return joined

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
-from rollout.coordinator.protocol.packed import token_run
-from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.token_runs import TokenRun, TopNRun
 from rollout.version_spans import VersionSpans
 
@@ -70,11 +68,9 @@ def run_of_merged(history: DynamicInferenceRequestRecord, offset: int) -> TokenR
 @pytest.mark.parametrize("offset", range(NUM_TOKENS))
 def test_a_run_is_the_tail_of_the_merged_record(offset: int, values_in: tuple[int, ...]) -> None:
     history = record(values_in=values_in)
-    tokens = GeneratedTokens.of(Unmerged(history.requests), offset)
-    assert tokens is not None
-    assert token_run(tokens) == run_of_merged(history, offset)
+    assert TokenRun.of(Unmerged(history.requests), offset) == run_of_merged(history, offset)
 
 
 @pytest.mark.parametrize("offset", [NUM_TOKENS, NUM_TOKENS + 1])
 def test_a_record_without_news_costs_no_copy(offset: int) -> None:
-    assert GeneratedTokens.of(Unmerged(record(values_in=(0,)).requests), offset) is None
+    assert TokenRun.of(Unmerged(record(values_in=(0,)).requests), offset) is None
