@@ -37,7 +37,7 @@ from rollout.control.state import (
     StateMachine,
     Transition,
 )
-from rollout.engine.suspension import KV_CACHE, OWNERS, WEIGHTS
+from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -180,8 +180,10 @@ class _FakeEngine:
         self, mode: str | None, release: Sequence[str], discard_weights: bool
     ) -> SuspendReport:
         with self.machine.command(SUSPEND) as is_first:
-            if isinstance(release, str) or not set(release) <= set(OWNERS):
-                raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
+            if isinstance(release, str) or not set(release) <= set(RESOURCES):
+                raise ConfigError(
+                    f"release={release!r} must be a tuple of some of {list(RESOURCES)}"
+                )
             if discard_weights and WEIGHTS not in release:
                 raise ConfigError(f"discard_weights=True needs 'weights' in release={release!r}")
             chosen = self.default_mode if mode is None else _mode_of(mode)
@@ -204,8 +206,8 @@ class _FakeEngine:
         )
 
     def resume(self, only: str | None) -> ResumeReport:
-        if only is not None and only not in OWNERS:
-            raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}")
+        if only is not None and only not in RESOURCES:
+            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}")
         restored = self.released if only is None else self.released & {only}
         if self.released - restored and self.machine.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")

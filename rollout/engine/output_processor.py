@@ -1,5 +1,7 @@
-"""OutputProcessor: holds the records of an engine's requests and writes each step's output into
+"""OutputProcessor: holds the records of an engine's requests and writes the output of steps into
 them.
+
+The engine adds and takes records; StepPipeline passes on what the scheduler decided and sampled.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from rollout.version_spans import VersionSpans
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The record of an unfinished request, and direct references to what grows in it.
+    """The record of an unfinished request, and direct references to its growing values.
 
     The current segment's values are arrays, not lists: a token takes 4 bytes instead of 40. Records
     that leave the engine are complete, with lists.
 
-    entry_time, last_token_time: on the monotonic clock; the latter is None before the first token.
+    entry_time, last_token_time: by time.monotonic; the latter is None before the first token.
     num_unscored: the number of tokens with which the request entered, if its prompt is scored here,
         else None.
     segment: the current segment.
@@ -64,7 +66,7 @@ class RequestState:
         self.begin_segment()
 
     def begin_segment(self) -> None:
-        """Put arrays into the current segment, which has generated nothing yet."""
+        """Put empty arrays into the current segment, which has no generated tokens yet."""
         segment: Any = self.record.current  # its fields are lists for everybody else
         self.segment, self.num_prompt = segment, len(segment.prompt_tokens)
         self.num_before = self.num_prompt - len(self.record[0].prompt_tokens)
@@ -81,7 +83,7 @@ class RequestState:
 class OutputProcessor:
     """Holds one record per request. The record of an ended request is returned once and dropped.
 
-    The record of an unfinished request is incomplete: only copies of it leave this object.
+    The record of an unfinished request is incomplete, so only copies of it leave this object.
     """
 
     def __init__(
@@ -92,10 +94,10 @@ class OutputProcessor:
         totals: RequestTotals,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`totals`: counters of requests and tokens. `routing`: record of the tokens' experts, if
-        they are recorded."""
+        """`totals`: counters of requests and tokens. `routing`: the record of the tokens' experts;
+        None if they are not recorded."""
         self._totals, self._routing = totals, routing
-        self._last_tokens_at = 0.0  # on the monotonic clock
+        self._last_tokens_at = 0.0  # by time.monotonic
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._unfinished: dict[int, RequestState] = {}  # queued requests included
@@ -163,17 +165,17 @@ class OutputProcessor:
         return request_id in self._ended
 
     def ended(self, request_ids: Iterable[int]) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of ended requests, which stay here until `forget_ended`."""
+        """Return the records of ended requests, which stay here until `drop_ended`."""
         return [self._ended[request_id] for request_id in request_ids]
 
-    def forget_ended(self, request_ids: Iterable[int]) -> None:
+    def drop_ended(self, request_ids: Iterable[int]) -> None:
         """Drop the records of ended requests, which the caller has received."""
         for request_id in request_ids:
             del self._ended[request_id]
 
     def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
         """Keep records that `ended` returned, dropped or not, because they did not reach the
-        caller."""
+        caller of the engine."""
         self._ended.update({record.request_id: record for record in records})
 
     def ended_ids(self) -> list[int]:
@@ -245,7 +247,7 @@ class OutputProcessor:
             runs.context_kv_version_mean[at] = run.context_kv_version_mean
         return runs
 
-    # ---- what the scheduler decided
+    # ---- the scheduler's decisions
 
     def set_running(self, request_ids: Iterable[int]) -> None:
         """Mark requests as running."""
@@ -265,9 +267,9 @@ class OutputProcessor:
         """Mark requests that lost their KV as queued. Each gets a new segment, whose prompt is all
         of its tokens so far.
 
-        Only preemption adds an EVICT event. A request that had generated nothing and was not
-        preempted starts again as the same segment. Its experts are not kept, because no token was
-        sampled from them.
+        Only preemption adds an EVICT event. A request without generated tokens that was not
+        preempted keeps its segment. Its recorded experts are dropped, because no token was sampled
+        from that pass.
         """
         for request_id in request_ids:
             state = self._unfinished[request_id]
@@ -314,7 +316,7 @@ class OutputProcessor:
     def _append_tokens(self, update: StepUpdate, now: float) -> None:
         """Append a token and its versions to each request.
 
-        A step of 1,000 rows passes here 1,000 times, so that nothing is looked up or called twice.
+        The loop runs 1,000 times in a step of 1,000 rows, so nothing is looked up or called twice.
         """
         unfinished, version = self._unfinished, update.weights_version
         totals, previous, num_after_previous = self._totals, self._last_tokens_at, 0
@@ -326,7 +328,7 @@ class OutputProcessor:
             if before is None:
                 before = state.entry_time
                 state.segment.ttft = now - before
-                if not state.num_before:  # else another engine has drawn the first token
+                if not state.num_before:  # else another engine has sampled the first token
                     totals.add_first_token(state.num_prompt, now - before)
             elif before == previous:
                 num_after_previous += 1
@@ -466,10 +468,10 @@ def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str,
 
 
 def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
-    """Return whether the engine that an unfinished request enters scores its prompt.
+    """Return whether the engine must score the prompt of an unfinished request that enters it.
 
-    It does if scores are wanted and the request has generated nothing yet, or lost its scores with
-    another engine.
+    It must if scores are wanted, and the request has no generated tokens yet, or came from another
+    engine without its scores.
     """
     first = record[0]
     is_fresh = len(record.current.prompt_tokens) == len(first.prompt_tokens)
@@ -478,10 +480,10 @@ def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
 
 
 def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int | None) -> None:
-    """Reset the current segment to its state in the queue: it computes its whole prompt again.
+    """Reset the current segment to its state in the queue: its whole prompt is computed again.
 
-    Its prompt is scored again if it is the original one, or the `num_unscored` tokens with which
-    the request entered.
+    The prompt is also scored again if it is the original one, or has the `num_unscored` tokens with
+    which the request entered.
     """
     segment = record.current
     segment.status = Status.WAITING_IN_QUEUE
@@ -495,7 +497,7 @@ def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int |
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, are_wanted: bool) -> None:
-    """Set the prompt's columns: empty where scores are wanted, else None."""
+    """Set the prompt's columns to empty arrays if scores are wanted, else to None."""
     values: Any = array("f")  # lists for everybody else, as in RequestState
     ranks: Any = array("i")
     params = _params(segment)

@@ -171,7 +171,7 @@ class ColumnStore:
 
 
 def as_array(values: Any) -> Array | None:
-    """Return numbers as an array whose list has the same numbers; None if no array type has."""
+    """Return numbers as an array that holds the same numbers; None if no array type can."""
     if isinstance(values, list):
         types = set(map(type, values))
         if types != {int} and types != {float}:

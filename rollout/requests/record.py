@@ -1,8 +1,9 @@
 """DynamicInferenceRequestRecord: the history of one request over its checkpoints.
 
-A merged request concatenates the values of its segments. A segment without values contributes
-placeholders, one per generated token, so that values stay aligned with tokens. If no segment has
-values the result is None.
+OutputProcessor owns the records of an engine's requests. A record moves to another engine by
+`serialize`, and becomes the request that a user gets by `merge`: it joins the values of the
+segments. A segment without values of a token column contributes the column's placeholders, so that
+values stay aligned with tokens. If no segment has values the result is None.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _CLEARED_BY_CHECKPOINT = (
 class DynamicInferenceRequestRecord:
     """All segments of one request, oldest first; only the last one grows. `latency` in seconds.
 
-    The last segment holds the record's clock, the versions its staleness is relative to. A record
-    that no engine owns is aged by `increment_staleness`; an engine calls `observe_version` before
-    it hands a record out.
+    The last segment holds the record's clocks: the versions to which staleness is relative.
+    `increment_staleness` ages a record outside of an engine; an engine calls `observe_version`
+    before a record leaves it.
     """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -61,7 +62,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
-        """Return a record of `request`, which stays its first segment."""
+        """Return a record whose only segment is `request`."""
         return cls(requests=[request])
 
     def __getitem__(self, idx: int) -> DynamicInferenceRequest:
@@ -80,25 +81,27 @@ class DynamicInferenceRequestRecord:
 
     @property
     def policy_clock(self) -> int:
-        """The version policy staleness is relative to; at first that of the request's entry."""
+        """The version to which policy staleness is relative; at first the version of the entry."""
         clock = self.current.policy_clock
         return self.current.weights_version if clock is None else clock
 
     @property
     def kv_clock(self) -> int:
-        """The version KV staleness is relative to; at first that of the request's entry."""
+        """The version to which KV staleness is relative; at first the version of the entry."""
         clock = self.current.kv_clock
         return self.current.weights_version if clock is None else clock
 
     def observe_version(self, version: int) -> None:
-        """Set the clock to the engine's weights version. A completed request keeps its own."""
+        """Set both clocks to the engine's weights version. A completed request keeps its
+        version.
+        """
         self.current.policy_clock = version
         self.current.kv_clock = version
 
     def increment_staleness(self, policy_only: bool = False) -> None:
         """Age all tokens so far by one version, unless the request is completed.
 
-        With `policy_only` the KV clock stands still: for requests that have no KV to age.
+        `policy_only`: the KV clock stays, for a request that has no KV.
         """
         request = self.current
         policy_clock, kv_clock = self.policy_clock, self.kv_clock
@@ -113,14 +116,14 @@ class DynamicInferenceRequestRecord:
         request.kv_clock = kv_clock + 1
 
     def checkpoint(self, tokenizer: object = None) -> None:
-        """Append a segment whose prompt is everything so far, to be prefilled again.
+        """Append a segment whose prompt is all tokens so far, to be prefilled again.
 
-        Policy spans are carried, KV spans start anew, block hashes are recomputed when they are
-        read, and num_tokens_to_generate shrinks by what was generated. The prompts of all segments
-        are views of one tensor: a segment costs little, however long they are.
-        The new segment has the event of the request's entry; a request that was in no engine yet
-        enters now, by the new segment's log. `tokenizer` is accepted for callers of the former
-        interface and not used. Raises EngineStateError if no token is left to generate.
+        Policy spans continue, KV spans start empty, block hashes are recomputed when they are read,
+        and num_tokens_to_generate shrinks by the tokens generated. The prompts of all segments are
+        views of one tensor, so a segment costs little memory.
+        The new segment has the event of the request's entry; if there is none, it logs one now.
+        `tokenizer` is accepted for callers of the former interface and not used. Raises
+        EngineStateError if no token is left to generate.
         """
         old = self.current
         params = _remaining_params(old)
@@ -148,8 +151,8 @@ class DynamicInferenceRequestRecord:
             self.current.add_event_add_engine()
 
     def entry_event(self) -> DynamicInferenceEvent | None:
-        """Return the request's first ADD_ENGINE event, None without one. A record that came over
-        the wire has the event in `events` alone."""
+        """Return the request's first ADD_ENGINE event; None if there is none. A deserialized record
+        has the event in `events` alone."""
         events = (event for segment in self.requests for event in segment.events)
         entries = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         return next(entries, None)
@@ -163,7 +166,7 @@ class DynamicInferenceRequestRecord:
                 segment.prompt_tokens = known_tokens[: len(segment.prompt_tokens)]
 
     def copy(self) -> DynamicInferenceRequestRecord:
-        """Return a record as of now: complete, and with segments and prompts of its own."""
+        """Return a complete copy as of now, with segments and prompts of its own."""
         copied = DynamicInferenceRequestRecord(
             [segment.copy() for segment in self.requests], self.latency
         )
@@ -174,11 +177,11 @@ class DynamicInferenceRequestRecord:
         return copied
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """Return the whole history as one request, as if it had never been checkpointed.
+        """Return the history as one request, as if it had never been checkpointed.
 
-        What describes the prompt comes from the first segment, the outcome from the last, the
-        rest is concatenated; log-probs are float32 tensors. Each position's experts are those of
-        the first segment that knows them. The record does not change.
+        Fields of the prompt come from the first segment and fields of the outcome from the last;
+        values per token and events are joined. Log-probs are float32 tensors. Each position has
+        the experts of the first segment that recorded them. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
         if not self.requests:
@@ -203,9 +206,9 @@ class DynamicInferenceRequestRecord:
         )
 
     def serialize(self) -> dict[str, Any]:
-        """Return the record as a dictionary that msgpack can carry.
+        """Return the record as a dictionary for msgpack.
 
-        If each segment continues the one before, only the first prompt is in it.
+        If each segment continues the one before, only the first segment's prompt is included.
         """
         encoded = [request.serialize() for request in self.requests]
         self._drop_known_prompts(encoded)
@@ -224,7 +227,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
-        """Return the record that `serialize` wrote. Raises ProtocolError if it is not one."""
+        """Return the record that `serialize` wrote. Raises ProtocolError for anything else."""
         if not isinstance(obj, Mapping):
             raise ProtocolError(
                 f"not an encoded record but a {type(obj).__name__}; pass the dictionary that "
@@ -259,7 +262,7 @@ def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None
 
 
 def _empty_like(values: object) -> list[Any] | None:
-    """Return a list to append to if `values` were kept, None if they were not asked for."""
+    """Return a list to append to; None if `values` is None, because they were not requested."""
     return None if values is None else []
 
 
@@ -283,9 +286,9 @@ def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bo
 
 
 def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return encoded segments, each of which continues the one before, with their prompts.
+    """Return encoded segments with their prompts, which follow from the first prompt.
 
-    Raises ProtocolError if they have no tokens.
+    Each segment continues the one before. Raises ProtocolError if a segment has no token field.
     """
     try:
         generated = [segment["generated_tokens"] for segment in encoded]
@@ -306,7 +309,7 @@ def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
     return request_type.deserialize(obj)
 
 
-# ---- how the values of several segments become those of one request
+# ---- merging the values of several segments
 
 
 def _joined_fields(segments: Segments) -> dict[str, Any]:
@@ -354,7 +357,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
-    """Return the segment that answers for the original prompt: the last one that has no other.
+    """Return the last segment whose prompt is the original one: it has the prompt's values.
 
     It is the first segment, unless that was evicted before its first token and started over.
     """
@@ -365,7 +368,7 @@ def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
 def _log_probs_tensor(
     log_probs: torch.Tensor | npt.NDArray[Any] | list[float] | None,
 ) -> torch.Tensor | None:
-    """Return log-probs as a float32 tensor [num_tokens] on the CPU, None if there are none."""
+    """Return log-probs as a float32 tensor [num_tokens] on the CPU; None stays None."""
     if log_probs is None:
         return None
     if isinstance(log_probs, np.ndarray):
@@ -374,7 +377,7 @@ def _log_probs_tensor(
 
 
 def _time_to_first_token(segments: Segments) -> float | None:
-    """Return seconds from ADD_ENGINE to the first token of any segment, None without either.
+    """Return seconds from ADD_ENGINE to the first token of any segment; None if one is missing.
 
     An engine sets `ttft` itself, since GENERATED_TOKEN events are optional.
     """

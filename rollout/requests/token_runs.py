@@ -282,7 +282,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
             start = end
 
     def with_attempts(self, attempts: Sequence[int]) -> TokenRuns:
-        """Return the runs as those of other attempts, one number per request."""
+        """Return the runs with these attempts, one number per request."""
         return replace(self, attempts=np.array(attempts, np.int64))
 
 

@@ -149,7 +149,7 @@ def _add_policy_version(engine: InspectedEngine) -> None:
 
 
 def _lose_log_prob(engine: InspectedEngine) -> None:
-    record(engine).log_probs.pop()
+    record(engine).requested["log_probs"].pop()
 
 
 def _count_entry(engine: InspectedEngine) -> None:

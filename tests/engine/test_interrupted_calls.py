@@ -285,7 +285,7 @@ def test_at_the_end_of_the_process_a_call_ends_and_no_other_thread_gets_in() -> 
 
     threading.Thread(target=call_for_ever, daemon=True).start()
     assert inside.wait(60)
-    held = threading.Thread(target=guard.hold_at_exit)
+    held = threading.Thread(target=guard.block_at_exit)
     held.start()
     while guard._ends_process is None:
         time.sleep(0.001)

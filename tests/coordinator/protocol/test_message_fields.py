@@ -276,7 +276,9 @@ def test_require_valid_names_the_field_with_a_wrong_value(example):
 
 
 def test_what_msgpack_has_no_form_for_is_not_sent():
-    with pytest.raises(ProtocolError, match="Commit cannot be sent: object is no value"):
+    with pytest.raises(
+        ProtocolError, match="Commit cannot be sent: object cannot be part of a message"
+    ):
         encode(wire.Commit(command_id=object(), version=1))
     with pytest.raises(ProtocolError, match="Commit cannot be sent"):
         encode(wire.Commit(command_id=2**64, version=1))
