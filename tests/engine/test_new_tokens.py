@@ -1,4 +1,4 @@
-"""What running requests have generated since, in columns, is what their records say."""
+"""`Engine.new_tokens` equals the tails of the requests' records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def params(index: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_columns_are_those_of_the_records_whatever_happens_between_two_reports(seed: int) -> None:
+def test_new_tokens_equal_the_tails_of_the_records_at_any_time(seed: int) -> None:
     """Steps, new versions amid the tokens, requests sent back to the queue: in random order."""
     draw = random.Random(seed)
     engine = tiny_engine(MODEL, num_blocks=64, weights_version=2)
@@ -55,7 +55,7 @@ def test_columns_are_those_of_the_records_whatever_happens_between_two_reports(s
     assert sum(offsets.values()) > 20
 
 
-def test_requests_that_have_ended_or_are_unknown_have_no_new_tokens() -> None:
+def test_new_tokens_leaves_out_ended_and_unknown_requests() -> None:
     engine = tiny_engine(MODEL, num_blocks=64)
     engine.add_request(prompt_of(5), SamplingParams(num_tokens_to_generate=1))
     assert not len(engine.new_tokens([(0, 0), (7, 0)]).request_ids)

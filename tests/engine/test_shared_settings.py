@@ -1,5 +1,5 @@
-"""Which settings all engines of a fleet must have alike: each field is compared, or named as one in
-which engines may differ.
+"""shared_settings: every field of a config or model is compared, or listed as one that may
+differ.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def spec() -> ModelSpec:
 
 
 def changed(of: Any, name: str, value: Any) -> Any:
-    """A copy with another value, which need not be a legal one."""
+    """Return a copy with another value, legal or not."""
     other = copy(of)
     object.__setattr__(other, name, value)
     return other
@@ -84,7 +84,7 @@ def test_a_config_field_is_compared_if_replies_depend_on_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ModelSpec)])
-def test_each_number_of_a_model_is_compared(name: str) -> None:
+def test_each_field_of_a_model_spec_is_compared(name: str) -> None:
     value, own = getattr(spec(), name), settings(spec())
     if is_dataclass(value) and name not in OWN_MODEL_FIELDS:
         for part in fields(value):
@@ -118,7 +118,7 @@ def test_max_tokens_is_compared_where_it_bounds_prompts() -> None:
         assert names_that_differ(*pair) == expected
 
 
-def test_what_the_engine_applies_is_compared_and_fits_the_wire() -> None:
+def test_shared_settings_have_the_values_that_the_engine_applies() -> None:
     engine = tiny_engine(tiny_model(), max_sequence_length=48)
     assert engine.shared_settings["max_sequence_length"] == "48"
     many = settings(changed(spec(), "windows", (4096, None) * 500))

@@ -1,4 +1,4 @@
-"""Values per token are arrays until they are read, and then lists of the same numbers."""
+"""Values per token are arrays until they are read as lists of the same numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def made_lists(request: DynamicInferenceRequest) -> set[str]:
     return {name for name in ARRAY_FIELDS if isinstance(vars(request).get(name), list)}
 
 
-def test_an_array_becomes_a_list_when_it_is_read_and_is_one_list_from_then_on():
+def test_an_array_becomes_one_list_at_its_first_read():
     request = request_of_arrays()
     assert made_lists(request) == set()
     tokens = request.generated_tokens
@@ -72,7 +72,7 @@ def test_an_array_becomes_a_list_when_it_is_read_and_is_one_list_from_then_on():
     assert request.tpot == [0.0, 0.25, 0.5, 0.75]
 
 
-def test_what_needs_no_list_makes_none():
+def test_copies_merges_and_checkpoints_make_no_lists():
     request = request_of_arrays()
     record = DynamicInferenceRequestRecord.from_request(request)
     assert request.num_tokens == 7
@@ -106,7 +106,7 @@ def test_a_copy_has_lists_of_its_own():
     assert copied.generated_tokens == [0, 1, 2, 3, 5]
 
 
-def test_what_an_engine_still_appends_to_is_copied_as_of_now():
+def test_copy_of_a_growing_array_has_its_values_as_of_now():
     request = request_of_arrays(0)
     running = array("i", [4, 5])
     request.generated_tokens = running
