@@ -69,7 +69,7 @@ class Suspension:
         legal.
         """
         start = time.perf_counter()
-        _check_resources(release, discard=discard)
+        check_resources(release, discard=discard)
         chosen = self._checked_mode(mode)
         if is_first:
             self.resume()
@@ -218,7 +218,9 @@ class Suspension:
         return chosen
 
 
-def _check_resources(release: Sequence[str], *, discard: bool) -> None:
+def check_resources(release: Sequence[str], *, discard: bool) -> None:
+    """Raise ConfigError unless `release` is a tuple of resources, the weights among them if they
+    are to be discarded."""
     if isinstance(release, str) or not all(resource in RESOURCES for resource in release):
         raise ConfigError(f"release={release!r} must be a tuple of some of {list(RESOURCES)}")
     if discard and WEIGHTS not in release:

@@ -14,7 +14,6 @@ from rollout.serve.limits import RequestLimiter
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 
-_POLL_S = 0.01
 _WHO = "pause"  # name under which the limiter is closed
 
 
@@ -44,6 +43,7 @@ class Pausing:
         self._llm, self._live, self._limiter = llm, live, limiter
         self._lock = asyncio.Lock()  # held by each method
         self.mode: PauseMode | None = None  # of the pause in force
+        self._other_mode = asyncio.Event()  # set when the pause in force gets another mode or ends
         self.is_asleep = False  # whether the pause in force is that of a sleep
         # The engines' count of weight updates when their weights were discarded; None: they have
         # weights.
@@ -173,18 +173,31 @@ class Pausing:
         """Put a pause in force; one of mode WAIT then waits until no request runs. Returns whether
         it is in force still.
         """
-        self.mode = mode
+        self._set_mode(mode)
         if refuses_new:
             self._limiter.close(_WHO, f"generation is paused (mode {mode.value})")
         else:
             self._limiter.open(_WHO)
-        while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
-            await asyncio.sleep(_POLL_S)
+        if mode is PauseMode.WAIT:
+            waits = [self._live.all_ended(), self._other_mode.wait()]
+            tasks = [asyncio.ensure_future(wait) for wait in waits]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
         return self.mode is mode
 
     def _end_pause(self) -> None:
-        self.mode, self.is_asleep = None, False
+        self.is_asleep = False
+        self._set_mode(None)
         self._limiter.open(_WHO)
+
+    def _set_mode(self, mode: PauseMode | None) -> None:
+        """Set the mode of the pause in force. Wakes the pauses that wait in another mode."""
+        if mode is not self.mode:
+            self._other_mode.set()
+            self.mode, self._other_mode = mode, asyncio.Event()
 
     # ---- with the lock held
 
