@@ -22,9 +22,8 @@ from rollout.coordinator.core.context import CoordinatorLimits, Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.net.key_gate import Refusals
-from rollout.coordinator.net.link_queues import SelfPipe
-from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveServerKeys
+from rollout.coordinator.net.sockets import RouterSocket, SelfPipe
 from rollout.coordinator.protocol.codec import batched, encode
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder

@@ -9,14 +9,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     MAX_SAMPLES,
     MESSAGE_TYPES,
+    PROTOCOL_VERSION,
     Ack,
     AssignRequest,
     Connect,
     EngineReply,
+    Headers,
     Nack,
     Register,
     SubmitRequest,
