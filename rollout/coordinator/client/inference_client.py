@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -36,7 +37,6 @@ from rollout.coordinator.client.submission import submission_of
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.coordinator.net.sockets import address_of
-from rollout.coordinator.protocol.codec import require_valid
 from rollout.coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -100,17 +100,24 @@ class CommandFutures:
         command.check()
         loop, command_id = asyncio.get_running_loop(), command.command_id
         future: asyncio.Future[_T] = loop.create_future()
-        require_valid(command)  # it has values of a user
         self._send(command)
         self._pending[command_id] = _Pending(command, future, read)
-        future.add_done_callback(_retrieve_exception)
-        future.add_done_callback(lambda _: self._pending.pop(command_id, None))
+        timer: asyncio.TimerHandle | None = None
         if command.deadline_s is not None:
             limit_s = command.deadline_s + self._grace_s
             error = CoordinatorLostError(f"{command.name} has no answer after {limit_s:g} s")
             timer = loop.call_later(limit_s, set_exception, future, error)
-            future.add_done_callback(lambda _: timer.cancel())
+        future.add_done_callback(partial(self._done, command_id, timer))
         return future
+
+    def _done(
+        self, command_id: int, timer: asyncio.TimerHandle | None, future: asyncio.Future[Any]
+    ) -> None:
+        del self._pending[command_id]
+        if timer is not None:
+            timer.cancel()
+        if not future.cancelled():
+            future.exception()  # retrieved, so that asyncio does not report it
 
     def take(self, answer: Ack | Nack) -> None:
         """Resolve a command's future. Ignores an answer to a command that was given up."""
@@ -132,12 +139,6 @@ class CommandFutures:
         """Fail all futures."""
         for pending in list(self._pending.values()):
             set_exception(pending.future, type(error)(*error.args))
-
-
-def _retrieve_exception(future: asyncio.Future[Any]) -> None:
-    """Mark the exception as retrieved, so that asyncio does not report it."""
-    if not future.cancelled():
-        future.exception()
 
 
 class InferenceClient(ClientControlCalls):
@@ -483,7 +484,8 @@ class InferenceClient(ClientControlCalls):
 
     def _take(self, messages: Sequence[Message]) -> None:
         replies = [m for m in messages if isinstance(m, (EngineReply, EngineReplyPartial))]
-        self._requests.take(replies)
+        if replies:
+            self._requests.take(replies)
         for message in messages:
             if isinstance(message, (Ack, Nack)):
                 self._commands.take(message)

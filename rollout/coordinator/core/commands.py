@@ -428,7 +428,7 @@ class CommandQueue:
     @property
     def is_busy(self) -> bool:
         """Whether a command runs that others must wait for."""
-        return any(type(operation) is not StatsOperation for operation in self._running.values())
+        return bool({*map(type, self._running.values())} - {StatsOperation})
 
     @property
     def has_any(self) -> bool:

@@ -175,12 +175,13 @@ class CoordinatorCore:
 
     def tick(self, now: float) -> Outgoing:
         """Handle the timers that are due, and end the turn. Returns the messages to send."""
+        is_due = False
         while (key := self._context.timers.pop_due(now)) is not None:
-            kind, number = key
+            is_due, (kind, number) = True, key
             self._when_due[kind](number, now)
             self._settle(now)
         self._registry.end_turn()
-        return self._settled(now)
+        return self._settled(now) if is_due else self._take_outbox()
 
     def undelivered(
         self, identity: bytes, message: Message, fault: ProtocolError | None, now: float

@@ -218,8 +218,11 @@ class Registry:
     def is_settled(self) -> bool:
         """Whether no engine is joining, departing or waiting for its first work, and the dispatcher
         knows whether only a weight push can make an engine ready."""
-        is_pending = self.departed or self._registered or self._joining or self._reached()
-        return not is_pending and self.dispatcher.awaits_push is self._needs_push
+        if self.departed or self._registered or self._joining:
+            return False
+        if not self._awaiting_push and not self.dispatcher.awaits_push:
+            return True
+        return not self._reached() and self.dispatcher.awaits_push is self._needs_push
 
     def ready_engines(self) -> Iterator[EngineSession]:
         """The engines that get work, in the order in which they joined."""

@@ -373,7 +373,7 @@ class Link:
         Raises CoordinatorLostError, LinkClosedError, or another RolloutError if the link failed,
         once all messages have been returned."""
         messages = self._inbox.take_all(timeout_s)
-        self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
+        self._num_taken += bool(messages) and isinstance(messages[0], RegisterAck)
         return messages
 
     @property

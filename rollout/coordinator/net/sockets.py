@@ -32,7 +32,7 @@ from rollout.errors import ConfigError, ProtocolError
 class SelfPipe:
     """A pair of sockets that ends a poller's wait from another thread or a signal handler.
 
-    Register it with the poller: it is readable after a `wake` until the next `drain`.
+    Register its `fileno()` with the poller: readable after a `wake` until the next `drain`.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class DealerSocket:
         except zmq.ZMQError as fault:
             self.close()
             raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
-        self._poller.register(waker, zmq.POLLIN)
+        self._poller.register(waker.fileno(), zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
@@ -284,7 +284,7 @@ class DealerSocket:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
             self._is_listening = for_messages
         ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
-        if self._waker.fileno() in ready:  # a poller names other objects by their descriptors
+        if self._waker.fileno() in ready:
             self._waker.drain()
         return self.socket in ready, self._monitor in ready
 
@@ -323,7 +323,7 @@ class DealerSocket:
             self._monitor.close()
             self.socket.close(linger=linger_ms)
             self._poller = zmq.Poller()
-            self._poller.register(self._waker, zmq.POLLIN)
+            self._poller.register(self._waker.fileno(), zmq.POLLIN)
 
 
 def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> list[tuple[int, Any]]:

@@ -38,8 +38,7 @@ def foreign_writes(source: str) -> Iterator[str]:
             for part in target.elts if isinstance(target, ast.Tuple) else [target]:
                 written = part.value if isinstance(part, ast.Subscript) else part
                 if isinstance(written, ast.Attribute) and written.attr in FIELDS:
-                    if not (isinstance(written.value, ast.Name) and written.value.id == "self"):
-                        yield ast.unparse(part)
+                    yield from [ast.unparse(part)] if ast.unparse(written.value) != "self" else []
 
 
 @pytest.mark.parametrize(
