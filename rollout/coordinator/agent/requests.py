@@ -229,6 +229,8 @@ class EngineRequests:
 
     def _report(self, request_ids: Iterable[int]) -> list[Progress]:
         running = self._running
+        if not running:
+            return []
         # The engine skips ended requests: their tokens come with the reply.
         new = self._engine.new_tokens([(i, running[i].num_reported) for i in request_ids])
         if not len(new):

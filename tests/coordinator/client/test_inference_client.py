@@ -40,8 +40,8 @@ from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol import messages
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     Attempt,
