@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
+import importlib
+import inspect
+import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -153,6 +158,69 @@ def _type_name(kind: Any) -> str:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def import_object(path: str, setting: str) -> Any:
+    """The object of a module at `path`, "package.module:name"; `setting` is where it was given.
+
+    The working directory is searched too, after all others, as `python -m` would.
+    Raises ConfigError for a path without a colon, and for a module or a name that is not there. An
+    error inside the module passes through.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{setting}={path} is no import path; package.module:name is wanted")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Of a module that it imports itself, the traceback says more.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{setting}={path}: there is no module {error.name}; it is looked for in the working "
+            f"directory {os.getcwd()} and on PYTHONPATH"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{setting}={path}: {module.__name__} has no {name}")
+        found = getattr(found, part)
+    return found
+
+
+def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
+    """The function at `path` with the arguments `options`, or what a class makes of them.
+
+    `setting`: where both were given, as <setting>.path and <setting>.options. Raises ConfigError
+    for a path that names no function, and for options that it does not take.
+    """
+    function = import_object(path, f"{setting}.path")
+    try:
+        inspect.signature(function).bind_partial(**options)
+        if inspect.isclass(function):
+            function = function(**options)
+        elif options:
+            function = functools.partial(function, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.options={dict(options)}: {path}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{setting}.path={path} is no function")
+    return function
+
+
+def make_object(path: str, options: Mapping[str, Any], setting: str, *arguments: Any) -> Any:
+    """Return what the class or function at `path` makes of `arguments` and `options`.
+
+    `setting` is as for `import_function`. Raises ConfigError for a path that names nothing, and for
+    options that it does not take.
+    """
+    make = import_object(path, f"{setting}.path")
+    try:
+        return make(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.options={dict(options)}: {path}: {error}") from error
 
 
 _GROUP_SIZE = "algorithm.group_size"

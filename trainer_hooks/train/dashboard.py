@@ -33,7 +33,7 @@ from trainer_hooks.train.charts import (
     histogram_table,
     share_bar,
 )
-from trainer_hooks.train.sample_text import MIN_LINES, FittedSamples, Sample, samples_text
+from trainer_hooks.train.samples import MIN_LINES, FittedSamples, Sample, samples_text
 
 _SCALE_WIDTH = 8  # of the numbers beside a curve
 _FRAME_LINES, _FRAME_WIDTH = 2, 4  # of a panel

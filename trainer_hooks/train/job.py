@@ -28,10 +28,12 @@ from trainer_hooks.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedStep
 from trainer_hooks.losses import POLICY_LOSS_KINDS
 from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.environment import EnvironmentSettings
 from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.settings import (
+    LOCAL_LAUNCHER,
+    TORCHRUN_LAUNCHER,
     DataSettings,
+    EnvironmentSettings,
     EvaluationSettings,
     FunctionSettings,
     LoggerSettings,
@@ -41,7 +43,6 @@ from trainer_hooks.train.settings import (
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.train.task import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
 
 # A link to conf/ in a checkout, a folder in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"

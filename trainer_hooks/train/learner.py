@@ -37,8 +37,8 @@ from trainer_hooks import (
 from trainer_hooks.checkpoint import read_own_state
 from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.train.adapter import load_adapter
+from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.critic import Columns, Critic
-from trainer_hooks.train.import_paths import import_object
 from trainer_hooks.train.job import AlgorithmSettings, JobSettings, TrainerSettings
 from trainer_hooks.train.settings import ModelSettings
 from trainer_hooks.weight_sync.fsdp2 import WholeOptimizer, savable, shard
@@ -356,12 +356,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) ->
     Raises ConfigError for a path that names none, and for options that it does not take.
     """
     if (own := settings.scheduler) is not None:
-        kind = import_object(own.path, "trainer.scheduler.path")
-        try:
-            return kind(optimizer, **own.options)
-        except TypeError as error:
-            given = f"trainer.scheduler.options={dict(own.options)}"
-            raise ConfigError(f"{given}: {own.path}: {error}") from error
+        return make_object(own.path, own.options, "trainer.scheduler", optimizer)
     factors = [lambda done: learning_rate_at(done + 1, settings) / settings.learning_rate]
     return LambdaLR(optimizer, factors + [lambda done: 1.0] * (len(optimizer.param_groups) - 1))
 

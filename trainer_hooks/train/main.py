@@ -11,7 +11,7 @@
 
 Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (the prompts of
 each step, as [epoch, index], and how often each was sampled again because its rollouts grew too
-old), completions.jsonl (samples), checkpoints, report.html, reward_curve.png, summary.json,
+old), completions.jsonl (samples), checkpoints, report.html, summary.json,
 reference/ if the loss has a KL term, base/ (the weights below a LoRA adapter), and skipped/ with
 the batches of steps whose gradient was not finite. A run that starts over renames the folder of the
 run before to seed_<seed>.previous, or to .previous-2, ...: nothing is deleted. A folder in which
@@ -54,11 +54,12 @@ from trainer_hooks import (
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.train.adapter import new_adapter
+from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch_step
 from trainer_hooks.train.hydra_job import run_hydra_job
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
-from trainer_hooks.train.report import REPORT_NAME, write_report, write_run_picture
+from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
     begin_directory,
     locked_run,
@@ -66,8 +67,9 @@ from trainer_hooks.train.run_files import (
     stop_on_interrupt,
 )
 from trainer_hooks.train.samples import SampleLog
+from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
 from trainer_hooks.train.summary import answers_table, summarise, summary_table
-from trainer_hooks.train.task import TORCHRUN_LAUNCHER, Task, new_launcher, producer_options
+from trainer_hooks.train.task import Task, producer_options
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
     ALONE,
@@ -149,7 +151,6 @@ def run_seed(
                 write_report(directory, title)
         rows = metrics.read_jsonl(directory / "metrics.jsonl")
         summary = summarise(rows, seed)
-        write_run_picture(directory / "reward_curve.png", rows, title)
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
 
@@ -320,7 +321,7 @@ class Run:
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
         """`policy`: a model or its directory."""
-        tokenizer = self.task.tokenizer
+        tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
                 policy,
@@ -328,7 +329,7 @@ class Run:
                 config,
                 data_parallel_size=num_engines,
                 weights_version=version,
-                launcher=new_launcher(self.settings.launcher),
+                launcher=make_object(launcher.path, launcher.options, "launcher"),
                 weight_transport=self.settings.weight_transport,
             ) as llm:
                 yield llm

@@ -19,7 +19,7 @@ from trainer_hooks.prompts.sources import (
     ParquetPrompts,
     ReasoningGymPrompts,
 )
-from trainer_hooks.train.import_paths import import_object
+from trainer_hooks.train.config_loading import import_object
 from trainer_hooks.train.settings import DataSettings, SourceSettings
 
 logger = logging.getLogger(__name__)

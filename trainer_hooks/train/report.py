@@ -1,4 +1,4 @@
-"""A run as one HTML page (curves, staleness, time, samples coloured by version) and as pictures.
+"""A run as one HTML page: curves, staleness, time, samples coloured by version.
 
 python -m trainer_hooks.train.report outputs/train/demo/seed_0
 """
@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import argparse
 import html
-import io
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rich.console import Console
-
-from rollout.control.reports import EngineStats
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
 from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
 from trainer_hooks.metrics.stage_clock import minutes
-from trainer_hooks.train.dashboard import Dashboard
-from trainer_hooks.train.sample_text import (
+from trainer_hooks.train.samples import (
+    FILE_NAME,
     Sample,
     best_worst_or_middle,
     figures_of,
@@ -33,15 +29,12 @@ from trainer_hooks.train.sample_text import (
     versions_text,
     visible,
 )
-from trainer_hooks.train.samples import FILE_NAME
 from trainer_hooks.train.summary import WINDOW_STEPS
 from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
 
 T = TypeVar("T")
 
 REPORT_NAME = "report.html"
-PICTURE_WIDTH = 110  # columns of a terminal
-SMOOTHING_STEPS = 5
 # Title -> metrics of one chart, in the order of the page; a chart without values is left out.
 CURVES = {
     "reward": ("reward", "eval/greedy_reward"),
@@ -65,6 +58,7 @@ CURVES = {
     "warm-up: loss": ("warmup/loss",),
 }
 WARMUP_STEP = "warmup/step"
+_TIME_SHARE = "timing_share/"  # prefix of a share of the time account
 # Metrics of held-out prompts; those of a source are eval/<source>/<name>.
 EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
 _PAGE_STYLE = """
@@ -298,18 +292,12 @@ def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """The largest share first, at the bottom; what is never 1% is left out."""
-    shares = _parts_of_time(steps, "timing_share/")
+    names = dict.fromkeys(name for row in steps for name in row if name.startswith(_TIME_SHARE))
+    shares = {
+        name.removeprefix(_TIME_SHARE): [row.get(name) or 0.0 for row in steps] for name in names
+    }
     ordered = sorted(shares, key=lambda name: -sum(shares[name]))
     return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
-
-
-def _parts_of_time(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
-    """Return the metric `prefix` + name of each step, for each name of the time account."""
-    share = "timing_share/"
-    names = dict.fromkeys(
-        name.removeprefix(share) for row in steps for name in row if name.startswith(share)
-    )
-    return {name: [row.get(f"{prefix}{name}") or 0.0 for row in steps] for name in names}
 
 
 # ---- samples
@@ -419,130 +407,16 @@ def _text(text: str) -> str:
     return html.escape(visible(text))
 
 
-# ---- pictures
-
-
-def write_reward_curve(
-    path: Path | str, rewards: Sequence[float], title: str, ylabel: str = "mean sampled reward"
-) -> None:
-    """Draw the reward of steps 1, 2, ... and its running mean to `path` (PNG, SVG, PDF by suffix).
-
-    Raises ConfigError if matplotlib is not installed.
-    """
-    figure = _canvas(width=7.0)
-    axes = figure.add_subplot()
-    _draw_rewards(axes, list(range(1, len(rewards) + 1)), rewards)
-    axes.set(title=title, ylabel=ylabel)
-    _legend_below(axes)
-    figure.savefig(path, dpi=150)
-
-
-def write_run_picture(path: Path | str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw a run from its metrics: reward with held-out points, tokens by lag, seconds by part.
-
-    `rows`: of metrics.jsonl. Raises ConfigError if matplotlib is not installed.
-    """
-    figure = _canvas(width=15.0)
-    figure.suptitle(title)
-    steps = [row for row in rows if row.get("reward") is not None]
-    numbers = [row[TRAINER_STEP] for row in steps]
-    reward, lag, parts = figure.subplots(1, 3)
-    _draw_rewards(reward, numbers, [row["reward"] for row in steps])
-    held_out = [row for row in rows if row.get("eval/greedy_reward") is not None]
-    reward.plot(
-        [row[TRAINER_STEP] for row in held_out],
-        [row["eval/greedy_reward"] for row in held_out],
-        "o",
-        color="tab:red",
-        label="held out, greedy",
-    )
-    reward.set(title="reward", ylabel="mean reward")
-    _legend_below(reward)
-    ages: Counter[int] = Counter()
-    for row in steps:
-        ages.update(read_histogram(row, "policy_staleness"))
-    lag.bar([str(age) for age in sorted(ages)], [ages[age] for age in sorted(ages)])
-    lag.set(title="tokens trained on, by lag", xlabel="versions behind", ylabel="tokens")
-    _draw_seconds(parts, numbers, steps)
-    figure.savefig(path, dpi=150)
-
-
-def _canvas(width: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing a curve needs matplotlib: pip install matplotlib") from error
-    return Figure(figsize=(width, 4.0), layout="constrained")
-
-
-def _draw_rewards(axes: Any, steps: Sequence[int], rewards: Sequence[float]) -> None:
-    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1.0, label="each step")
-    axes.plot(steps, running_mean(rewards), color="tab:blue", label=f"mean of {SMOOTHING_STEPS}")
-    axes.set(xlabel="training step")
-    axes.grid(alpha=0.3)
-
-
-def _draw_seconds(axes: Any, numbers: Sequence[int], steps: Sequence[Mapping[str, Any]]) -> None:
-    """Seconds of each step by part of the time account, one upon the other; the largest first."""
-    seconds = _parts_of_time(steps, "timing_s/")
-    total = sum(map(sum, seconds.values()))
-    shown = [name for name in seconds if sum(seconds[name]) >= 0.01 * total]
-    shown.sort(key=lambda name: -sum(seconds[name]))
-    if shown:
-        axes.stackplot(numbers, *(seconds[name] for name in shown), labels=shown, step="mid")
-    axes.set(title="seconds of a step, by part", xlabel="training step", ylabel="seconds")
-    if shown:
-        _legend_below(axes)
-
-
-def _legend_below(axes: Any) -> None:
-    """Beside the curves, which a legend between them would hide."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
-
-
-def running_mean(values: Sequence[float], window: int = SMOOTHING_STEPS) -> list[float]:
-    """Mean of each value and up to `window - 1` before it."""
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(sum(recent) / len(recent))
-    return means
-
-
-def write_dashboard_picture(
-    path: Path | str,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    title: str = "training",
-    num_steps: int | None = None,
-    engines: Mapping[str, EngineStats] | None = None,
-) -> None:
-    """Draw to `path` (SVG) what a Dashboard shows after `rows`."""
-    # A file, not a terminal: nothing is drawn before the end.
-    dashboard = Dashboard(Console(file=io.StringIO()), title, num_steps)
-    for row in rows:
-        dashboard.show(row)
-    dashboard.show_engines(engines or {})
-    recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
-    recorder.print(dashboard.render(PICTURE_WIDTH))
-    # A fixed id: the same rows give the same file.
-    recorder.save_svg(str(path), title=title, unique_id="dashboard")
-
-
 def main() -> None:
-    """Write the report of the run named on the command line, and with --dashboard its dashboard."""
+    """Write the report of the run named on the command line."""
     parser = argparse.ArgumentParser(description="the HTML report of a run")
     parser.add_argument("directory", type=Path, help="the run's directory, with metrics.jsonl")
     parser.add_argument("--title")
-    parser.add_argument("--dashboard", type=Path, help="also draw the dashboard to this SVG file")
     arguments = parser.parse_args()
     try:
         print(write_report(arguments.directory, arguments.title))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    if arguments.dashboard is not None:
-        rows = read_jsonl(arguments.directory / "metrics.jsonl")
-        write_dashboard_picture(arguments.dashboard, rows, title=arguments.title or "training")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,12 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import Temperature
+from trainer_hooks.environments import EpisodeLimits
 from trainer_hooks.prompts.checks import OnBadRow
 from trainer_hooks.rewards.runner import WARN_AFTER_S
 
+LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
+TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
@@ -166,6 +169,44 @@ class DataSettings(SourceSettings):
     def named_sources(self) -> Mapping[str, SourceSettings]:
         """All sources by name; one alone has that of the data."""
         return self.sources or {"data": self}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """What the model acts on; nothing where `path` is None.
+
+    `path`: "package.module:name" of an Environment's class, or of a function that makes one, called
+    with `options`; or of an AgentRollouts, whose `load` gets them. `max_turns`, `step_timeout_s`,
+    `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: of a prompt and its turn; None takes
+    engine.max_sequence_length. `max_environments`: how many are in use at a time.
+    An AgentRollouts has `rollout_timeout_s` alone; other values of the other limits are refused.
+    """
+
+    path: Name | None = None
+    options: Options = field(default_factory=dict)
+    max_turns: PositiveInt = 16
+    max_total_tokens: PositiveInt | None = None
+    step_timeout_s: PositiveSeconds | None = 60.0
+    rollout_timeout_s: PositiveSeconds | None = None
+    max_environments: PositiveInt = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+    @staticmethod
+    def overrides_of(path: str) -> list[str]:
+        """The Hydra overrides that environment=package.module:Class stands for."""
+        return ["environment=python", f"++environment.path={path}"]
+
+    def limits(self, max_sequence_length: int | None) -> EpisodeLimits:
+        """The limits of an episode on an engine with sequences of that length."""
+        max_total_tokens = self.max_total_tokens
+        return EpisodeLimits(
+            max_turns=self.max_turns,
+            max_total_tokens=max_sequence_length if max_total_tokens is None else max_total_tokens,
+            step_timeout_s=self.step_timeout_s,
+            rollout_timeout_s=self.rollout_timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

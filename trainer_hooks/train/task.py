@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from transformers import (
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
-from rollout.launch.launcher import Launcher
 from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
+from trainer_hooks.environments import EnvironmentRollouts
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.pretrained import load_pretrained
@@ -39,8 +40,7 @@ from trainer_hooks.prompts.checks import (
 from trainer_hooks.prompts.curriculum import Curriculum
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.rewards import ConversationalReward, RewardRunner, VerlReward, WeightedRewards
-from trainer_hooks.train.environment import EnvironmentSettings, environment_rollouts
-from trainer_hooks.train.import_paths import import_function, import_object
+from trainer_hooks.train.config_loading import import_function, import_object
 from trainer_hooks.train.prompts import (
     SplitPrompts,
     held_out_of_file,
@@ -51,14 +51,17 @@ from trainer_hooks.train.prompts import (
 from trainer_hooks.train.settings import (
     CurriculumSettings,
     DataSettings,
+    EnvironmentSettings,
     EvaluationSettings,
-    FunctionSettings,
     ModelSettings,
     ProducerSettings,
     RewardSettings,
     RewardTerm,
     SourceSettings,
 )
+
+# Limits of the episodes that EnvironmentRollouts runs; AgentRollouts run a loop of their own.
+_OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environments")
 
 
 class Task:
@@ -257,7 +260,7 @@ def prompt_check(
     else:
         vocab_size, positions = len(tokenizer), model.max_position_embeddings
     return PromptCheck(
-        encode_all=partial(encode_prompts, HFTokenizer(tokenizer)),
+        encode_all=functools.partial(encode_prompts, HFTokenizer(tokenizer)),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length or positions,
     )
@@ -320,8 +323,55 @@ def reward_function(name: str, term: RewardTerm) -> Any:
     return function if adapter is None else adapter(function)
 
 
-LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
-TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
+def environment_rollouts(
+    settings: EnvironmentSettings,
+    tokenizer: Any,
+    template_options: Mapping[str, Any],
+    max_sequence_length: int | None,
+) -> EnvironmentRollouts | AgentRollouts | None:
+    """The rollout_fn of the settings; None where they name no environment.
+
+    Raises ConfigError for a path that names none, options and limits that it does not take, and a
+    tokenizer without a chat template.
+    """
+    if settings.path is None:
+        return None
+    make, options = import_object(settings.path, "environment.path"), dict(settings.options)
+    is_agent = inspect.isclass(make) and issubclass(make, AgentRollouts)
+    if is_agent:
+        _refuse_limits_of_episodes(settings)
+        own = {
+            "template_options": template_options,
+            "rollout_timeout_s": settings.rollout_timeout_s,
+        }
+        make, options = make.load, {**options, **own, "tokenizer": tokenizer}
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        given = dict(settings.options)
+        raise ConfigError(f"environment.options={given}: {settings.path}: {error}") from error
+    if is_agent:
+        agent: AgentRollouts = make(**options)
+        return agent
+    return EnvironmentRollouts(
+        functools.partial(make, **options) if options else make,
+        tokenizer,
+        settings.limits(max_sequence_length),
+        max_environments=settings.max_environments,
+        template_options=template_options,
+    )
+
+
+def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
+    """Raise ConfigError for a limit that an AgentRollouts would ignore."""
+    for limit in fields(settings):
+        value = getattr(settings, limit.name)
+        if limit.name in _OF_EPISODES and value != limit.default:
+            raise ConfigError(
+                f"environment.{limit.name}={value} is not a limit of {settings.path}, which runs "
+                "its episodes itself; leave it out, or set a limit of its own in "
+                "environment.options"
+            )
 
 
 def producer_options(settings: ProducerSettings) -> dict[str, Any]:
@@ -335,19 +385,6 @@ def producer_options(settings: ProducerSettings) -> dict[str, Any]:
         for name, own in settings.group_filters.items()
     ]
     return {**options, "group_filters": filters, "curriculum": _curriculum(settings.curriculum)}
-
-
-def new_launcher(settings: FunctionSettings) -> Launcher:
-    """What starts the engines of one fleet. Raises ConfigError for a path that names none, and for
-    options that it does not take."""
-    kind = import_object(settings.path, "launcher.path")
-    try:
-        launcher: Launcher = kind(**settings.options)
-    except TypeError as error:
-        raise ConfigError(
-            f"launcher.options={dict(settings.options)}: {settings.path}: {error}"
-        ) from error
-    return launcher
 
 
 def _curriculum(settings: CurriculumSettings | None) -> Curriculum | None:

@@ -18,14 +18,10 @@ from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
 from tests.processes import run_program
 from trainer_hooks.producer import AsyncRolloutProducer
-from trainer_hooks.train import (
-    ProducerSettings,
-    WeightSyncSettings,
-    checked_overrides,
-    load_dataclass,
-    wandb_names,
-)
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides, wandb_names
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
+from trainer_hooks.train.settings import ProducerSettings, WeightSyncSettings
 
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONFIG_DIRECTORY.resolve().glob("*/*.yaml")
@@ -182,7 +178,7 @@ JOB = """
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
-from trainer_hooks.train import run_hydra_job, wandb_names
+from trainer_hooks.train.hydra_job import run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)

@@ -21,10 +21,10 @@ from rollout import ConfigError
 from tests.serve import test_text_protocols as text_protocols
 from trainer_hooks import RolloutBatch
 from trainer_hooks.metrics import read_jsonl
-from trainer_hooks.train import RewardSettings, RewardTerm
 from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import run_seed
+from trainer_hooks.train.settings import RewardSettings, RewardTerm
 from trainer_hooks.train.task import Task, reward_runner
 
 REWARD = "reward=examples.arithmetic:is_right"
