@@ -84,9 +84,9 @@ WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward
 
 
 def run_job(settings: JobSettings) -> None:
-    """All runs of the job, on all ranks of its trainer.
+    """Run the job's seeds on rank 0, with the trainer's other ranks behind it or as engines.
 
-    Raises ConfigError if torchrun has started other ranks than the settings have a use for.
+    Raises ConfigError if torchrun started ranks for which the settings have no use.
     """
     disable_progress_bar()
     if settings.trainer.strategy == "fsdp2":
@@ -111,7 +111,10 @@ def run_job(settings: JobSettings) -> None:
 
 
 def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
-    """One run after another, and a table of what they showed."""
+    """Run each seed in turn and print a summary table of every run and of all runs.
+
+    Ctrl-C ends the process with status 130.
+    """
     console = Console(quiet=not settings.logger.console)
     directory = Path(HydraConfig.get().runtime.output_dir)
     summaries = []
@@ -137,10 +140,12 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
 def run_seed(
     directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
 ) -> dict[str, float]:
-    """One run: warm-up, training, greedy evaluation before and after. Returns its summary.
+    """Run one seed in `directory`: warm-up, training, greedy evaluation before and after. Returns
+    its summary.
 
-    Raises ConfigError if another job runs in `directory`, and KeyboardInterrupt at a step edge
-    after Ctrl-C, with a checkpoint once training has begun.
+    Writes report.html, also after a failure, and summary.json. Raises ConfigError if another job
+    runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
+    once training has begun.
     """
     title = f"{settings.title}, seed {seed}"
     with locked_run(directory):
@@ -156,7 +161,7 @@ def run_seed(
 
 
 class Run:
-    """One run, and what all its parts use."""
+    """One run of the job: its directory, settings, seed, data and the parts that it starts."""
 
     def __init__(
         self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
@@ -176,13 +181,17 @@ class Run:
         torch.manual_seed(seed)
 
     async def run(self) -> None:
-        """`train`, and close the reward and the environments that it used."""
+        """Call `train`, then close the reward function and the environments."""
         with self.task.reward or nullcontext():
             async with self.task.rollout_fn or nullcontext():
                 await self.train()
 
     async def train(self) -> None:
-        """From the newest checkpoint, if the run may go on, to the last step and evaluation."""
+        """Begin the run or find its newest checkpoint, and train to the last step.
+
+        Unless the run resumes, an earlier run's directory is renamed and a first checkpoint is
+        written.
+        """
         settings, view = self.settings, Dashboard(self.console)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
@@ -206,7 +215,11 @@ class Run:
         logger: metrics.MetricsLogger,
         stop: threading.Event,
     ) -> None:
-        """From `checkpoint` to the last step and evaluation."""
+        """Load `checkpoint`, start engines and producer, train to the last step and evaluate.
+
+        Writes a row to metrics.jsonl and batches.jsonl and samples to completions.jsonl after each
+        step.
+        """
         settings = self.settings
         # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
         learner, state = Learner.load(checkpoint, settings, self.ranks)
@@ -250,7 +263,10 @@ class Run:
                 logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
 
     async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
-        """Rewards of the weights after `step` on held-out prompts; some answers go to a file."""
+        """Return `eval/*` metrics of the weights after `step` on held-out prompts.
+
+        Writes some greedy answers to answers.jsonl.
+        """
         sync = self.settings.weight_sync
         phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
         async with nullcontext() if sync.mode == "in_flight" else phase:
@@ -261,7 +277,11 @@ class Run:
         return reward
 
     async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
-        """Warm up, if that is wanted, and leave the checkpoint of step 0, which is returned."""
+        """Create the policy, warm it up if the settings say so, and write the checkpoint of step 0.
+
+        Returns the checkpoint's path. Also writes base/ and reference/ where the algorithm needs
+        them.
+        """
         settings = self.settings
         policy: Any = self.task.new_policy()
         if settings.warmup.max_steps:
@@ -283,6 +303,9 @@ class Run:
     async def warm_up(
         self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
     ) -> None:
+        """Train `policy` on the warm-up's answers and log each step. Raises KeyboardInterrupt on
+        `stop`.
+        """
         settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
         with logger.shown_by(view):
             view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
@@ -296,11 +319,11 @@ class Run:
     async def engines(
         self, learner: Learner, versions: WeightsVersionCounter
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """The engine in this process, or those in processes of their own, with the policy as it is.
+        """Serve the policy for the block: by an engine in this process, or by engine processes.
 
-        They get the policy itself: a checkpoint may be deleted before an engine is started again.
-        Where an adapter is trained, or ranks hold parts of the policy, they begin with the base of
-        the run, and the policy is pushed to them.
+        Engines are given the policy's weights themselves, since a checkpoint may be deleted before
+        an engine is restarted. With an adapter, or with a policy divided among ranks, they start
+        from the run's base weights and then receive the policy by a push.
         """
         policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
@@ -320,7 +343,7 @@ class Run:
     async def _serving(
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """`policy`: a model or its directory."""
+        """Start the engines that the settings ask for. `policy` is a model or its directory."""
         tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
@@ -339,7 +362,7 @@ class Run:
                     yield threaded
 
     def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
-        """The producer group of the config on this task, where the checkpoint left its prompts."""
+        """Return the producer of training batches, with its prompts where the checkpoint left them."""
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
@@ -362,7 +385,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The steps of a run, and what they share."""
+    """The training loop of a run, and the parts that its steps share. Used by `Run.train_from`."""
 
     run: Run
     learner: Learner
@@ -374,11 +397,11 @@ class Training:
     async def steps(
         self, step: int, stop: threading.Event
     ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
-        """Train from `step` to the last one; yields each step with its batch and metrics.
+        """Train from `step` to the last step. Yields each step's number, batch and metrics.
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
-        suspended while the trainer trains; rollouts that are unfinished go on under new weights.
-        On `stop` it saves and raises KeyboardInterrupt.
+        suspended while the trainer trains, and unfinished rollouts continue under the new weights.
+        Saves every `checkpoint_interval` steps. On `stop` it saves and raises KeyboardInterrupt.
         """
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
@@ -416,7 +439,9 @@ class Training:
                     self.save(step)
 
     async def next_batch(self) -> TrainingBatch:
-        """Wait for a batch; in flight the engines generate anyway, else for as long as it takes."""
+        """Return the next batch. Unless weights are synchronised in flight, engines run only during
+        this call.
+        """
         sync = self.run.settings.weight_sync
         if sync.mode == "in_flight":
             with self.account.spend("wait"):
@@ -428,7 +453,10 @@ class Training:
         return batch
 
     async def train(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Train on the batch; tell the producer how well its rollouts fitted the policy."""
+        """Train on the batch in a thread. Returns `train/*` metrics.
+
+        Reports the effective sample size to the producer, which may adapt its bound on staleness.
+        """
         with self.account.spend("train"):
             # In a thread of its own: this one receives what the engines send meanwhile.
             trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
@@ -437,7 +465,7 @@ class Training:
         return trained
 
     def save(self, step: int) -> None:
-        """Write a checkpoint after `step`."""
+        """Write a checkpoint of the policy, the optimizer and the producer's prompts after `step`."""
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
@@ -455,7 +483,7 @@ def main() -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `rollout train WORDS`. Returns 0; a job that fails raises SystemExit."""
+    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Replaces sys.argv."""
     sys.argv = ["rollout train", *words]
     main()
     return 0
