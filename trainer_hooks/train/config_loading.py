@@ -43,13 +43,13 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
 
 
 def dataclass_by_name(kind: Any) -> type | None:
-    """Return the dataclass of a field of type `Mapping[str, dataclass]`; None for any other type."""
+    """Return the dataclass in a type `Mapping[str, dataclass]`; None for any other type."""
     is_mapping = typing.get_origin(kind) is Mapping
     return dataclass_of(typing.get_args(kind)[1]) if is_mapping else None
 
 
 def dataclass_of(kind: Any) -> type | None:
-    """Return `kind` if it is a dataclass, or the dataclass in `X | None`; None for any other type."""
+    """Return `kind` if it is a dataclass, or the dataclass in `X | None`; else None."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     found = (o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o))
     return next(found, None)
@@ -60,7 +60,7 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     for name in given:
         if name not in types_by_name:
             raise unknown_key_error(_first_leaf(name, given[name]), types_by_name, path)
-    # A key that YAML leaves open, as ???, counts as absent.
+    # A key with the value ??? counts as absent.
     given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
         field.name
@@ -115,7 +115,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Return `value` as a field of type `kind`: nested mappings become dataclasses, lists tuples."""
+    """Return `value` as a `kind`: nested mappings become dataclasses, lists become tuples."""
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)
@@ -176,18 +176,18 @@ def import_object(path: str, setting: str) -> Any:
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise ConfigError(f"{setting}={path} is no import path; package.module:name is wanted")
+        raise ConfigError(f"{setting}={path} is not an import path; give package.module:name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Of a module that it imports itself, the traceback says more.
+        # For a module that it imports in turn, the traceback says more.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"{setting}={path}: there is no module {error.name}; it is looked for in the working "
-            f"directory {os.getcwd()} and on PYTHONPATH"
+            f"{setting}={path}: there is no module {error.name} in the working "
+            f"directory {os.getcwd()} or on PYTHONPATH"
         ) from error
     found: Any = module
     for part in name.split("."):
@@ -214,7 +214,7 @@ def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
     except TypeError as error:
         raise ConfigError(f"{setting}.options={dict(options)}: {path}: {error}") from error
     if not callable(function):
-        raise ConfigError(f"{setting}.path={path} is no function")
+        raise ConfigError(f"{setting}.path={path} is not a function")
     return function
 
 

@@ -29,7 +29,7 @@ from trainer_hooks.train.config_loading import (
     unknown_key_error,
 )
 
-# What ends a job with its message: for any other exception Hydra prints a traceback below it.
+# Errors that end a job with their message alone; for others Hydra prints a traceback.
 _FAULTS = (ConfigError, EnvironmentFailed, NonFiniteGradientError, RewardFunctionError)
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _checked_override(argument: str, kind: type) -> list[str]:
     if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
         return [argument]
     part: type | None = kind
-    by_name: type | None = None  # the dataclass of the entries, where the next name is free
+    by_name: type | None = None  # the dataclass of a mapping's entries; the next name is free
     if key in getattr(kind, "PRESETS", ()):
         return [argument]
     names = key.split(".")
@@ -127,5 +127,5 @@ def _checked_override(argument: str, kind: type) -> list[str]:
     if part is not None and ":" in value and hasattr(part, "overrides_of"):
         overrides: list[str] = part.overrides_of(value)
         return overrides
-    # A whole dataclass is a config group, `model=small`, whose choice is Hydra's to make.
+    # A whole dataclass is a config group, as in `model=small`: Hydra chooses.
     return [argument] if len(names) == 1 else [f"++{argument}"]

@@ -47,7 +47,7 @@ from trainer_hooks.train.settings import (
     WeightSyncSettings,
 )
 
-# A link to conf/ in a checkout, a folder in a wheel.
+# A link to conf/ in a checkout, a directory in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"
 _Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 _MAX_SEED = 2**32 - 1  # of numpy's generators
@@ -120,25 +120,26 @@ class AlgorithmSettings:
         check_fields(self, ConfigError)
         if self.made_for not in (None, self.loss.kind):
             raise ConfigError(
-                f"algorithm.loss.kind={self.loss.kind!r} with settings that are made for "
-                f"{self.made_for!r}; choose its group, algorithm={self.loss.kind}, or set "
-                "algorithm.made_for=null to keep them"
+                f"algorithm.loss.kind={self.loss.kind!r} with settings made for {self.made_for!r}; "
+                f"choose algorithm={self.loss.kind}, or set algorithm.made_for=null to keep the "
+                "settings"
             )
         self.loss.advantages(self.advantage_normalization, self.advantage_baseline)
         if self.loss.correction.needs_proximal and not self.decoupled:
             raise ConfigError(
-                f"loss.correction.mode={self.loss.correction.mode!r} with decoupled=False, which "
-                "leaves nothing to weigh by; set decoupled=true, or leave the correction out"
+                f"algorithm.loss.correction.mode={self.loss.correction.mode!r} needs the ratio of "
+                "two policies, but algorithm.decoupled=False computes none; set "
+                "algorithm.decoupled=true, or leave the correction out"
             )
         if self.critic is not None and (self.group_size != 1 or self.loss.kind != "ppo"):
             raise ConfigError(
                 f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
-                f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
+                f"{self.loss.kind!r} must be 1 and 'ppo' with algorithm.critic"
             )
         if self.critic is not None and self.advantage_estimator != "group":
             raise ConfigError(
-                f"algorithm.advantage_estimator={self.advantage_estimator!r} beside a critic, "
-                "which gives advantages itself; leave one of them out"
+                f"algorithm.advantage_estimator={self.advantage_estimator!r} with "
+                "algorithm.critic, which computes advantages itself; leave one of them out"
             )
         is_of_groups = self.advantage_estimator != "reinforce_plus_plus"
         if self.critic is None and is_of_groups and self.group_size < 2:
@@ -259,7 +260,7 @@ class JobSettings:
             )
         if self.model.lora is not None and self.algorithm.critic is not None:
             raise ConfigError(
-                "model.lora beside algorithm.critic, whose trunk would be a whole model to train; "
+                "model.lora with algorithm.critic, whose trunk would be trained as a whole model; "
                 "choose an algorithm without a critic, or leave model.lora out"
             )
         if self.model.lora is not None and self.algorithm.reference.sync_interval is not None:
@@ -270,15 +271,15 @@ class JobSettings:
             )
         if not self.num_engines and self.weight_transport is not None:
             raise ConfigError(
-                f"weight_transport={self.weight_transport} has no engine process to bring weights "
-                "to with num_engines=0; set num_engines, or leave weight_transport out"
+                f"weight_transport={self.weight_transport} with num_engines=0: there is no engine "
+                "process to send weights to; set num_engines, or leave weight_transport out"
             )
         if self.trainer.strategy == "fsdp2":
             self._check_sharded()
         if not self.num_engines and self.launcher.path != LOCAL_LAUNCHER:
             raise ConfigError(
-                f"launcher.path={self.launcher.path} has nothing to start with num_engines=0; set "
-                "num_engines, or leave launcher out"
+                f"launcher.path={self.launcher.path} with num_engines=0: there is nothing to start; "
+                "set num_engines, or leave launcher out"
             )
 
     def _check_sharded(self) -> None:
@@ -292,13 +293,13 @@ class JobSettings:
         for name, is_set in refused.items():
             if is_set:
                 raise ConfigError(
-                    f"{name} with trainer.strategy=fsdp2, which does not have it yet; leave it "
-                    "out, or choose trainer.strategy=single"
+                    f"{name} is not supported with trainer.strategy=fsdp2; leave it out, or choose "
+                    "trainer.strategy=single"
                 )
         if self.launcher.path == TORCHRUN_LAUNCHER:
             raise ConfigError(
-                "launcher=torchrun with trainer.strategy=fsdp2: the ranks of torchrun are trainers "
-                "then, and no engines; choose launcher=local, slurm or ray"
+                "launcher=torchrun with trainer.strategy=fsdp2, which makes all ranks of torchrun "
+                "trainers and none an engine; choose launcher=local, slurm or ray"
             )
 
     @property

@@ -1,21 +1,21 @@
-"""rollout train: GRPO and its kin on a model, prompts and rewards of your own, or on the demo's.
+"""The program `rollout train`: GRPO and its kin on your model, prompts and rewards, or on the demo's.
 
     rollout train model.path=DIR data=jsonl data.path=train.jsonl reward=mine:score
     rollout train --config-name demo                                # the demo, seed 0
-    rollout train --config-name demo resume=auto                    # go on after a kill or Ctrl-C
+    rollout train --config-name demo resume=auto                    # continue after a kill or Ctrl-C
     rollout train --config-name demo run_name=seeds seeds=3         # seeds 0, 1, 2, then a table
     rollout train --config-name demo run_name=async mode=async      # engines in their own processes
     rollout train --config-name demo run_name=ppo algorithm=ppo     # with a critic
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (the prompts of
-each step, as [epoch, index], and how often each was sampled again because its rollouts grew too
-old), completions.jsonl (samples), checkpoints, report.html, summary.json,
-reference/ if the loss has a KL term, base/ (the weights below a LoRA adapter), and skipped/ with
-the batches of steps whose gradient was not finite. A run that starts over renames the folder of the
-run before to seed_<seed>.previous, or to .previous-2, ...: nothing is deleted. A folder in which
-another job is running is refused.
+Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (each step's prompts
+as [epoch, index], and how often each was sampled again because its rollouts grew too old),
+completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, reference/ if
+there is a KL term, base/ (the weights below a LoRA adapter), and skipped/ (batches of steps with
+non-finite gradients). A run that starts over renames the previous run's directory to
+seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
+refused.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from trainer_hooks.weight_sync.trainer_ranks import (
 )
 
 INTERRUPTED_EXIT_CODE = 130
-NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after
+NUM_ANSWERS = 2  # held-out problems whose answers are shown before and after training
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
 
 
@@ -104,8 +104,8 @@ def run_job(settings: JobSettings) -> None:
             return
     elif torchrun_place()[1] > 1:
         raise ConfigError(
-            f"torchrun has started {torchrun_place()[1]} ranks, each a trainer of its own; choose "
-            "trainer=fsdp2, or launcher=torchrun to make the other ranks engines"
+            f"torchrun started {torchrun_place()[1]} ranks, and each would be a separate trainer; "
+            "choose trainer=fsdp2, or launcher=torchrun to make the other ranks engines"
         )
     run_seeds(settings, ALONE)
 
@@ -124,15 +124,15 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         try:
             summaries.append(run_seed(run_directory, settings, seed, ranks))
         except KeyboardInterrupt:
-            console.print("interrupted; the same command with resume=auto goes on from here")
+            console.print("interrupted; run the same command with resume=auto to continue")
             sys.exit(INTERRUPTED_EXIT_CODE)
         console.print(summary_table(summaries[-1:], settings.title))
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
         policy = find_checkpoint(run_directory / "checkpoints")
-        console.print(f"policy in {policy}", highlight=False)
-        console.print(f"report in {run_directory / REPORT_NAME}", highlight=False)
+        console.print(f"policy: {policy}", highlight=False)
+        console.print(f"report: {run_directory / REPORT_NAME}", highlight=False)
     if len(summaries) > 1:
         console.print(summary_table(summaries, settings.title))
 
@@ -151,7 +151,7 @@ def run_seed(
     with locked_run(directory):
         try:
             asyncio.run(Run(directory, settings, seed, ranks).run())
-        finally:  # of a run that failed, too
+        finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
                 write_report(directory, title)
         rows = metrics.read_jsonl(directory / "metrics.jsonl")
@@ -196,7 +196,7 @@ class Run:
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
-            self.console.print(f"the earlier run is now in {previous}", highlight=False)
+            self.console.print(f"moved the earlier run to {previous}", highlight=False)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
         with (
             stop_on_interrupt() as stop,
@@ -221,7 +221,7 @@ class Run:
         step.
         """
         settings = self.settings
-        # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
+        # Loads step 0 too: its random states let a resumed run repeat its first steps exactly.
         learner, state = Learner.load(checkpoint, settings, self.ranks)
         versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
         interval, temperature = settings.trainer.checkpoint_interval, self.params.temperature
@@ -292,7 +292,7 @@ class Run:
         if (lora := settings.model.lora) is not None:
             policy = new_adapter(base_weights(self.directory, settings.model), lora)
         elif algorithm.needs_reference:
-            # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
+            # Kept apart from checkpoints, of which the oldest are deleted: a resumed run needs it.
             policy.save_pretrained(self.directory / "reference")
             reference = ReferencePolicy.copy_of(policy, algorithm.reference)
         learner = Learner(policy, algorithm, settings.trainer, reference)
@@ -333,7 +333,7 @@ class Run:
         if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
         if lora is not None and config.dtype == "auto":
-            config = replace(config, dtype="float32")  # as the trainer has it
+            config = replace(config, dtype="float32")  # the trainer's
         async with self._serving(policy, config, version) as llm:
             if self.settings.pushes_at_start:
                 await learner.push(WeightSync(llm, in_flight=True), versions.reserve())
@@ -418,7 +418,7 @@ class Training:
                 if "weights" in settings.weight_sync.release:  # a push needs their memory
                     await self.llm.resume(only="weights")
                 await self.learner.push(weight_sync, self.versions.reserve())
-            self.producer.refresh_version()  # the engines begin the batches that it allows
+            self.producer.refresh_version()  # lets the engines begin further batches
             evaluated: dict[str, float] = {}
             interval = trainer.eval_interval
             if interval and step % interval == 0 and step < trainer.num_steps:
@@ -432,8 +432,8 @@ class Training:
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
             yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
-            # After its row is written, so that a resumed run finds one for each step it has done.
-            # The time is the next step's.
+            # After the row is written, so that a resumed run finds a row for each finished step.
+            # The time counts towards the next step.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     self.save(step)
@@ -458,9 +458,9 @@ class Training:
         Reports the effective sample size to the producer, which may adapt its bound on staleness.
         """
         with self.account.spend("train"):
-            # In a thread of its own: this one receives what the engines send meanwhile.
+            # In another thread, so that this event loop can receive rollouts meanwhile.
             trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
-        if "train/eff_sample_size" in trained:  # not where no group had a spread
+        if "train/eff_sample_size" in trained:  # missing if no group had a reward spread
             self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
         return trained
 

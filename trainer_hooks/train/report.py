@@ -1,6 +1,7 @@
-"""A run as one HTML page: curves, staleness, time, samples coloured by version.
+"""A run as one HTML page: curves, staleness, time, and samples coloured by version.
 
-python -m trainer_hooks.train.report outputs/train/demo/seed_0
+main writes it when a run ends; for a run in progress: python -m trainer_hooks.train.report
+outputs/train/demo/seed_0
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
 """
 
 STEPS_WITH_SAMPLES, SAMPLES_PER_STEP = 8, 3
-_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer one is left out
+_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer text is left out
 _SUMMARY_CHARACTERS = 110
 _AGES = ("0 versions", "1", "2", "3 or more")
 SAMPLE_STYLE = """
@@ -102,10 +103,10 @@ sup { font-size: .7em; margin-right: 2px; user-select: none; }
 
 
 def write_report(directory: Path | str, title: str | None = None) -> Path:
-    """Write report.html from the metrics.jsonl and completions.jsonl of a run; returns its path.
+    """Write report.html from a run's metrics.jsonl and completions.jsonl. Returns its path.
 
-    A run that goes on, or was killed, has them as well.
-    Raises ConfigError for a directory without metrics.
+    Works on runs that are in progress or were killed. Raises ConfigError for a directory without
+    metrics.
     """
     directory = Path(directory)
     if not (directory / "metrics.jsonl").exists():
@@ -118,7 +119,9 @@ def write_report(directory: Path | str, title: str | None = None) -> Path:
 
 
 def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
-    """Those that the page chooses from: all of a long run would take gigabytes of memory."""
+    """Return the samples of the steps that the page shows; all samples of a long run would take
+    gigabytes.
+    """
     parts = [part for part in (rotated_path(path), path) if part.exists()]
     steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
     shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
@@ -128,8 +131,9 @@ def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
 def report_page(
     rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], title: str
 ) -> str:
-    """The page. `rows`: of metrics.jsonl; `samples`: of completions.jsonl. It needs no other file
-    and no network, and is well-formed XML as well.
+    """Return the page as text. `rows`: of metrics.jsonl; `samples`: of completions.jsonl.
+
+    The page needs no other file and no network, and is well-formed XML.
     """
     steps = [row for row in rows if row.get("reward") is not None]
     sections = {
@@ -216,14 +220,14 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if any("*" in pattern for pattern in wanted):
             series = _short_names(series)
         if title == "rewards by term" and len(series) == 1:
-            continue  # it is the reward
+            continue  # equals the reward
         if series:
             figures.append(_figure(title, list(series), line_chart(series)))
     return figures
 
 
 def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    """Series by the part of their names that differs, without counts that are 0 throughout."""
+    """Return the series under short names, without counts that are 0 throughout."""
     short = {}
     for name, points in series.items():
         prefix, _, own = name.partition("/")
@@ -236,7 +240,7 @@ def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A chart for each metric of evaluations, with a line per source."""
+    """Return a chart per evaluation metric, with a line per source."""
     charts: dict[str, dict[str, list[Point]]] = defaultdict(dict)
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
         source, _, metric = name.removeprefix("eval/").rpartition("/")
@@ -291,7 +295,9 @@ def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """The largest share first, at the bottom; what is never 1% is left out."""
+    """Return the share of each part of a step's time, the largest first; parts always below 1% are
+    left out.
+    """
     names = dict.fromkeys(name for row in steps for name in row if name.startswith(_TIME_SHARE))
     shares = {
         name.removeprefix(_TIME_SHARE): [row.get(name) or 0.0 for row in steps] for name in names
@@ -304,7 +310,9 @@ def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def samples_section(samples: Sequence[Sample]) -> str:
-    """Samples of steps that are spread over the run; the last step is open. "" without any."""
+    """Return the HTML of samples from steps spread over the run; "" without samples. The last step
+    is open.
+    """
     by_step: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_step[sample[TRAINER_STEP]].append(sample)
@@ -321,8 +329,10 @@ def samples_section(samples: Sequence[Sample]) -> str:
 
 
 def chosen_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` samples of a step, of groups evenly spread: in turn the best of its group, the worst,
-    and one between. A failed one is the worst.
+    """Return `count` samples of a step from evenly spread groups: in turn the best, the worst, and
+    the middle one.
+
+    A failed sample counts as the worst of its group.
     """
     groups: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -339,7 +349,7 @@ def _reward(sample: Sample) -> float:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` of the items, evenly spread, the first and the last among them."""
+    """Return `count` evenly spread items, with the first and the last among them."""
     if len(items) <= count:
         return list(items)
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
@@ -348,9 +358,9 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def _age_legend() -> str:
     boxes = " ".join(f'<span class="age{i}">{name}</span>' for i, name in enumerate(_AGES))
     return (
-        '<p class="note">In each step the best of one group, the worst of another and one between. '
-        f"The colour is how much older than the trained weights those are that sampled: {boxes} "
-        '<span class="tool">not trained on: of tools, users, a failed rollout</span></p>'
+        '<p class="note">Each step shows the best of one group, the worst of another and one between. '
+        f"Colours show by how many versions the sampling weights are older than the trained ones: {boxes} "
+        '<span class="tool">not trained on: text of tools, users or failed rollouts</span></p>'
     )
 
 
@@ -381,7 +391,9 @@ def _prompt(prompt: str) -> str:
 
 
 def _spans(sample: Sample) -> str:
-    """The completion, a span for each run of a version, which is named where there are several."""
+    """Return the completion's HTML: a span per run of a version, named if the completion has
+    several versions.
+    """
     train_version, spans = sample["train_version"], sample["spans"]
     names_versions = len({version for version, _ in spans}) > 1
     limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)

@@ -87,7 +87,7 @@ def locked_run(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise ConfigError(
-                f"another job, {file.read().strip() or 'of an unknown process'}, is running in "
+                f"another job ({file.read().strip() or 'unknown process'}) is running in "
                 f"{directory}; give this one a run_name of its own, or wait until the other ends"
             ) from error
         except OSError as error:

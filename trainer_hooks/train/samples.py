@@ -1,4 +1,9 @@
-"""What the policy wrote, for people: samples with their rewards, advantages and versions."""
+"""Samples of what the policy wrote, with rewards, advantages and versions: written, chosen and
+shown.
+
+SampleLog, used by main, writes completions.jsonl. The text functions are used by dashboard and
+report.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +36,28 @@ TABLE_COLUMNS = (
     "versions", "mean_lag", "num_tokens", "finish_reason",
 )  # fmt: skip
 _NEXT_SEQUENCE = "\n[the next token sequence]\n"
-MIN_LINES = 2  # of a sample on a terminal: its figures, and one line of its text
-_SHOWN_CHARACTERS = 320  # where there is no terminal
+MIN_LINES = 2  # lines of a sample on a terminal: its figures, and one line of its text
+_SHOWN_CHARACTERS = 320  # characters of a text without a terminal
 _INDENT = 2
 _TOOL_STYLE = "italic magenta"
-# Control characters would move the cursor of a terminal, and an HTML page may not have them.
+# Control characters would move a terminal's cursor, and HTML forbids them.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
 
 
 class ShowsSamples(Protocol):
-    """Shows samples to a person, as a Dashboard does."""
+    """Shows samples to a person, as Dashboard does."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Show these instead of those before."""
+        """Show these samples in place of the previous ones."""
         ...
 
 
 class SampleLog:
-    """Writes samples of every step to completions.jsonl, and every `sample_interval` steps some of
-    them to a view and, as a table, to W&B. A context manager.
+    """Writes samples of every step to completions.jsonl. A context manager.
 
-    `tokenizer`: one of transformers. `resume_step`: as for a MetricsLogger.
+    Every `sample_interval` steps it also sends some samples to a view and, as a table, to W&B.
+    `tokenizer`: one of transformers. `resume_step`: as for MetricsLogger.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class SampleLog:
         )
 
     def log(self, step: int, batch: TrainingBatch, advantages_B: torch.Tensor) -> None:
-        """Record samples of the `batch` that was trained on in `step`, with their advantages."""
+        """Record samples of the `batch` trained on in `step`, with their advantages."""
         settings = self._settings
         rows = range(min(batch.rollouts.num_rollouts, settings.num_completions))
         written = {i: sample_of(step, batch, i, advantages_B, self._tokenizer) for i in rows}
@@ -99,12 +104,12 @@ class SampleLog:
 def sample_of(
     step: int, batch: TrainingBatch, index: int, advantages_B: torch.Tensor, tokenizer: Any
 ) -> dict[str, Any]:
-    """Rollout `index` of the batch as a row of completions.jsonl; `advantages_B`: one per row.
+    """Return rollout `index` of the batch as a row of completions.jsonl.
 
-    `spans`: the text after the prompt in runs of tokens of one version; the version of what no
-    version sampled, such as tool output, is None. A further token sequence of the rollout follows
-    whole, with its own prompt. Lags are versions that the sampling weights are behind those that
-    the step trained.
+    `advantages_B`: one per row of the batch. `spans` in the result holds the text after the prompt
+    as runs of tokens of one version; tokens that no version sampled, such as tool output, have
+    version None. A further token sequence of the rollout follows whole, with its own prompt. Lags
+    are the versions by which the sampling weights are behind the trained weights.
     """
     rollouts = batch.rollouts
     group, sample = divmod(index, batch.group_size)
@@ -141,8 +146,8 @@ def sample_of(
 def _texts(
     rollouts: RolloutBatch, row: int, start: int, tokenizer: Any
 ) -> tuple[str, list[list[Any]]]:
-    """The text of the row's tokens before `start`, and [version, text] of the runs of tokens of one
-    version from there on.
+    """Return the text before `start`, and [version, text] of each run of tokens of one version
+    after it.
     """
     end = int(rollouts.lengths_B[row])
     tokens_T = rollouts.tokens_BT[row, :end].tolist()
@@ -170,10 +175,10 @@ class _Verbatim:
 
 
 def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) -> list[str]:
-    """The texts of consecutive runs of tokens, whose `lengths` sum to that of all.
+    """Return the texts of consecutive runs of tokens, whose `lengths` add up to all tokens.
 
-    Together they are the text of all tokens: a character whose bytes are in two runs is in the
-    later one, and the space before a word stays.
+    Joined, they are the text of all tokens: a character whose bytes are in two runs goes to the
+    later run, and the space before a word is kept.
     """
     detokenizer, texts, end = IncrementalDetokenizer(_Verbatim(tokenizer)), [], 0
     for length in lengths:
@@ -184,8 +189,10 @@ def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) ->
 
 
 def chosen_rows(rewards_R: torch.Tensor, group_size: int, count: int) -> list[int]:
-    """`count` rollouts worth a look, of groups evenly spread: in turn the best of its group, the
-    worst, and one between. Failed rollouts are left out.
+    """Return `count` rollouts of evenly spread groups: in turn the best of its group, the worst,
+    and the middle one.
+
+    Failed rollouts are left out.
     """
     rewards_PG = rewards_R.view(-1, group_size)
     num_groups = len(rewards_PG)
@@ -208,24 +215,26 @@ def _cell(sample: Sample, name: str) -> Any:
 
 
 def best_worst_or_middle(ordered: Sequence[T], turn: int) -> T:
-    """Of items ordered from the best: in turn the first, the last, and the one in the middle."""
+    """Return the first, last or middle of items ordered from the best, by `turn` modulo 3."""
     return ordered[(0, len(ordered) - 1, len(ordered) // 2)[turn % 3]]
 
 
 def visible(text: str) -> str:
-    """`text` with a picture in place of each control character but line ends and tabs."""
+    """Return `text` with control characters, except line ends and tabs, replaced by visible
+    symbols.
+    """
     return text.translate(_VISIBLE)
 
 
 def reward_text(sample: Sample) -> str:
-    """As "reward 1.000", or "failed: step_timeout"."""
+    """Return the reward, as "reward 1.000", or the failure, as "failed: step_timeout"."""
     if sample["reward"] is not None and isfinite(sample["reward"]):
         return f"reward {sample['reward']:.3f}"
     return f"failed: {sample['failure']}" if sample.get("failure") else "failed"
 
 
 def terms_text(sample: Sample) -> str:
-    """The parts of the reward, as "right 1.000, length -0.250"."""
+    """Return the parts of the reward, as "right 1.000, length -0.250"."""
     return ", ".join(
         f"{name} -" if value is None else f"{name} {value:.3f}"
         for name, value in sample["rewards"].items()
@@ -233,7 +242,7 @@ def terms_text(sample: Sample) -> str:
 
 
 def versions_text(sample: Sample) -> str:
-    """The versions that sampled the text, as "7" or "6-7"; "-" if none did."""
+    """Return the versions that sampled the text, as "7" or "6-7"; "-" if none did."""
     versions = [version for version, _ in sample["spans"] if version is not None]
     if not versions:
         return "-"
@@ -242,7 +251,7 @@ def versions_text(sample: Sample) -> str:
 
 
 def samples_text(samples: Sequence[Sample]) -> RenderableType:
-    """The samples where there is no terminal: figures, the end of the prompt, and the text."""
+    """Return the samples as plain lines: figures, the end of the prompt, and the text."""
     parts = []
     for sample in samples:
         prompt, completion = _line(sample["prompt"]), _completion(sample)
@@ -256,11 +265,11 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class FittedSamples:
-    """As many of the samples as `num_lines` lines hold, for a terminal.
+    """As many of the samples as fit into `num_lines` lines of a terminal.
 
-    Each gets a line of figures, one of the end of its prompt if there are three or more, and the
-    rest for its text, of which the middle is left out. Text that no version sampled, such as the
-    output of tools, has a style of its own.
+    Each sample gets a line of figures, one with the end of its prompt if it has three lines or
+    more, and the rest for its text, whose middle is left out. Text that no version sampled, such as
+    tool output, has its own style.
     """
 
     samples: Sequence[Sample]
@@ -285,7 +294,9 @@ class FittedSamples:
 
 
 def figures_of(sample: Sample, versions: str) -> list[str]:
-    """Return the advantage, `versions`, the lag and the length, without what the sample lacks."""
+    """Return the advantage, `versions`, the lag and the length, without those that the sample
+    lacks.
+    """
     advantage, lag = sample["advantage"], sample["mean_lag"]
     figures = [
         "" if advantage is None else f"advantage {advantage:+.3f}",

@@ -87,12 +87,12 @@ class ModelSettings:
         if self.path is None and (missing or self.tokenizer is None):
             raise ConfigError(
                 "model.path is missing: name a directory with a Hugging Face checkpoint, or give a "
-                f"shape for random weights and a tokenizer (without: {', '.join(missing) or 'it'})"
+                f"shape for random weights and a tokenizer (missing: {', '.join(missing) or 'tokenizer'})"
             )
         if self.path is not None and len(missing) < len(self.shape):
             raise ConfigError(
-                f"model.path={self.path} beside a shape for random weights; choose one of them "
-                "(model=checkpoint has no shape)"
+                f"model.path={self.path} with a shape for random weights; choose one of them "
+                "(model=checkpoint sets no shape)"
             )
 
     @property
@@ -344,8 +344,8 @@ class ProducerSettings:
         filters = self.drop_zero_variance or self.group_filters
         if self.max_refills is not None and not filters:
             raise ConfigError(
-                f"max_refills={self.max_refills} bounds what drop_zero_variance and group_filters "
-                "replace; set drop_zero_variance=true, or leave max_refills out"
+                f"max_refills={self.max_refills} bounds the groups that drop_zero_variance and "
+                "group_filters replace; set drop_zero_variance=true, or leave max_refills out"
             )
 
 
@@ -365,7 +365,7 @@ class WeightSyncSettings:
         check_fields(self, ConfigError)
         if self.release and self.mode == "in_flight":
             raise ConfigError(
-                f"release={list(self.release)} with mode='in_flight', which frees nothing; choose "
+                f"release={list(self.release)} with mode='in_flight', which frees no memory; choose "
                 "mode='suspend', or leave release out"
             )
 

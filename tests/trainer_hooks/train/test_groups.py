@@ -157,7 +157,7 @@ def test_the_producer_group_holds_parameters_of_the_producer() -> None:
         ),
         (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be .*at least 1"),
         (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
-        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
+        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees no memory"),
         (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),
         (WeightSyncSettings, {"mode": "sometimes"}, "mode='sometimes'"),
     ],
@@ -246,7 +246,9 @@ def test_a_job_of_its_own_is_named_after_its_run() -> None:
 
 
 def test_a_launcher_without_engines_to_start_is_refused() -> None:
-    with pytest.raises(ConfigError, match="RayLauncher has nothing to start with num_engines=0"):
+    with pytest.raises(
+        ConfigError, match="RayLauncher with num_engines=0: there is nothing to start"
+    ):
         load_dataclass(JobSettings, composed("launcher=ray"))
     settings = load_dataclass(JobSettings, composed("launcher=ray", "num_engines=2"))
     assert settings.launcher.options["num_cpus"] == 1

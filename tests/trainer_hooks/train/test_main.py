@@ -271,7 +271,7 @@ def test_a_job_in_the_folder_of_another_is_refused_and_changes_nothing(tmp_path:
     with locked_run(directory):
         directory.mkdir()
         for resume in ("never", "auto"):
-            with pytest.raises(ConfigError, match=r"another job, process .* run_name of its own"):
+            with pytest.raises(ConfigError, match=r"another job \(process .* run_name of its own"):
                 run_seed(directory, tiny_settings(resume=resume), seed=0)
         assert list(directory.iterdir()) == []
 
