@@ -191,7 +191,7 @@ def test_evaluation_samples_and_says_pass_at_k_and_the_majoritys_reward(tmp_path
         (
             {"algorithm": "ppo", "algorithm__group_size": 1,
              "algorithm__advantage_estimator": "reinforce_plus_plus"},
-            "advantage_estimator='reinforce_plus_plus' beside a critic",
+            "advantage_estimator='reinforce_plus_plus' with algorithm.critic",
         ),
         ({"trainer__evaluation__pass_at": "[2]"}, r"pass_at=\[2\] must be from 1 to n=0"),
     ],

@@ -100,5 +100,7 @@ def test_an_interrupted_run_of_two_ranks_saves_and_goes_on(tmp_path: Path) -> No
 def test_ranks_that_would_each_train_alone_are_refused(tmp_path: Path) -> None:
     code, errors = torchrun(DEMO, tmp_path)
     assert code != 0
-    assert "torchrun has started 2 ranks, each a trainer of its own; choose trainer=" in errors
+    assert (
+        "torchrun started 2 ranks, and each would be a separate trainer; choose trainer=" in errors
+    )
     assert not (tmp_path / "run" / "seed_0").exists()
