@@ -204,7 +204,8 @@ def _check(key: str, value: Any, family: Family) -> None:
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> str:
-    """Our name of the gated activation. Raises ModelError for one that is not supported."""
+    """Return our name of the config's gated activation. Raises ModelError for one that is not
+    supported."""
     key, names = family.activation_key, family.activations
     name = config.get(key, next(iter(names)))
     if name not in names:
@@ -213,7 +214,8 @@ def activation_of(config: Mapping[str, Any], family: Family) -> str:
 
 
 def activation_to_hf(activation: str, family: Family) -> str:
-    """The name that transformers has for it. Raises ModelError where the family has none."""
+    """Return transformers' name of the spec's activation. Raises ModelError where the family has
+    none."""
     names = [name for name, own in family.activations.items() if own == activation]
     if not names:
         raise ModelError(f"a {family.name!r} config cannot express activation={activation!r}")

@@ -27,12 +27,12 @@ class Kind:
 
 
 def is_integer(value: object, least: int = 0) -> TypeGuard[int]:
-    """Whether `value` is an integer from `least` to `MAX_INTEGER`, and no bool."""
+    """Return whether `value` is an integer from `least` to `MAX_INTEGER`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_INTEGER
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that a float can hold, and no bool."""
+    """Return whether `value` is a number that a float can hold, and no bool."""
     is_bool = isinstance(value, bool)
     return isinstance(value, int | float) and not is_bool and -MAX_FLOAT <= value <= MAX_FLOAT
 

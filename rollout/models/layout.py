@@ -27,7 +27,7 @@ class BranchSpec:
 
 
 def layers_of(spec: ModelSpec) -> list[tuple[BranchSpec, ...]]:
-    """The branches of each layer, in order."""
+    """Return the branches of each layer, in order."""
     family = find_family(spec.family)
     layers = []
     for index in range(spec.num_layers):

@@ -32,7 +32,7 @@ class TensorParallelExecutor(WorkerExecutor):
     """Sends each command to the other ranks, runs it on rank 0, and waits for all answers.
 
     A command that fails on one rank fails: its error is raised once all ranks have answered, and
-    the ranks can run the next one. A rank that is lost, or does not answer in time, ends the group:
+    the ranks can run the next one. A rank that ends, or does not answer in time, ends the group:
     LockstepError, then and at every later command.
 
     Steps and memory use one channel, from the thread that steps. Staging has a channel of its own,
@@ -51,7 +51,7 @@ class TensorParallelExecutor(WorkerExecutor):
         super().__init__(worker)
         self._collectives = worker.collectives
         self._channel, self._staging = channel, staging
-        channel.on_lost = staging.on_lost = self._on_lost
+        channel.on_failure = staging.on_failure = self._on_failure
         self._processes = processes
         weakref.finalize(self, end_processes, processes)  # if nobody calls `close`
         self._staging_lock = threading.Lock()
@@ -86,13 +86,13 @@ class TensorParallelExecutor(WorkerExecutor):
         Raises the cause: `error`, or the error of the rank that made rank 0 abort.
         """
         if isinstance(error, LockstepError):
-            raise self._channel.lose(str(error)) from error
+            raise self._channel.fail(str(error)) from error
         self._collectives.abort()
         answers = self._channel.answers()
         try:
             self._collectives.reset()
-        except LockstepError as lost:
-            raise self._channel.lose(str(lost)) from error
+        except LockstepError as failure:
+            raise self._channel.fail(str(failure)) from error
         self._channel.results(self._channel.send(Follower.reset))
         if isinstance(error, CollectiveAbortedError):
             raise_first(answers)
@@ -121,7 +121,7 @@ class TensorParallelExecutor(WorkerExecutor):
             own = digest(output)
             for rank, found in enumerate(digests, start=1):
                 if found not in (None, own):
-                    raise self._channel.lose(
+                    raise self._channel.fail(
                         f"rank {rank} drew other tokens than rank 0 in step {plan.step_id}"
                     )
             return output
@@ -209,10 +209,10 @@ class TensorParallelExecutor(WorkerExecutor):
         super().close()
         self._collectives.close()
 
-    def _on_lost(self, reason: str) -> None:
-        """End the group: one of the channels is lost."""
-        self._channel.lose(reason)
-        self._staging.lose(reason)
+    def _on_failure(self, reason: str) -> None:
+        """End the group: one of the channels has failed."""
+        self._channel.fail(reason)
+        self._staging.fail(reason)
         end_processes(self._processes)
 
 
@@ -276,9 +276,9 @@ class SpmdExecutor(TensorParallelExecutor):
     def _send_drops(self) -> None:
         """Do nothing: ranks take commands within a call only, so `end_call` sends the drops."""
 
-    def _on_lost(self, reason: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         self._collectives.abort()
-        self._channel.end(self._channel.lose(reason))
+        self._channel.end(self._channel.fail(reason))
 
     def close(self) -> None:
         self._channel.end(LockstepError("rank 0 has shut the engine down"))

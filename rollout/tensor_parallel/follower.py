@@ -163,7 +163,7 @@ class SpmdFollower(Follower):
         self._source: NamedTensors = ()
         self._refusal: str | None = None
         self._outcome: SpmdOutcome | None = None
-        self._lost: str | None = None
+        self._failure: str | None = None
         self.state, self.weights_version = EngineState.RUNNING, self.weights.version
 
     def join_call(self, call: SpmdCall, source: NamedTensors = ()) -> Any:
@@ -172,8 +172,8 @@ class SpmdFollower(Follower):
 
         Raises rank 0's error, EngineStateError if the ranks' calls differ, and LockstepError.
         """
-        if self._lost is not None:
-            raise LockstepError(self._lost)
+        if self._failure is not None:
+            raise LockstepError(self._failure)
         self._call, self._source = call, source
         self._refusal = self._outcome = None
         try:
@@ -207,7 +207,7 @@ class SpmdFollower(Follower):
 
     def _leave(self, error: BaseException) -> NoReturn:
         reason = str(error) if isinstance(error, LockstepError) else f"it raised {error!r}"
-        self._lost = f"rank {self._rank} has left the engine, which must be made anew: {reason}"
+        self._failure = f"rank {self._rank} has left the engine; create a new engine: {reason}"
         self.collectives.abort()
         self._channel.leave(reason)
         raise error
@@ -217,7 +217,7 @@ class SpmdFollower(Follower):
         if self.state is EngineState.STOPPED:
             return
         self.state = EngineState.STOPPED
-        self._lost = f"rank {self._rank} has shut down"
+        self._failure = f"rank {self._rank} has shut down"
         self._channel.leave("it has shut down")
         self.close()
         self.collectives.close()

@@ -10,7 +10,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from rollout.parallel.shared_tensors import Place, SharedTensors, write_shared
+from rollout.parallel.shared_memory import Place, SharedTensors, write_shared
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.update import NamedTensors, blaming, streamed
 

@@ -28,7 +28,7 @@ _SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """What a rank keeps of the weights that an adapter changes. Empty without an adapter.
+    """A rank's parts of the weights that an adapter changes. Empty without an adapter.
 
     tensors: new values by name. bases: adapted weights without the adapter, on the host.
     follows_served: whether the adapter is merged into the weights that serve. Weights that are not

@@ -238,7 +238,7 @@ class ServedWeights:
         if isinstance(named_tensors, LoraAdapter) and named_tensors.base is None:
             adapted = {f"{module}.weight" for module in named_tensors.pairs()} | self._bases.keys()
             slots = {name: slot for name, slot in slots.items() if name in adapted}
-        hash_own = partial(self._hasher.of_whole, turn=0) if hashes_own else None
+        hash_own = partial(self._hasher.of_whole, index=0) if hashes_own else None
         return StagingArena(self._arenas, table, slots, self._chunk_bytes, hash_own)
 
     def _replacement(self, values: Mapping[str, Tensor], memory: StagingMemory) -> Replacement:

@@ -41,17 +41,15 @@ class StagedWeights:
     """A verified update, which can be committed once. Only ServedWeights changes it.
 
     `replacement`: the new values of weights that the backend has not packed in its own memory.
-    `packed`: what the backend packed of the new values, for each linear layer.
-    `num_writes`: how many updates had been written when this one was staged.
-    `num_bytes`: size of the weights that change: all of them, except under an adapter.
-    `bases`: adapted weights without their adapter, by name.
-    `follows_served`: whether it is an adapter on the weights that served then.
-    `share`: this rank's part of the fingerprints.
-    `checksum`, `is_finite`: of all weights; "" until `verify` has the shares of all ranks.
-    `is_spent`: whether it was committed, and not rolled back.
-    `replaced`: what the commit has replaced.
-    `elsewhere`: owner of what the other ranks have staged, which they drop with this object.
-    `started_at`: when staging began, by time.perf_counter; `seconds`: how long it took.
+    `packed`: the backend's packed copy of the new values, for each linear layer. `num_writes`:
+    number of updates that had been written when this one was staged. `num_bytes`: size of the
+    weights that change: all of them, except under an adapter. `bases`: adapted weights without
+    their adapter, by name. `follows_served`: whether it is an adapter on the weights that served
+    then. `share`: this rank's part of the fingerprints. `checksum`, `is_finite`: of all weights; ""
+    until `verify` has the shares of all ranks. `is_spent`: whether it was committed, and not rolled
+    back. `replaced`: the state before its commit. `elsewhere`: handle of the parts that the other
+    ranks have staged, which they drop when it is freed. `started_at`: start of staging, by
+    time.perf_counter; `seconds`: its duration.
     """
 
     replacement: Replacement
@@ -72,7 +70,7 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """What served before a commit, which was write number `num_writes`."""
+    """The state before a commit, for its rollback. The commit was write number `num_writes`."""
 
     num_writes: int
     num_writes_before: int
@@ -84,9 +82,11 @@ class Replaced:
 
 
 class PackedCopies:
-    """The packed copies of the linear layers that serve now, and those that replace them.
+    """The packed copies that the linear layers serve now, kept beside the copies that a commit puts
+    in their place.
 
-    A weight that is packed in its own memory leaves its old values in the copy staged for it.
+    A weight that is packed in its own memory leaves its old values in the copy that was staged for
+    it.
     """
 
     def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:

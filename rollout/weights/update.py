@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType, TracebackType
@@ -22,16 +23,16 @@ from rollout.models.plain_tensors import (
 )
 from rollout.models.weights import WeightTable
 from rollout.weights.lora import LoraAdapter
-from rollout.weights.stream import WeightStream
 
 # A module gives its parameters and persistent buffers. An adapter changes some weights only.
 NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
+_logger = logging.getLogger(__name__)
 Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
 class Origin(NamedTuple):
-    """Where the values of the model's weight `weight` come from: the update's tensor `tensor`, or
-    a part of it."""
+    """Source of the values of the model's weight `weight`: the update's tensor `tensor`, or a
+    part of it."""
 
     weight: str
     tensor: str
@@ -66,6 +67,37 @@ class blaming:
             raise WeightUpdateError(
                 f"{self.culprit} failed with {reason}; the serving weights are kept"
             ) from error
+
+
+# ---- a stream of tensors
+
+
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """An iterator of (Hugging Face name, whole plain tensor), which is read once.
+
+    A tensor is valid until the next one is read: its memory may be freed or reused then. With
+    `lasts` all stay valid. They may require gradients. Where tensors are gathered from several
+    ranks, each step is a collective of all ranks. A reader that stops early calls `drain`, so that
+    the other ranks are not blocked.
+    """
+
+    def __init__(self, pairs: Iterator[tuple[str, Tensor]], *, lasts: bool) -> None:
+        self._pairs = pairs
+        self.lasts = lasts
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._pairs)
+
+    def drain(self) -> None:
+        """Read the rest and drop it. An error of reading is logged.
+
+        No-op at the end of the stream, and after an error of reading, which ends it.
+        """
+        try:
+            for _ in self._pairs:
+                pass
+        except Exception as error:  # the reader raises its own error
+            _logger.warning("the rest of a trainer's weights could not be gathered: %s", error)
 
 
 # ---- memory for tensors that do not last
@@ -348,10 +380,10 @@ def check_values(
     *,
     reject_non_finite: bool,
 ) -> None:
-    """Check the values of a full update, which have these fingerprints in the model's dtypes.
+    """Check the values of a full update by their fingerprints in the model's dtypes.
 
     Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for a weight, or tied
-    weights, of which `fingerprints` has different values. `origins`: see `origins_of`.
+    weights, to which the update gives two different values. `origins`: see `origins_of`.
     """
     if reject_non_finite and any(num_bad for _, num_bad in fingerprints.values()):
         check_finite(fingerprints, {each: table.slots[each.weight].dtype for each in fingerprints})

@@ -135,7 +135,7 @@ def _of_directory(
 
 
 def _own_spec(model: CausalLM) -> ModelSpec:
-    """The spec of a model whose parameters may have been cast."""
+    """Return the spec of a model whose parameters may have been cast since it was made."""
     return replace(model.spec, dtype=model.model.embed_tokens.weight.dtype)
 
 
@@ -160,7 +160,8 @@ def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, T
 
 
 def _is_transformers_model(source: object) -> bool:
-    """Whether `source` looks like one. transformers is optional and slow, so it is not imported."""
+    """Return whether `source` looks like a transformers model. The optional package is slow to
+    import, so it is not imported."""
     config = getattr(source, "config", None)
     has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
     return has_config and hasattr(source, "named_parameters")

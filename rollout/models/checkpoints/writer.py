@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout.errors import ModelError, WeightUpdateError
 from rollout.models.checkpoints.reader import INDEX_FILE
-from rollout.parallel.mapped_file import (
+from rollout.parallel.shared_memory import (
     MappedFile,
     lock_for_reading,
     lock_for_writing,

@@ -194,7 +194,7 @@ class BucketPath(Protocol):
 
     @property
     def address(self) -> str:
-        """What members need to open their end, "" if nothing."""
+        """Address at which members open their end; "" if they need none."""
         ...
 
     def buffer(self, num_bytes: int) -> Tensor:

@@ -33,11 +33,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class LinkDescription(msgspec.Struct, frozen=True):
-    """What a link does.
+    """Description of a link in a chain of deltas.
 
-    builds_on: checksum of the tensors that it changes, "" for the first link. result: checksum of
-    the tensors after it. removed: names of tensors that are gone. parent: address and checksum of
-    the link before, where links are kept.
+    builds_on: checksum of the tensors that the link changes, "" for the first link. result:
+    checksum of the tensors after it. removed: names of tensors that are gone. parent: address and
+    checksum of the link before, where links are kept.
     """
 
     builds_on: str
@@ -113,7 +113,7 @@ class DeltaTransport:
         self._carrier.send(source)
 
     def commit(self) -> None:
-        """Note that the engines serve the link: the next one builds on it."""
+        """Record that the engines serve the link. The next link builds on it."""
         self._carrier.commit()
         if self._link is not None:
             self._checksum, self._source = self._link.result, self._carrier.committed
