@@ -39,7 +39,7 @@ from rollout.control.state import (
     StateMachine,
     Transition,
 )
-from rollout.engine.suspension import KV_CACHE, OWNERS, WEIGHTS, check_resources
+from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS, check_resources
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -277,8 +277,8 @@ class ScriptedRuntime:
         )
 
     def resume(self, only: str | None) -> ResumeReport:
-        if only is not None and only not in OWNERS:
-            raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}")
+        if only is not None and only not in RESOURCES:
+            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}")
         restored = self.released if only is None else self.released & {only}
         if self.released - restored and self.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")

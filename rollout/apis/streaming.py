@@ -13,7 +13,6 @@ import torch
 
 from rollout.apis.arguments import SamplingArgument, as_groups
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     ClientStateError,
     CoordinatorLostError,
@@ -25,6 +24,7 @@ from rollout.generated_text import StreamedText, add_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import Status
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.serve.llm import Group
 from rollout.text import Prompt, Tokenizer, encode_prompt

@@ -17,10 +17,9 @@ from rollout.control.commands import AsyncControlCalls, ChecksumWeights, Command
 from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
-from rollout.coordinator.protocol.packed import token_runs
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, LockstepError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRun
 from rollout.serve.llm import Group
 from rollout.weights.update import NamedTensors
 
@@ -323,8 +322,8 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         streamed = [(i, s.num_reported) for i, s in self._open.items() if s.tokens is not None]
         records, tokens = self._runtime.step(streamed)
         items: list[_Item] = []
-        if tokens is not None and len(tokens.request_ids):
-            for request_id, _, run in token_runs(tokens, [0] * len(tokens.request_ids)).apart():
+        if tokens is not None:
+            for request_id, _, run in tokens.apart():
                 sample = self._open[request_id]
                 sample.num_reported = run.end
                 items.append((sample, run))

@@ -21,8 +21,8 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import ProtocolError
+from rollout.requests.token_runs import TokenRun, join_runs
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 
 from rollout.control.state import EngineState
-from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.errors import InvalidRequestError
 from rollout.serve.errors import ApiError
 from rollout.serve.limits import RequestLimiter
@@ -139,10 +139,10 @@ class Pausing:
                 raise ApiError(409, "another pause or its end came before the engines slept")
             await self._stop_for(mode)
             if level:
-                await self._release(OWNERS, discards_weights=level == 2)
+                await self._release(RESOURCES, discards_weights=level == 2)
             self.is_asleep = True
 
-    async def wake_up(self, resources: Sequence[str] = OWNERS) -> None:
+    async def wake_up(self, resources: Sequence[str] = RESOURCES) -> None:
         """Restore released memory. Once all is restored the pause ends."""
         _check_resources(resources)
         async with self._lock:
@@ -234,7 +234,7 @@ class Pausing:
     async def _restore(self, resources: Sequence[str]) -> None:
         if await self._state() is not EngineState.SUSPENDED:
             return
-        if set(resources) >= {*OWNERS}:
+        if set(resources) >= {*RESOURCES}:
             await self._llm.resume()
             return
         for owner in resources:  # the engines keep what is not released as it is
@@ -248,7 +248,8 @@ class Pausing:
 
 
 def _check_resources(resources: Sequence[str]) -> None:
-    if unknown := set(resources) - {*OWNERS}:
+    if unknown := set(resources) - {*RESOURCES}:
         raise InvalidRequestError(
-            f"tags {sorted(unknown)} are unknown; memory is released and restored as {list(OWNERS)}"
+            f"tags {sorted(unknown)} are unknown; memory is released and restored as "
+            f"{list(RESOURCES)}"
         )
