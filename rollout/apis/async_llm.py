@@ -1,4 +1,8 @@
-"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio."""
+"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio.
+
+Users make one, and FleetRuntime makes one for an LLM over a fleet. It starts and ends the fleet's
+processes and its client.
+"""
 
 from __future__ import annotations
 

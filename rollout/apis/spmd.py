@@ -1,4 +1,7 @@
-"""Calls of an LLM whose ranks are a trainer's processes: all ranks call each method."""
+"""LLM whose ranks are a trainer's processes (`pg_collection`): all ranks call each method together.
+
+Used by LLM. Rank 0 has the engine; the other ranks run its commands within each call.
+"""
 
 from __future__ import annotations
 

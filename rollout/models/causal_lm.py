@@ -1,6 +1,7 @@
-"""CausalLM: the model the engine runs, with its weights addressable by Hugging Face names.
+"""CausalLM: the model that an engine runs, with its weights addressable by Hugging Face names.
 
-Shape letters: L logit rows, E hidden size, V vocabulary.
+Used by ModelRunner for steps and by ServedWeights, which alone writes to its weights. Shape
+letters: L logit rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations

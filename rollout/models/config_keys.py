@@ -1,4 +1,5 @@
-"""The keys of a config: which ones a family reads, and what each may hold.
+"""The keys of a config: which keys a family reads, and which values each may have. Used by
+ModelSpec.
 
 A key that a family does not read, and that may have an effect, is refused by name, unless its value
 is one with which transformers computes the same as without the key.
@@ -157,12 +158,12 @@ KINDS: Mapping[str, Kind] = {
 
 
 def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the values of the keys that `family` reads; an absent key has the family's default.
+    """Return the values of the keys that `family` reads. An absent key has the family's default.
 
-    A key with two names stands under its first one. As in transformers, a rope that is null says
-    nothing.
+    A key with two names stands under its first one. As in transformers, a rope that is null counts
+    as absent.
 
-    Raises ModelError naming a key that the family does not know, or whose value it cannot take.
+    Raises ModelError naming a key that the family does not know, or whose value it cannot use.
     """
     quant_method_of(config)
     for key in sorted(config):
@@ -183,7 +184,7 @@ def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any, family: Family) -> None:
-    """Raise ModelError if `family` does not know the key, or cannot take its value."""
+    """Raise ModelError if `family` does not know the key, or cannot use its value."""
     if key in family.fixed:
         if value not in family.fixed[key]:
             raise ModelError(

@@ -1,5 +1,6 @@
-"""Kinds of values that keys of a config may hold. JSON has true, 1 and 1.0, which Python's `==`
-takes for one value.
+"""Kinds of values that keys of a config may have. Used by rollout/models/config_keys.py.
+
+JSON distinguishes true, 1 and 1.0, which Python's `==` takes for one value.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MAX_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value that a key may hold. `name`: how errors call it."""
+    """A kind of value that a key may have. `name`: its name in errors."""
 
     name: str
     accepts: Callable[[Any], bool]

@@ -1,4 +1,7 @@
-"""Family: what sets one model family apart from the common decoder, as plain values."""
+"""Family: the differences of one model family from the common decoder, as plain values.
+
+Each file of rollout/models/families makes one. ModelSpec and the decoder read it.
+"""
 
 from __future__ import annotations
 

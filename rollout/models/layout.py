@@ -1,4 +1,5 @@
-"""The layers of a model: each is a list of residual branches around one mixer each."""
+"""The layers of a model: each is a list of residual branches, with one mixer in each branch.
+Used by Decoder, which builds the modules."""
 
 from __future__ import annotations
 

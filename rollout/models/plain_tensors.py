@@ -1,7 +1,8 @@
-"""Plain tensors of a trainer's weights: shards are gathered, what cannot be read is refused.
+"""Plain tensors of a trainer's weights: shards are gathered, and tensors without readable values
+are refused.
 
-Addresses of tensors go to compiled code, which sees no difference between values and a tensor that
-only stands for them. So every tensor passes here before its address is taken.
+Compiled code gets the addresses of tensors, and sees no difference between values and a tensor that
+only stands for them. So every tensor of a trainer passes here before its address is taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""RopeSpec from and to the keys of a Hugging Face config, in the notation of both v4 and v5."""
+"""RopeSpec from and to the keys of a Hugging Face config, in the notation of both v4 and v5.
+Used by ModelSpec and by the rules for ropes."""
 
 from __future__ import annotations
 

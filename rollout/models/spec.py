@@ -1,4 +1,7 @@
-"""ModelSpec: everything that shapes a decoder, read from and written to Hugging Face configs."""
+"""ModelSpec: everything that shapes a decoder, read from and written to Hugging Face configs.
+
+Engines, checkpoints and the decoder read it. It never changes.
+"""
 
 from __future__ import annotations
 

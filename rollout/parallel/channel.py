@@ -1,9 +1,10 @@
-"""Channel: commands of rank 0 to the other ranks of an engine, and their results, with deadlines.
+"""LeadChannel and FollowerChannel: commands of rank 0 to the other ranks, and their answers.
 
-A command is a function and its arguments. Rank 0 sends it; each other rank applies it to an object
+A command is a function and its arguments. Rank 0 sends it. Each other rank applies it to an object
 of its own and answers once, in the order of commands, with the result or the error raised. Both are
 pickled, functions by reference: all ranks are processes of one engine and run the same code, over
-sockets that nobody else can open. A rank that leaves first may send the reason.
+sockets that no other process can open. A rank that leaves first may send the reason. Used by
+TensorParallelExecutor and Follower.
 """
 
 from __future__ import annotations

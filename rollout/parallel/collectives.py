@@ -1,4 +1,7 @@
-"""Collectives: sums and gathers over the ranks of one engine."""
+"""Collectives: sums and gathers over the ranks of one engine. Layers and samplers call them.
+
+OneRank is for an engine of one rank, GroupCollectives for a process group of torch.distributed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """SharedCollectives: sums and gathers over ranks of one machine, through shared memory.
 
-Shape letters: P parity, R ranks, N elements or bytes.
+RankRendezvous makes one for each rank of an engine on a CPU. Shape letters: P parity, R ranks, N
+elements or bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Wire: a stream of messages between two processes of one machine, with deadlines. Also how the
-ranks of an engine in a trainer's processes connect to rank 0. Linux only.
+"""Wire: a stream of messages between two processes of one machine, with deadlines. Linux only.
+
+Channels send their commands and answers over wires. RankListener and `wire_to_lead` connect the
+ranks of an engine in a trainer's processes to rank 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""TensorParallelExecutor: runs an engine on several ranks, from rank 0."""
+"""TensorParallelExecutor: runs an engine on several ranks, from rank 0. SpmdExecutor: the same
+where the ranks are processes of a trainer.
+
+Used by Engine in place of WorkerExecutor. It calls rank 0's Worker, and sends commands to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -174,8 +179,8 @@ class TensorParallelExecutor(WorkerExecutor):
                 self._staging_lock.release()
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update on all ranks, or on none: ranks that committed undo it if another
-        fails."""
+        """Serve a staged update on all ranks, or on none: ranks that have committed roll back if
+        another fails."""
         version = next_version(self.weights.version, version)
         key, before = staged.elsewhere.key, self.weights.version
         sent = self._channel.send(Follower.commit_staged, key, version)
@@ -217,7 +222,8 @@ class TensorParallelExecutor(WorkerExecutor):
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
-    """Kill ranks: they have nothing to clean up, and a stopped process reacts to nothing else."""
+    """Kill the processes of ranks. They have nothing to clean up, and a stopped process reacts
+    to no other signal."""
     for child in children:
         child.kill()
     for child in children:
@@ -225,7 +231,8 @@ def end_processes(children: Sequence[ChildProcess]) -> None:
 
 
 class _StagedElsewhere:
-    """An update that the other ranks have staged under `key`. They drop it when this is freed."""
+    """The parts of an update that the other ranks have staged under `key`. They drop them when
+    this is freed."""
 
     def __init__(self, key: int, drop: Callable[[int], None]) -> None:
         self.key, self._drop = key, drop
@@ -266,8 +273,8 @@ class SpmdExecutor(TensorParallelExecutor):
 
     @contextmanager
     def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
-        """Copy rank 0's source to shared memory while the other ranks read their own along, because
-        a trainer's ranks gather together."""
+        """Copy rank 0's source to shared memory while the other ranks read theirs, because a
+        trainer's ranks gather together."""
         sent = self._channel.send(SpmdFollower.read_source)
         with super()._shared(named_tensors) as shared:
             self._channel.results(sent)

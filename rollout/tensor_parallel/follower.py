@@ -1,5 +1,6 @@
-"""Follower: a rank other than 0. Rank 0 sends it commands, which are methods of Worker and of this
-class, and gets the results.
+"""Follower: a rank other than 0, which runs the commands of rank 0's TensorParallelExecutor.
+
+Commands are methods of Worker and of this class. SpmdFollower: the same in a process of a trainer.
 """
 
 from __future__ import annotations
@@ -28,11 +29,8 @@ from rollout.worker.worker import Worker
 
 
 class Follower(Worker):
-    """A Worker that runs the commands of rank 0. Also keeps the steps in flight and the updates
-    staged on this rank, the latter by rank 0's keys.
-
-    At most two steps are in flight, as on rank 0.
-    """
+    """A Worker that runs the commands of rank 0. It keeps the steps in flight, at most two as on
+    rank 0, and the updates that are staged on this rank, by rank 0's keys."""
 
     def __init__(self, loaded: LoadedModel, sizes: EngineSizes, staging: FollowerChannel) -> None:
         """`staging`: the channel over which commands for staged updates arrive."""
@@ -86,8 +84,8 @@ class Follower(Worker):
     # ---- the loop
 
     def serve(self, channel: FollowerChannel) -> None:
-        """Run the commands of rank 0 until it is gone. Those for staged updates run in a thread of
-        their own, beside steps."""
+        """Run the commands of rank 0 until it ends. Commands for staged updates run in a thread
+        of their own, beside steps."""
         loop = threading.Thread(
             target=self._serve, args=(self._staging,), name="weight-staging", daemon=True
         )
@@ -251,7 +249,8 @@ F = TypeVar("F", bound=Follower)
 
 
 class FollowerStart(Generic[F]):
-    """The start of a rank other than 0, which runs the four commands of rank 0's start in turn."""
+    """The start of a rank other than 0. It runs the four commands of rank 0's start, one after
+    the other."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Start of an engine's ranks: as child processes of rank 0, or in the processes of a trainer.
 
-The ranks of a trainer exchange addresses once, in its group `pg_collection.tp`. Commands then go
-over sockets of the machine, which also show that a rank is gone, and sums over memory or a
-communicator of the engine's own: after a failure the engine could mend neither within the trainer's
-group, which must live on.
+The ranks of a trainer exchange addresses once, in its group `pg_collection.tp`. Afterwards commands
+go over sockets of the machine, which also show that a rank has ended. Sums go over shared memory or
+a communicator of the engine's own. The trainer's group must outlive the engine, and neither could
+be repaired within it after a failure.
 """
 
 from __future__ import annotations

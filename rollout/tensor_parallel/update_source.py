@@ -1,4 +1,7 @@
-"""The source of a weight update in memory that all ranks of an engine read."""
+"""SharedSource: the tensors of a weight update in memory that all ranks of an engine read.
+
+Used by TensorParallelExecutor, which writes them, and by Follower, which opens them.
+"""
 
 from __future__ import annotations
 

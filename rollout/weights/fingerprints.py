@@ -1,7 +1,9 @@
-"""Fingerprints of weights: hashes of their values, and what one rank adds to them.
+"""Fingerprints of weights: hashes of their values, from which checksums are made.
 
-The fingerprints of a tensor's parts add up to the tensor's, so each rank of an engine hashes what
-it keeps, and the sums are what a process with the whole model computes.
+The fingerprints of a tensor's parts add up to the tensor's fingerprint. So each rank of an engine
+hashes the parts that it keeps, and the sums equal those of a process with the whole model. Used by
+ServedWeights to verify an update, and by weight transports to check the tensors that arrive. It
+only reads tensors.
 """
 
 from __future__ import annotations

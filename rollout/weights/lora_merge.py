@@ -1,6 +1,8 @@
-"""An adapter becomes plain weights: base + scale * (B @ A), in float32, cast once.
+"""Merging of a LoraAdapter into plain weights: base + scale * (B @ A), in float32, cast once.
 
-Shape letters: R rank, N out features, K in features of a layer.
+Used by ServedWeights while it stages an adapter, and by trainers that push merged tensors. It
+returns new tensors and changes none. Shape letters: R rank, N out features, K in features of a
+layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""WeightsSource: how engines get the weights of a push, as it travels in messages."""
+"""WeightsSource: the message that says how engines fetch the weights of a push.
+
+Weight transports make it, the coordinator passes it on to the engines, and WeightFetcher reads it.
+"""
 
 from __future__ import annotations
 

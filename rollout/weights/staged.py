@@ -1,4 +1,10 @@
-"""StagedWeights: a verified update before its commit, and how a commit is done and rolled back."""
+"""StagedWeights: a verified update before its commit, and the two ways to write it and to roll it
+back.
+
+Overwriting copies the new values over the old ones, of which it has a backup. Exchange swaps them,
+so that the staged update becomes the backup. Used by ServedWeights alone, which decides when they
+write.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +102,8 @@ class PackedCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Serve them again. Call it once all weights that are not packed have their old values."""
+        """Serve the old copies again. Call it once all weights that are not packed have their
+        old values."""
         for layer, packed, staged in zip(self._layers, self._served, self._staged, strict=True):
             layer.restore(packed, staged)
 
@@ -105,9 +112,10 @@ class PackedCopies:
 
 
 class WeightBackup:
-    """A copy, beside them, of the weights that a host serves now.
+    """A copy, on the host, of the weights that a host serves now.
 
-    It has only what no packed copy has, so less than all weights where the backend packs them.
+    It lacks the weights that have a packed copy, so it is smaller than all weights where the
+    backend packs them.
     """
 
     @torch.no_grad()
@@ -124,7 +132,7 @@ class WeightBackup:
         ]
 
     def restore(self) -> None:
-        """Write all of them back."""
+        """Write all values back."""
         for weight, values in self._plain:
             weight.detach().copy_(values)
 
@@ -135,7 +143,7 @@ class HostBackup:
 
     @torch.no_grad()
     def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena) -> None:
-        """Raises ConfigError if the memory cannot be allocated."""
+        """Copy the weights that serve now. Raises ConfigError if the memory cannot be allocated."""
         self._memory, self._arena = memory, arenas.acquire(self)
         self._bytes_N = self._arena.reserve(memory.num_bytes).copy_(memory.bytes_N)
         self._buffers = [
@@ -144,7 +152,7 @@ class HostBackup:
         ]
 
     def restore(self) -> None:
-        """Write all of them back."""
+        """Write all values back."""
         self._memory.bytes_N.copy_(self._bytes_N)
         for buffer, values in self._buffers:
             buffer.detach().copy_(values)

@@ -1,4 +1,8 @@
-"""A weight update: the tensors that a trainer gives, and the checks that they must pass."""
+"""A weight update: the tensors that a trainer gives, and the checks that they must pass.
+
+Used by ServedWeights for an engine of this process, and by weight transports for the engines of a
+fleet. It reads and copies tensors, and changes none.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +47,10 @@ class Origin(NamedTuple):
 
 
 class blaming:
-    """A context manager that turns any failure inside into a WeightUpdateError naming `culprit`.
+    """A context manager that turns any exception inside it into a WeightUpdateError naming
+    `culprit`.
 
-    A loop sets `culprit` anew for each tensor, which costs less than a context for each.
+    A loop sets `culprit` for each tensor, which costs less than a context for each.
     """
 
     __slots__ = ("culprit",)
@@ -115,8 +120,8 @@ class StagingMemory(Protocol):
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
         """Return the values of a tensor in memory that lasts, perhaps in the model's dtype already.
 
-        `name`: of the tensor, or of the weight that it becomes. `is_new`: nothing else refers to
-        the tensor, so it need not be copied.
+        `name`: the name of the tensor, or of the weight that it becomes. `is_new`: nothing else
+        refers to the tensor, so it need not be copied.
         """
         ...
 

@@ -1,5 +1,7 @@
-"""LogitsBuilder: changes of logits before sampling (biases, allowed ids, penalties, min_tokens).
-TokenHistories: the rows' tokens on the device, for penalties.
+"""LogitsBuilder: the arrays that change logits before sampling, by biases, allowed ids, penalties
+and min_tokens. Used by BatchBuilder.
+
+TokenHistories: the rows' tokens on the device, which penalties count. Used by ModelRunner.
 """
 
 from __future__ import annotations

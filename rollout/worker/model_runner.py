@@ -1,4 +1,4 @@
-"""ModelRunner: runs StepPlans on the device.
+"""ModelRunner: runs StepPlans on the device. Used by Worker.
 
 Shape letters: T tokens, L logit rows, P scored tokens, S sample rows, V vocabulary. In TLK, L are
 the layers with experts and K the experts of a token.

@@ -1,4 +1,5 @@
-"""A CausalLM from a directory, a transformers model, a spec or another CausalLM."""
+"""`build_model` and `open_model`: a CausalLM from a directory, a transformers model, a ModelSpec
+or another CausalLM."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def spec_of(
 
 
 def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, TensorsByName, str]:
-    """Return the spec, all weights, and how errors call the source."""
+    """Return the spec, all weights, and the name of the source for errors."""
     if isinstance(source, str | Path):
         return _of_directory(Path(source), dtype)
     if isinstance(source, CausalLM):

@@ -1,4 +1,4 @@
-"""Collective pushes: the trainer sends to all engines at once, in a group of their own.
+"""CollectiveTransport and CollectiveReceiver: a trainer sends to all engines at once, in one group.
 
 One bucket of bytes travels at a time, through one buffer that stays. Nothing is kept: an engine
 that comes after a push gets no work until the next one, in which it takes part.

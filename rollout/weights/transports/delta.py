@@ -1,8 +1,9 @@
-"""DeltaTransport: pushes of only what has changed since the push before.
+"""DeltaTransport: pushes only the values that have changed since the push before.
 
-A push becomes a link of a chain, which another transport carries. The first link has all tensors,
-each later one the elements whose bits have changed since the link before. A description comes last,
-as one more tensor, with the checksums of the tensors before and after the link.
+A push becomes a link of a chain, which another transport carries. The first link has all tensors.
+Each later link has the elements whose bits have changed since the link before. A description comes
+last, as one more tensor, with the checksums of the tensors before and after the link. WeightMirror
+applies the links at an engine.
 """
 
 from __future__ import annotations
