@@ -261,9 +261,7 @@ class Explorer:
         return passed
 
     def _run_failure(self, key: Key, name: str, point: str) -> None:
-        """Make a command fail at `point`, and check that it can be retried or the engine
-        stopped.
-        """
+        """Make a command fail at `point`; it can be retried, or the engine stopped."""
         path = self.paths[key]
         rig = Rig(path)
         error = rig.run(name, point)

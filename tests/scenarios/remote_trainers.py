@@ -1,6 +1,4 @@
-"""Processes of test_two_hosts: trainers with their coordinator; engines of other hosts join
-them.
-"""
+"""Processes of test_two_hosts: trainers whose engines run on other hosts."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ def model() -> Any:
 
 @cache
 def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
-    """Return jobs; two of three end before their length, by a token that they are known to
-    sample.
-    """
+    """Return jobs, two of three of which end early by a known token."""
     chooser = random.Random(3)
     prompts = [prompt_of(chooser.choice((1, 8, 9, 30, 70)), seed=i) for i in range(NUM_REQUESTS)]
     free = [
