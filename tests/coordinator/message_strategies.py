@@ -47,11 +47,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
-from rollout.coordinator.protocol.token_runs import (
-    TokenRun,
-    TokenRuns,
-    TopNRun,
-)
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.wire import Message, PlainMap
 
 TYPES = list(MESSAGE_TYPES.values())

@@ -28,7 +28,7 @@ from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import EngineReply, EngineReplyPartial
-from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.requests.token_runs import TokenRun
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.wire import Message
 from tests.processes import PROCESSES

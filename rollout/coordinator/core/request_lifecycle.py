@@ -30,8 +30,8 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
+from rollout.requests.token_runs import TokenRun
 from rollout.wire import Message
 
 

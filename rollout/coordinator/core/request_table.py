@@ -30,8 +30,8 @@ from rollout.coordinator.protocol.messages import (
     WireError,
     in_parts,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import ProtocolError
+from rollout.requests.token_runs import TokenRun, join_runs
 from rollout.wire import Message
 
 K = TypeVar("K", bound=Hashable)

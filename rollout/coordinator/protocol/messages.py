@@ -19,8 +19,8 @@ from rollout import errors
 from rollout.control.commands import ControlMessage, FleetResults
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import UPDATE_WEIGHTS
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
 from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error, utf8_text
+from rollout.requests.token_runs import TokenRun, TokenRuns
 from rollout.weights.source import WeightsSource
 from rollout.wire import (
     MAX_ITEMS,

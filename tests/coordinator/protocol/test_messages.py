@@ -48,8 +48,8 @@ from rollout.coordinator.protocol.packed import (
     unpack_params,
     unpack_record,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.errors import InvalidRequestError, RemoteError
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.weights import source as weights_source
 from tests.coordinator.message_strategies import (
     FROM_CLIENTS,
