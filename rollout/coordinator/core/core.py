@@ -210,7 +210,7 @@ class CoordinatorCore:
             session.miss(message)
         return self._settled(now)
 
-    def stood_still(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """Extend all leases by the time in which the process was stopped and received nothing."""
         for session in self._context.sessions.values():
             session.extend_lease(seconds)

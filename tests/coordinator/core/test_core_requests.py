@@ -460,7 +460,7 @@ def test_a_coordinator_that_was_stopped_does_not_take_its_peers_for_dead() -> No
     fleet.send(client, client.submission([3]))
     fleet.run()
     fleet.now += 100
-    fleet.core.stood_still(100)
+    fleet.core.extend_leases(100)
     fleet.run()
     assert list(fleet.core.ranks()) == [0]
     fleet.finish()
