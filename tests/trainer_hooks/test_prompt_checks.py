@@ -99,7 +99,7 @@ def test_rows_that_a_program_makes_are_checked_when_read_and_replaced_by_the_nex
     assert "row 2 of the prompts: a prompt of 8 tokens" in caplog.text
     with pytest.raises(IndexError):
         rows[4]
-    with pytest.raises(ConfigError, match="2 rows in turn are bad: row 0 of the prompts"):
+    with pytest.raises(ConfigError, match="2 successive rows are bad: row 0 of the prompts"):
         CheckedWhenRead(["", ""], CHECK)[0]
 
 
