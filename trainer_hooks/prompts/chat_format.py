@@ -61,8 +61,8 @@ class ChatFormat:
 def as_chat_template(source: Any | None) -> ChatTemplate | None:
     """Return a template from a callable or from a transformers tokenizer's `apply_chat_template`.
 
-    None stays None. It renders up to the start of the answer. Special tokens are not added to its text, since the
-    template writes them. Raises ConfigError for another object.
+    None stays None. The template renders up to the start of the answer and writes special tokens
+    itself, so none are added to its text. Raises ConfigError for another object.
     """
     if source is None or isinstance(source, ChatFormat):
         return source
