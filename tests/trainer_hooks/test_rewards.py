@@ -278,7 +278,7 @@ def test_ready_made_rewards_of_length_and_format() -> None:
     think = FormatReward()
     assert think(["<think>a\nb</think>4", "4", "<think>a", "x <think></think>"]) == [1, 0, 0, 0]
     assert FormatReward(r"\d+")(["12", "12."]) == [1, 0]
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         FormatReward("(")
 
 
