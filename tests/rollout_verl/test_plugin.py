@@ -113,7 +113,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"disaggregation": SimpleNamespace(enabled=True)}, r"disaggregation\.enabled=True"),
     ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, r"mtp\.enable_rollout=True"),
     ({"qat": {"enable": True}}, r"qat\.enable=True"),
-    ({"engine_kwargs": {"vllm": {"block_size": 32}}}, r"engine_kwargs\.vllm is of another backend"),
+    ({"engine_kwargs": {"vllm": {"block_size": 32}}}, r"engine_kwargs\.vllm is for another backend"),
 ]
 WISHES: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
