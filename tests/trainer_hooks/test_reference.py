@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -92,6 +91,8 @@ def test_the_policy_without_its_adapter_cannot_follow_it() -> None:
 
 
 def test_a_peft_models_reference_is_its_base() -> None:
+    import peft
+
     base = tiny_model("qwen3", std=0.05)
     requests = [
         finished_request([1, 2, 3], list(range(4, 4 + length)), versions=[0] * length)
