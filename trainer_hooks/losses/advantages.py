@@ -48,7 +48,7 @@ def group_advantages(
     _check_choice("baseline", baseline, AdvantageBaseline)
     if rewards_PG.dim() != 2:
         raise ConfigError(
-            f"rewards_PG has shape {tuple(rewards_PG.shape)}; one row per prompt is wanted, [P, G]"
+            f"rewards_PG has shape {tuple(rewards_PG.shape)}; give one row per prompt, [P, G]"
         )
     if bool(rewards_PG.isinf().any()):
         raise ConfigError("rewards_PG holds an infinite reward; mark a failed rollout with NaN")

@@ -195,8 +195,8 @@ def _check_shapes(
         )
     if tuple(advantages_BT.shape) not in (shape, (shape[0], 1)):
         raise ConfigError(
-            f"advantages_BT has shape {tuple(advantages_BT.shape)}; {shape} or {(shape[0], 1)} is "
-            "wanted"
+            f"advantages_BT has shape {tuple(advantages_BT.shape)}; it must be {shape} or "
+            f"{(shape[0], 1)}"
         )
 
 

@@ -111,7 +111,7 @@ def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> 
     _require(
         routed_experts.dim() == 4 and routed_experts.shape[:2] == attention_mask_BS.shape,
         f"routed_experts of shape {list(routed_experts.shape)} and attention_mask of shape "
-        f"{list(attention_mask_BS.shape)}; [B, S, L, K] and [B, S] are wanted",
+        f"{list(attention_mask_BS.shape)} must be [B, S, L, K] and [B, S]",
     )
     is_token_BS = attention_mask_BS.bool()
     lengths = is_token_BS.sum(dim=1).tolist()

@@ -311,14 +311,13 @@ class AsyncRolloutProducer:
         finished = min(self._order.num_finished_groups, self._batch_groups)
         return finished * self._group_size, self._batch_groups * self._group_size
 
-    def refresh_version(self, version: int | None = None) -> int:
+    def refresh_version(self) -> int:
         """Read the weights version and begin the batches that it allows. Returns the version.
 
         `anext()` does this as well. Call it after an update if the next batch is requested much
         later.
-        `version`: a version that the llm does not report.
         """
-        self._versions.refresh(version)
+        self._versions.refresh()
         if self._is_running:
             self._order.begin()
         return self._versions.reported

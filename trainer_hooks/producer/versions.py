@@ -33,9 +33,9 @@ class VersionWatch:
         """Count versions from the present one."""
         self._start = self.reported = self.newest = self._llm.weights_version
 
-    def refresh(self, version: int | None = None) -> None:
-        """Read the llm's version. `version`: a version that the llm does not report."""
-        self.reported = max(self.reported, self._llm.weights_version, version or 0)
+    def refresh(self) -> None:
+        """Read the llm's version."""
+        self.reported = max(self.reported, self._llm.weights_version)
         self.observe(self.reported)
 
     def observe(self, version: int) -> None:

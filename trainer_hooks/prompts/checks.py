@@ -67,8 +67,8 @@ class PromptCheck:
         answer = item.columns[self.answer_column]
         if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
             return (
-                f"the warm-up learns the column {self.answer_column!r}, which is {answer!r:.60}; a "
-                "text or a number is wanted"
+                f"the warm-up learns the column {self.answer_column!r}, which is {answer!r:.60}; "
+                "it must be a text or a number"
             )
         return None
 

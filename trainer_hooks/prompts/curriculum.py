@@ -71,8 +71,8 @@ class CurriculumDraws:
             weight = float(self._curriculum.weight(index, history_of(index)))
             if not 0.0 <= weight < math.inf:
                 raise ConfigError(
-                    f"the curriculum's weight of row {index} is {weight}; 0 or more, and finite, "
-                    "is wanted"
+                    f"the curriculum's weight of row {index} is {weight}; it must be finite and "
+                    "0 or more"
                 )
             self._weights[index] = weight
 

@@ -290,10 +290,10 @@ class PromptLedger:
         self._epoch, self._position = state["epoch"], state["position"]
         heapq.heapify(self._returned)
         known = {(ticket.epoch, ticket.position): ticket for ticket in self._returned}
-        self._reissues = Counter({known[e, p]: n for e, p, n in state.get("reissues", ())})
+        self._reissues = Counter({known[e, p]: n for e, p, n in state["reissues"]})
         self.consumed = Counter(state["consumed"])
         self.given_back = Counter(state["given_back"])
-        self._histories.load(state.get("histories", ()))
+        self._histories.load(state["histories"])
         if self._draws is not None:
             self._draws.weigh(range(len(self)), self._histories.published)
 
@@ -336,13 +336,11 @@ def as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
     MAX_ITERATED_ROWS rows of a source without a length.
     """
     if isinstance(source, (str, bytes, Mapping, PromptItem)):
-        raise ConfigError(
-            f"prompts is one {type(source).__name__}; a sequence of prompts is wanted"
-        )
+        raise ConfigError(f"prompts is one {type(source).__name__}; give a sequence of prompts")
     if isinstance(source, Iterator):
         raise ConfigError(
             "prompts is an iterator, which a resumed run could not read again; pass a list, a "
-            "dataset, or an object whose __iter__ starts anew"
+            "dataset, or an object whose __iter__ starts from the beginning"
         )
     has_rows = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     rows: PromptRows = source if has_rows else _iterated(source)  # type: ignore[arg-type,assignment]

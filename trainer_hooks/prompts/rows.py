@@ -36,8 +36,8 @@ def as_item(
         raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
     if (text := lone_surrogate(values)) is not None:
         raise ConfigError(
-            f"{place} holds half a surrogate pair, {_shown(text)}, which is no text; write the "
-            "whole character, or leave it out"
+            f"{place} holds half a surrogate pair, {_shown(text)}; write the whole character, or "
+            "leave it out"
         )
     columns = {name: value for name, value in values.items() if name != prompt_column}
     scoring = columns.get("reward_model")
@@ -105,7 +105,7 @@ def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | S
                 )
             return _rendered(value, template, place)
     raise ConfigError(
-        f"{place} is {_shown(value)}; text, token ids or messages with role and content are wanted"
+        f"{place} is {_shown(value)}; it must be text, token ids or messages with role and content"
     )
 
 

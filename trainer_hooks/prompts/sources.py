@@ -90,7 +90,7 @@ class JsonlPrompts(_LazyPrompts):
         except ValueError as error:
             raise ConfigError(f"{place} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{place} is a {type(values).__name__}; an object is wanted")
+            raise ConfigError(f"{place} is a {type(values).__name__}; it must be an object")
         return as_item(values, self._prompt_column, self._template, place)
 
     def place_of(self, index: int) -> str:
@@ -147,7 +147,7 @@ class ParquetPrompts(_LazyPrompts):
             values = held[1].slice(row, 1).to_pylist()[0]
         except UnicodeDecodeError as error:  # files of other programs may hold any bytes
             raise ConfigError(
-                f"{place} holds text that is not UTF-8: {error}; write the file anew"
+                f"{place} holds text that is not UTF-8: {error}; write the file again as UTF-8"
             ) from error
         return as_item(values, self._prompt_column, self._template, place, is_arrow=True)
 

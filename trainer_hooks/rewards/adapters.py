@@ -64,8 +64,8 @@ class WeightedRewards:
         if not reward_funcs or not len(reward_weights) == len(set(names)) == len(reward_funcs):
             raise ConfigError(
                 f"{len(reward_weights)} reward_weights for {len(reward_funcs)} reward_funcs named "
-                f"{list(names)}; one for each, each with a name of its own, and at least one, is "
-                "wanted"
+                f"{list(names)}; give at least one function, with one weight and one distinct "
+                "name each"
             )
         self._functions, self._weights = list(reward_funcs), list(reward_weights)
         self._names = list(names)
