@@ -237,13 +237,13 @@ def test_a_bad_row_is_named_before_the_job_begins_or_skipped_and_counted(
         ([REWARD, "data.prompt_column=question"], r"no column 'question'; it has prompt, answer"),
         ([REWARD, "data.path=none.jsonl"], r"none\.jsonl cannot be read"),
         ([REWARD, "model.path=tests"], "model.path=tests: AutoTokenizer cannot load it"),
-        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is no directory, nor a model"),
+        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is neither a directory nor"),
         (
             [
                 "reward=trainer_hooks.rewards:RewardModel",
                 "reward.terms.RewardModel.options.path=/no",
             ],
-            "path of the reward model=/no is no directory",
+            "path of the reward model=/no is neither a directory",
         ),
     ],
 )
