@@ -149,7 +149,7 @@ def write_weights(built: Any, model: Any) -> None:
 
 
 def prefix_hits(seed: int) -> Arguments:
-    """A prefix cache that outlived its weights; the old weights are not at hand."""
+    """A prefix cache that outlived its weights; the old weights are gone."""
     old, new = model_of(seed), model_of(seed)
     randomize(new, seed=seed + 1)
     built = build_model(old)

@@ -128,7 +128,7 @@ def test_the_command_refuses_what_it_cannot_examine(tmp_path: Path, capsys: Any)
     assert main([str(tmp_path / "batch.pt"), *paths]) == 2
     assert "--older=" in capsys.readouterr().err
     assert main(["[/odd].pt"]) == 2
-    assert "[/odd].pt is no file of save_rollouts" in capsys.readouterr().err
+    assert "[/odd].pt was not written by save_rollouts" in capsys.readouterr().err
 
 
 def test_tokens_of_unknown_weights_make_no_verdict(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_calls_that_cannot_be_carried_out_come_back_to_the_model() -> None:
     text = TOKENIZER.decode(rollout.tokens_T.tolist())
     for error in (
         "there is no tool 'subtract'; the tools are: add, fail",
-        "is no tool call",
+        "is not a tool call",
         "the arguments of add must be a JSON object",
         "Expected `int`, got `str` - at `$.number`",
     ):

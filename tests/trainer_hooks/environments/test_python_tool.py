@@ -276,7 +276,7 @@ def test_what_keeps_a_program_from_its_start_is_told(tool: PythonTool) -> None:
 
 
 def test_a_protection_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="does not protect telepathy"):
+    with pytest.raises(ConfigError, match="cannot protect telepathy"):
         PythonTool(LIMITS, required=("telepathy",))
 
 

@@ -157,7 +157,7 @@ def test_the_producer_group_holds_parameters_of_the_producer() -> None:
         ),
         (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be .*at least 1"),
         (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
-        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees no memory"),
+        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
         (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),
         (WeightSyncSettings, {"mode": "sometimes"}, "mode='sometimes'"),
     ],
