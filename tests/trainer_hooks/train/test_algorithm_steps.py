@@ -11,11 +11,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rollout import ConfigError
+from tests.installed import needs
 from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks import (
@@ -30,6 +30,8 @@ from trainer_hooks.prompts.history import PromptHistory
 from trainer_hooks.train.job import CONFIG_DIRECTORY
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import run_seed
+
+pytestmark = needs("reasoning_gym")
 
 LEAVES = sorted(path.stem for path in CONFIG_DIRECTORY.glob("algorithm/*.yaml"))
 SHAPE: dict[str, int] = {

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import ConfigError, RolloutError
+from tests.installed import needs
 from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.train.grpo_settings import NUM_KINDS, tiny_settings
 from tests.trainer_hooks.wandb_files import read_history
@@ -27,6 +27,8 @@ from trainer_hooks.train import palindromes, warm_up
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import Run, run_seed
 from trainer_hooks.train.run_files import locked_run
+
+pytestmark = needs("reasoning_gym")
 
 WITH_KL = {"algorithm__loss__kl_coefficient": 0.04}
 

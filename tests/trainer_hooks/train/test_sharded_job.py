@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
+from tests.installed import needs
 from tests.trainer_hooks.train.grpo_settings import NUM_KINDS, TINY
 from trainer_hooks import find_checkpoint, read_trainer_state
 from trainer_hooks.metrics import read_jsonl
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), needs("reasoning_gym")]
 DEMO = ("-m", "trainer_hooks.train", "--config-name", "demo")
 ROOT = Path(__file__).parents[3]
 TRANSPORTS = ("shared", "directory:{}", "collective", "delta+directory:{}", "delta+collective")
