@@ -188,7 +188,7 @@ def test_the_loss_of_a_group_is_trls(arguments: str, settings: dict[str, Any]) -
         ),
         (
             "algorithm.loss.correction.mode=truncate",
-            "correction.mode='truncate' with decoupled=False.*decoupled=true",
+            "correction.mode='truncate'.*decoupled=False.*decoupled=true",
         ),
         ("algorithm=ppo algorithm.group_size=3", "group_size=3 and.*must be 1 and 'ppo'"),
         (

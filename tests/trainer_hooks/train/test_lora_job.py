@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_with_the_adapter_it_had(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora beside algorithm\.critic"):
+    with pytest.raises(ConfigError, match=r"model\.lora with algorithm\.critic"):
         lora_settings(algorithm="ppo", algorithm__group_size=1)
     moving = {"algorithm__loss__kl_coefficient": 0.1, "algorithm__reference__sync_interval": 2}
     with pytest.raises(ConfigError, match=r"sync_interval=2 with model\.lora"):
