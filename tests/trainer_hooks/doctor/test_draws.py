@@ -30,7 +30,7 @@ def names_of(id_N: list[int], p_V: list[float]) -> list[str]:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 200])
 @pytest.mark.parametrize("rare", [1e-2, 1e-4])
-def test_honest_draws_of_a_sure_policy_are_called_unlikely_once_in_a_million(
+def test_unlikely_draws_reports_honest_draws_once_in_a_million(
     num_tokens: int, rare: float
 ) -> None:
     """Of two tokens; the number of rare ones among the draws is binomial."""
@@ -44,7 +44,7 @@ def test_honest_draws_of_a_sure_policy_are_called_unlikely_once_in_a_million(
 
 
 @pytest.mark.parametrize(("num_likely", "found"), [(100, []), (160, ["draws"]), (40, ["draws"])])
-def test_draws_at_another_temperature_are_called_unlikely(
+def test_unlikely_draws_reports_draws_at_another_temperature(
     num_likely: int, found: list[str]
 ) -> None:
     """Half of 200 draws should be of the first token."""

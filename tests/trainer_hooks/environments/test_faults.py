@@ -180,10 +180,10 @@ def check(num_groups: int, share: int) -> int:
     return sum(some.seen.values())
 
 
-def test_faults_cost_only_their_rollouts() -> None:
+def test_environment_faults_fail_only_their_rollouts() -> None:
     assert check(num_groups=12, share=4) >= 10
 
 
 @pytest.mark.slow
-def test_a_thousand_faults_cost_only_their_rollouts() -> None:
+def test_a_thousand_environment_faults_fail_only_their_rollouts() -> None:
     assert check(num_groups=520, share=4) >= 1000

@@ -23,7 +23,7 @@ PARAMS = SamplingParams(
 )
 
 
-def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match=r"pip install 'verifiers>=0.4'"):
         VerifiersV1Environment.load("gsm8k", None)
@@ -63,7 +63,7 @@ def batch_of(tokenizer: Any) -> Any:
         return asyncio.run(produce())
 
 
-def test_an_environment_runs_unmodified_and_its_faults_fail_their_rollouts_alone(
+def test_verifiers_v1_environment_runs_unmodified_and_faults_fail_one_rollout(
     tokenizer: Any,
 ) -> None:
     batch = batch_of(tokenizer)
@@ -87,7 +87,9 @@ def test_an_environment_runs_unmodified_and_its_faults_fail_their_rollouts_alone
             assert reward.terms["length"] == len(text)
 
 
-def test_the_mask_covers_what_was_sampled_and_log_probs_are_the_trainers(tokenizer: Any) -> None:
+def test_verifiers_v1_mask_covers_sampled_tokens_with_the_trainers_log_probs(
+    tokenizer: Any,
+) -> None:
     batch = batch_of(tokenizer)
     rows = batch.rollouts
     policy = AutoModelForCausalLM.from_pretrained(chat_model.directory(), dtype=torch.float32)
@@ -109,7 +111,7 @@ def test_the_mask_covers_what_was_sampled_and_log_probs_are_the_trainers(tokeniz
     ("name", "args", "reason"),
     [("no_such_taskset", {}, "not found"), ("verifiers_v1_plugin", {"x": 1}, "x")],
 )
-def test_what_cannot_be_loaded_is_named(
+def test_verifiers_load_names_what_cannot_be_loaded(
     name: str, args: dict[str, Any], reason: str, tokenizer: Any
 ) -> None:
     with pytest.raises(

@@ -62,7 +62,7 @@ def engine_pids(trainer: int) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_job_trains_every_prompt_once_and_goes_on(tmp_path: Path) -> None:
+def test_killed_async_job_resumes_and_trains_every_prompt_once(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "train" / "demo" / "seed_0"
     rng, num_steps = random.Random(run_seed()), (NUM_KILLS + 1) * STEPS_PER_LIFE
     kinds = [("both", "engine", "trainer")[i % 3] for i in range(NUM_KILLS)]

@@ -35,9 +35,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("end_id", END_IDS)
-def test_rollouts_of_a_job_stop_at_every_end_token_of_the_checkpoint(
-    own: Path, end_id: int
-) -> None:
+def test_job_rollouts_stop_at_every_end_token_of_the_checkpoint(own: Path, end_id: int) -> None:
     settings = own_settings(own, REWARD, *SMALL)
     task = task_of(settings)
     # All that can be drawn is this end token.

@@ -56,7 +56,7 @@ def trained_steps(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_engine_processes_serve_the_full_state_dict_after_each_step(
+def test_engine_processes_serve_the_full_fsdp2_state_dict_after_each_step(
     transport: str, tmp_path: Path
 ) -> None:
     code, errors = torchrun(
@@ -75,7 +75,7 @@ def test_engine_processes_serve_the_full_state_dict_after_each_step(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_of_two_ranks_saves_and_goes_on(tmp_path: Path) -> None:
+def test_interrupted_fsdp2_run_of_two_ranks_saves_and_resumes(tmp_path: Path) -> None:
     job = DEMO, tmp_path
     words = (
         "trainer.strategy=fsdp2",
@@ -97,7 +97,7 @@ def test_an_interrupted_run_of_two_ranks_saves_and_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_ranks_that_would_each_train_alone_are_refused(tmp_path: Path) -> None:
+def test_torchrun_ranks_without_fsdp2_or_torchrun_launcher_are_refused(tmp_path: Path) -> None:
     code, errors = torchrun(DEMO, tmp_path)
     assert code != 0
     assert (

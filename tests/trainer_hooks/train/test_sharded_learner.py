@@ -55,7 +55,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def test_a_sharded_step_is_the_step_of_one_process_and_so_are_its_checkpoints(
+def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps 1 and 2 by both, then step 3 by each from the checkpoint of the other."""
@@ -112,7 +112,7 @@ def assert_same_checkpoint(folder: Path, one: str, other: str, step: int) -> Non
 
 
 @pytest.mark.parametrize(("is_transient", "num_pushes"), [(True, 3), (False, 1)])
-def test_all_ranks_gather_again_for_a_push_that_lost_an_engine(
+def test_learner_push_gathers_on_all_ranks_again_after_a_failed_engine(
     is_transient: bool, num_pushes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01))
@@ -139,19 +139,19 @@ def test_all_ranks_gather_again_for_a_push_that_lost_an_engine(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": "ppo", "algorithm__group_size": 1}, "algorithm.critic is not supported with"),
-        ({"model__lora__rank": 2, "model__lora__alpha": 4}, "model.lora is not supported with trainer"),
+        ({"algorithm": "ppo", "algorithm__group_size": 1}, "critic is not supported with"),
+        ({"model__lora__rank": 2, "model__lora__alpha": 4}, "lora is not supported with"),
         ({"launcher": "torchrun", "num_engines": 1}, "launcher=torchrun with trainer.strategy"),
     ],
 )
-def test_what_a_sharded_policy_does_not_have_is_refused(
+def test_settings_that_fsdp2_does_not_support_are_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_settings(trainer="fsdp2", **changes)
 
 
-def test_a_transport_without_engines_is_refused() -> None:
+def test_weight_transport_without_engine_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match="weight_transport=collective with num_engines=0"):
         tiny_settings(weight_transport="collective")
     assert isinstance(tiny_settings(weight_transport="collective", num_engines=1), JobSettings)
