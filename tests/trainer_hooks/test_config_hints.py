@@ -1,4 +1,4 @@
-"""Keys of TRL, verl and Megatron-LM are refused with the name of the setting here."""
+"""Keys of TRL, verl and Megatron-LM are refused with the name of our setting."""
 
 import inspect
 import re
@@ -79,7 +79,7 @@ def test_hints_name_settings_that_exist() -> None:
 
 
 def source_of_targets() -> str:
-    """What stands on the right-hand sides of the tables."""
+    """Return the right-hand sides of the hint tables."""
     source = inspect.getsource(config_loading)
     tables = source[source.index("_GROUP_SIZE = ") : source.index("def hint_for")]
     return re.sub(r'^ +"[\w.]+": ', "", tables, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""From mappings to dataclasses, and from command lines to overrides."""
+"""load_dataclass and checked_overrides, on small dataclasses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The dashboard in a terminal, without one, and as a picture."""
+"""Dashboard and its charts in a terminal, without one, and in the docs' pictures."""
 
 import io
 import math
@@ -23,7 +23,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"
 
 
 def made_up_rows(num_rows: int = 120) -> list[dict[str, Any]]:
-    """Rows of a run that never was: a reward that rises, and steps that mostly train."""
+    """Return rows of an invented run with a rising reward, whose steps mostly train."""
     rows = []
     for step in range(1, num_rows + 1):
         wait = 0.06 + 0.04 * math.sin(step / 7)
@@ -69,7 +69,7 @@ def text_of(dashboard: Dashboard, width: int = 110, height: int | None = None) -
 
 
 def words_of(picture: Path) -> list[str]:
-    """The text of an SVG, which depends less on the version of rich than its drawing does."""
+    """Return the text of an SVG, which depends less on rich's version than its drawing does."""
     texts = ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
     return " ".join(text.text or "" for text in texts).split()
 

@@ -1,4 +1,4 @@
-"""Prompts that are held out are never trained on, for all mixtures and repeated prompts."""
+"""split_sources: held-out prompts are never trained on, for all mixtures and repeated prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows while a step is under way."""
+"""watch_step: what a terminal shows while a step is in progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_hooks.train import Dashboard, watch_step
 
 
 class WatchedLLM(FakeLLM):
-    """Its two rollouts of a prompt take a second for each of ten tokens."""
+    """A fake LLM whose two rollouts of a prompt take ten seconds each, one per token."""
 
     def __init__(self) -> None:
         super().__init__(num_tokens=10)

@@ -1,4 +1,4 @@
-"""The HTML report of a run: what is on the page, and how a browser shows it."""
+"""report.html of a run: its contents, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_hooks.train.svg_charts import line_chart, stacked_chart, ticks
 
 
 def sample(step: int = 2, **changed: Any) -> dict[str, Any]:
-    """A row of completions.jsonl: two versions and a tool wrote it."""
+    """Return a row of completions.jsonl that two versions and a tool wrote."""
     spans = [[3, "let me see "], [None, "<result>42</result>"], [5, "so 42"]]
     return {
         "trainer/step": step,
@@ -69,7 +69,7 @@ def write_run(directory: Path, num_steps: int = 2) -> None:
 
 
 def parsed(page: str) -> ElementTree.Element:
-    """The page as a tree; it must be well-formed."""
+    """Return the page as a tree; it must be well-formed."""
     return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
 
 

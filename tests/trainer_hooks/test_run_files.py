@@ -1,4 +1,4 @@
-"""What a job does about Ctrl-C, about other jobs in its folder, and about earlier runs there."""
+"""run_files: Ctrl-C, locks between jobs, and directories of earlier runs."""
 
 import errno
 import os

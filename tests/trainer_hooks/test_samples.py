@@ -1,4 +1,4 @@
-"""Samples of a run: which are shown, and what is written."""
+"""SampleLog and the text of samples: which are shown, and what is written."""
 
 import io
 import math
@@ -29,14 +29,14 @@ from trainer_hooks.train.settings import LoggerSettings
 
 
 class Letters:
-    """Token 1 is "a", 2 is "b", and so on."""
+    """A tokenizer in which token 1 is "a", 2 is "b", and so on."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join("?abcdefghijk"[i] for i in ids)
 
 
 def batch_of(rewards: list[float], train_version: int = 2) -> TrainingBatch:
-    """Groups of two; each answers "ab" with "cd", sampled by versions 1 and 2."""
+    """Return groups of two rollouts that answer "ab" with "cd", sampled by versions 1 and 2."""
     requests = [
         finished_request([1, 2], [3, 4], versions=[1, 2], logprobs=[-1.0, -1.0]) for _ in rewards
     ]
@@ -81,7 +81,7 @@ def test_chosen_rows_are_the_best_the_worst_and_one_between() -> None:
 
 
 class Run:
-    """What a wandb run is asked for."""
+    """Records the calls of a wandb run."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

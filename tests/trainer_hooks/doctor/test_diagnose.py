@@ -1,4 +1,4 @@
-"""The doctor names what was put in, with the real engine, and finds nothing in sound runs."""
+"""diagnose names each mismatch of the real engine's rollouts, and finds nothing in sound runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in files, and the command that examines them."""
+"""Batches in files, the doctor's command that examines them, and its choice of rows."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_diagnose_reports_an_unexplained_gap() -> None:
     assert "weights_checksum" in finding.remedy
 
 
-def test_choose_rows_takes_as_few_rows_as_wanted() -> None:
+def test_max_tokens_limits_diagnose_to_evenly_spread_rows() -> None:
     given = SOUND_RUNS["plain"](1)
     diagnosis = diagnose(**given, max_tokens=50)
     assert diagnosis.num_tokens == 48

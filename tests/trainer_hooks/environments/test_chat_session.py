@@ -1,4 +1,4 @@
-"""Chat completions as turns of a rollout, called in this process and over HTTP."""
+"""ChatSession, ChatEndpoint and AgentRollouts: chat completions as turns of a rollout."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_chat_session_joins_text_parts_and_refuses_other_parts() -> None:
 
 
 class FailingLLM(ScriptedLLM):
-    """Its requests fail with `error`, or come to nothing without one."""
+    """An LLM whose requests fail with `error`, or end without a result."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__(lambda text, seed: "a")
@@ -262,7 +262,7 @@ def test_chat_endpoint_cancels_the_turn_of_a_disconnected_caller() -> None:
 
 
 class Agent(AgentRollouts):
-    """Does what it is told by a function of the session."""
+    """An AgentRollouts that calls a test's function with the session."""
 
     def __init__(self, work: Callable[[ChatSession], Any], **options: Any) -> None:
         super().__init__("agent", TOKENIZER, **options)

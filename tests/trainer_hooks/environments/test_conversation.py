@@ -1,4 +1,6 @@
-"""Conversations in token space: what was sampled stays as it was sampled."""
+"""Conversation: sampled tokens stay as they were sampled, and prompts are what the template
+renders.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of a job: what its settings make, and which of them are refused."""
+"""EnvironmentSettings and environment_rollouts: what they create, and which limits are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_hooks.train.task import environment_rollouts
 
 
 class Agent(AgentRollouts):
-    """One that has no rows, and is not run here."""
+    """An AgentRollouts without rows, which is never run."""
 
     @classmethod
     def load(

@@ -1,4 +1,4 @@
-"""Episodes: limits, faults, cancellation; what each costs, and what becomes of the instances."""
+"""EnvironmentRollouts: limits, faults and cancellation, and what happens to the instances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER = chat_tokenizer()
 
 
 class Counter(ToolEnvironment):
-    """Counts to the row's goal; `made` are all instances of a test."""
+    """Counts to the row's goal. `made` holds all instances of a test."""
 
     made: list[Counter]
 
@@ -73,14 +73,14 @@ def made() -> list[Counter]:
 
 
 def by_turn(*texts: str) -> Callable[[str, int], str]:
-    """The model's turns in order, the last one again and again."""
+    """Return a script with the model's turns in order; the last one is repeated."""
     return lambda prompt, seed: texts[
         min(prompt.count("<|im_start|>assistant") - 1, len(texts) - 1)
     ]
 
 
 def episodes(llm: ScriptedLLM, num: int = 1, make: Any = Counter, **options: Any) -> list[Rollout]:
-    """So many, one after another, of one EnvironmentRollouts."""
+    """Run `num` episodes of one EnvironmentRollouts, one after another."""
 
     async def work() -> list[Rollout]:
         async with EnvironmentRollouts(make, TOKENIZER, **options) as rollout_fn:
@@ -195,7 +195,7 @@ def test_environment_instances_are_reused_after_a_clean_episode(made: list[Count
 
 
 class Held(Counter):
-    """A step waits until the test lets it go on."""
+    """A Counter whose step waits until the test releases it."""
 
     may_go_on = threading.Event()
 
@@ -279,7 +279,7 @@ def test_rollouts_after_aclose_fail() -> None:
 
 
 class Plain(Environment):
-    """An async environment; `faults` maps a method to what it does instead."""
+    """An async environment; `faults` maps a method to its replacement."""
 
     faults: Mapping[str, Any]
 

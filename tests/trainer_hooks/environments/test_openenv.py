@@ -1,4 +1,4 @@
-"""OpenEnvironment against a server of OpenEnv in a process of its own."""
+"""OpenEnvironment against an OpenEnv server in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The address of a server."""
+    """The URL of a running server."""
     pytest.importorskip("openenv")
     script = Path(__file__).with_name("openenv_server.py")
     server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)

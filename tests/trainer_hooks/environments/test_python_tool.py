@@ -1,4 +1,4 @@
-"""PythonTool: programs that misbehave end, leave nothing behind and disturb nothing else."""
+"""PythonTool: misbehaving programs end, leave nothing behind and disturb nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tool: PythonTool, *programs: str) -> list[PythonResult]:
 
 
 def processes_with(text: str) -> list[int]:
-    """Process ids of those whose command line contains `text`."""
+    """Return the ids of processes whose command line contains `text`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -54,7 +54,7 @@ def processes_with(text: str) -> list[int]:
 
 
 def left_behind(result: PythonResult) -> list[int]:
-    """Processes of the program that prints its own directory in its first line."""
+    """Return the processes left by a program that printed its own directory in its first line."""
     directory = result.output.splitlines()[0]
     assert directory.startswith("/")
     assert not Path(directory).exists()
@@ -325,7 +325,7 @@ def test_program_ends_if_its_parent_was_killed_before_prctl(
 
 
 def assert_all_end(text: str) -> None:
-    """Programs whose command line has `text` end. What does not is killed."""
+    """Assert that all processes whose command line has `text` end. Kills those that do not."""
     deadline_s = time.monotonic() + 60
     while left := processes_with(text):
         if time.monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""Methods as tools: schemas from signatures, calls from the model's text."""
+"""ToolEnvironment: tool schemas from signatures, and calls from the model's text."""
 
 from __future__ import annotations
 

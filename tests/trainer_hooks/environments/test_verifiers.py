@@ -1,4 +1,6 @@
-"""Environments of verifiers, unmodified, through a producer over a real engine."""
+"""VerifiersEnvironment: unmodified environments of verifiers, through a producer over a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tiny model's; the environments of this directory can be loaded."""
+    """The tiny model's tokenizer. The environments of this directory can be loaded."""
     verifiers = pytest.importorskip("verifiers")
     if not hasattr(verifiers, "SingleTurnEnv"):
         pytest.skip("this version of verifiers has other environments")
@@ -60,7 +62,9 @@ def llm() -> Iterator[ThreadedLLM]:
 
 
 def params_for(tokenizer: Any, num_tokens: int = 10) -> SamplingParams:
-    """More calls of a tool than by chance: the model has one token that is a whole call."""
+    """Return parameters under which tool calls are likely: the model has one token that is a whole
+    call.
+    """
     return SamplingParams(
         num_tokens_to_generate=num_tokens,
         return_log_probs=True,
@@ -70,7 +74,7 @@ def params_for(tokenizer: Any, num_tokens: int = 10) -> SamplingParams:
 
 
 def batch_of(llm: ThreadedLLM, environment: VerifiersEnvironment, params: SamplingParams) -> Any:
-    """A batch with each of the environment's first rows."""
+    """Return a batch with each of the environment's first rows."""
 
     async def produce() -> Any:
         async with AsyncRolloutProducer(
@@ -90,7 +94,7 @@ def batch_of(llm: ThreadedLLM, environment: VerifiersEnvironment, params: Sampli
 
 
 def scored(batch: Any) -> list[tuple[Any, Any]]:
-    """Rollouts that did not fail, with their rewards."""
+    """Return the rollouts that did not fail, with their rewards."""
     return [
         (rollout, reward)
         for group in batch.groups
@@ -100,7 +104,9 @@ def scored(batch: Any) -> list[tuple[Any, Any]]:
 
 
 def check_tokens(batch: Any) -> None:
-    """The mask covers what was sampled; its log-probs are those of the trainer's forward pass."""
+    """Assert that the mask covers the sampled tokens, with the log-probs of the trainer's forward
+    pass.
+    """
     rows = batch.rollouts
     policy = AutoModelForCausalLM.from_pretrained(chat_model.directory(), dtype=torch.float32)
     with torch.no_grad():
@@ -118,7 +124,9 @@ def check_tokens(batch: Any) -> None:
 
 
 def check_seen(rollout: Any) -> None:
-    """The environment saw the tokens and log-probs of all turns but an empty last one."""
+    """Assert that the environment saw the tokens and log-probs of all turns, except an empty last
+    turn.
+    """
     own = rollout.state["environment"]
     turns = [(turn.generated_tokens, list(turn.generated_log_probs)) for turn in rollout.requests]
     seen = list(zip(own["seen_ids"], own["seen_logprobs"], strict=True))
@@ -199,7 +207,7 @@ def test_verifiers_rollout_beyond_max_sequence_length_is_truncated(tokenizer: An
 
 
 class HeldRubric:
-    """Scores for ever."""
+    """A rubric whose scoring never ends."""
 
     def __init__(self) -> None:
         self.is_scoring = asyncio.Event()

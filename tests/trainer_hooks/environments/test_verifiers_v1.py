@@ -1,4 +1,6 @@
-"""Environments of verifiers.v1, unmodified, through a producer over a real engine."""
+"""VerifiersV1Environment: unmodified environments of verifiers.v1, through a producer over a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tiny model's; the plug-ins of this directory and of tests/doors can be loaded."""
+    """The tiny model's tokenizer. The plug-ins of this directory and of tests/doors can be
+    loaded.
+    """
     pytest.importorskip("verifiers.v1")
     here = Path(__file__).parent
     for directory in (here.parents[1] / "doors", here):
@@ -40,7 +44,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def batch_of(tokenizer: Any) -> Any:
-    """A batch with each of the environment's tasks."""
+    """Return a batch with each of the environment's tasks."""
 
     async def produce() -> Any:
         async with (

@@ -1,4 +1,4 @@
-"""Choosing a loss through conf/: each kind with all that belongs to it, contradictions refused."""
+"""Losses chosen through conf/: each kind with all its defaults; contradictions are refused."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ GROUPS: dict[str, tuple[Any, ...]] = {
 
 
 def settings_of(*arguments: str, yaml: Mapping[str, Any] | None = None) -> JobSettings:
-    """The settings of the demo with `arguments` on its command line.
+    """Return the settings of the demo with `arguments` on its command line.
 
-    `yaml`: what a YAML of the user's own says below its groups.
+    `yaml`: values of a YAML file of the user's own, above the groups.
     """
     overrides = checked_overrides(arguments, JobSettings)
     with initialize_config_dir(str(CONFIG_DIRECTORY.resolve()), version_base="1.3"):

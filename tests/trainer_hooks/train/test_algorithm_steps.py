@@ -46,7 +46,9 @@ def training_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def batch_of_two_groups(group_size: int) -> RolloutBatch:
-    """Rollouts of several lengths and of an older version; the last one of each group was cut."""
+    """Return rollouts of several lengths and an older version; the last rollout of each group was
+    cut.
+    """
     generator, requests = torch.Generator().manual_seed(0), []
     for number in range(2 * group_size):
         ids = torch.randint(SHAPE["vocab_size"], (3 + number,), generator=generator).tolist()
@@ -57,7 +59,7 @@ def batch_of_two_groups(group_size: int) -> RolloutBatch:
 
 
 def update(**changes: Any) -> tuple[dict[str, float], bool]:
-    """The metrics of one step of the learner, and whether the policy has changed."""
+    """Return the metrics of one step of the learner, and whether the policy changed."""
     settings = tiny_settings(**changes)
     torch.manual_seed(0)
     policy = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
@@ -135,7 +137,7 @@ def is_negative(group: ScoredGroup, history: PromptHistory) -> str | None:
 
 
 def test_resumed_run_with_all_features_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    """By turns, so that no token depends on how quick the trainer is."""
+    """Weights are synchronised by suspending, so that no token depends on the trainer's speed."""
     changes = {
         "producer": "synchronous",
         "producer__curriculum__path": f"{HERE}:prefers_even_rows",

@@ -1,4 +1,4 @@
-"""The asynchronous job as processes of its own: killed without warning, then resumed."""
+"""The asynchronous job in its own processes, killed without warning and resumed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def last_step(run: Path) -> int:
 
 
 def engine_pids(trainer: int) -> list[int]:
-    """Children of the trainer that run an engine."""
+    """Return the trainer's child processes that run an engine."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:

@@ -1,4 +1,6 @@
-"""A checkpoint with several end tokens, as Gemma's: jobs and TRL's trainer stop at each of them."""
+"""A checkpoint with several end tokens, as Gemma's: rollouts of jobs and of TRL's trainer stop at
+each.
+"""
 
 from __future__ import annotations
 

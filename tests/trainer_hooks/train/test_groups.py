@@ -1,4 +1,4 @@
-"""Every config group maps onto its dataclass, and jobs compose from any directory."""
+"""Config groups: each loads as its dataclass, and jobs compose their configs from any directory."""
 
 import inspect
 import re
@@ -193,7 +193,7 @@ run_hydra_job(report, JobSettings, config_path=str(CONFIG_DIRECTORY), config_nam
 
 
 def run_job(directory: Path, *arguments: str) -> CompletedProcess[str]:
-    """Run a job with the example's config in `directory`, in a process of its own."""
+    """Run a job of its own config in `directory`, in a process of its own."""
     return run_program(JOB, list(arguments), directory)
 
 

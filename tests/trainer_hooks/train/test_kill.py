@@ -1,4 +1,4 @@
-"""The job as a process of its own: killed without warning, then resumed."""
+"""The job in its own process, killed without warning and resumed."""
 
 from pathlib import Path
 

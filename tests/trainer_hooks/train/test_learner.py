@@ -1,4 +1,4 @@
-"""One training step of the example."""
+"""Learner: one training step on batches made by hand."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,9 @@ from trainer_hooks.train.learner import Learner, learning_rate_at
 
 
 class Bigram(torch.nn.Module):
-    """Logits of the next token from a table; answers as a transformers model does."""
+    """A model whose logits of the next token come from a table, with the interface of
+    transformers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class Bigram(torch.nn.Module):
 
 
 def two_groups(rewards: list[float | None], version: int = 0) -> RolloutBatch:
-    """Two groups of three; every rollout answers 1 with 2 or 3, log-probs those of the table."""
+    """Return two groups of three rollouts that answer 1 with 2 or 3, with the table's log-probs."""
     requests = [
         finished_request([1], [token], versions=[version], logprobs=[-1.3862944])
         for token in (2, 3, 3, 2, 2, 3)
@@ -128,7 +130,7 @@ def test_learning_rate_at_rises_then_falls_to_its_final_fraction() -> None:
 
 
 def test_decoupled_step_clips_around_the_policy_at_its_start() -> None:
-    """The rollouts are far from a uniform policy: sampled at 0.1, where it gives 0.25."""
+    """The rollouts are far from the uniform policy: sampled at 0.1, where it gives 0.25."""
     batch, settings = two_groups([1, 0, 0, 1, 1, 0]), tiny_settings(algorithm__decoupled=True)
     stale = replace(batch, behaviour_logprobs_BT=torch.full_like(batch.behaviour_logprobs_BT, -2.3))
     clipped = learner(Bigram(), tiny_settings()).update(stale, step=1)

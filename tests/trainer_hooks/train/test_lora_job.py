@@ -1,4 +1,4 @@
-"""The job with model.lora: what is trained, pushed, saved and resumed."""
+"""The job with model.lora: what it trains, pushes, saves and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job through real engines, cut down to seconds: files, staleness, interruption, resume."""
+"""run_seed through real engines, in seconds: files, staleness, interruption, resume."""
 
 from __future__ import annotations
 

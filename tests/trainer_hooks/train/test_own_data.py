@@ -1,4 +1,4 @@
-"""The job on a checkpoint, a file of questions and a reward of the user's own, by overrides."""
+"""The job on your own checkpoint, file of questions and reward function, by overrides."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with model/ and questions.jsonl."""
+    """A directory with a model in model/ and prompts in questions.jsonl."""
     directory = tmp_path_factory.mktemp("own")
     write_checkpoint(directory / "model", hidden_size=16, num_layers=1)
     write_questions(directory / "questions.jsonl", all_sums(range(10, 16)))
@@ -82,7 +82,7 @@ def test_rollout_train_runs_on_own_model_data_and_reward_by_overrides(
 def test_job_trains_on_the_prompt_ids_of_the_transformers_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_chat: bool
 ) -> None:
-    """The checkpoint's tokenizer adds a BOS token to raw text, and its chat template writes one."""
+    """The tokenizer adds a BOS token to raw text, and the chat template writes its own."""
     tokenizer = AutoTokenizer.from_pretrained(text_protocols.directory())
     rows = [{"prompt": f"The quick brown fox {i}", "answer": str(i)} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

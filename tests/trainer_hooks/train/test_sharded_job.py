@@ -27,7 +27,7 @@ TRANSPORTS = ("shared", "directory:{}", "collective", "delta+directory:{}", "del
 
 
 def begun(program: Sequence[str], folder: Path, *settings: str) -> subprocess.Popen[str]:
-    """Two ranks on this machine, which meet at a port that torchrun finds."""
+    """Start two ranks on this machine, at a port that torchrun chooses."""
     ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     words = [f"{name}={value}" for name, value in TINY.items()]
     return subprocess.Popen(
@@ -42,7 +42,7 @@ def begun(program: Sequence[str], folder: Path, *settings: str) -> subprocess.Po
 
 
 def torchrun(program: Sequence[str], folder: Path, *settings: str) -> tuple[int, str]:
-    """The exit code of a job, and what it has said."""
+    """Return the exit code of a job and its output."""
     process = begun(program, folder, *settings)
     errors = process.communicate()[1]
     return process.returncode, errors

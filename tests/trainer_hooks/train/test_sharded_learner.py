@@ -1,4 +1,4 @@
-"""A policy that FSDP2 divides among ranks learns what the whole policy learns in one process."""
+"""A policy divided by FSDP2 learns the same as the whole policy in one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 1 and 2 by both, then step 3 by each from the checkpoint of the other."""
+    """Both train steps 1 and 2; then each trains step 3 from the other's checkpoint."""
     alone, sharded, swapped = {}, [], []
     for name, changes in CASES.items():
         folders = {kind: tmp_path / name / kind for kind in ("alone", "ranks")}
@@ -79,7 +79,7 @@ def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
 
 
 def reports_of_ranks(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What rank 0, which is this process, reports of each job."""
+    """Return the metrics of each job from rank 0, which is this process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     mine, theirs = PROCESSES.Pipe()
@@ -100,7 +100,7 @@ def reports_of_ranks(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def assert_same_checkpoint(folder: Path, one: str, other: str, step: int) -> None:
-    """The same weights, and the same state of the optimizer."""
+    """Assert that two checkpoints have the same weights and optimizer state."""
     paths = [folder / kind / "checkpoints" / f"step_{step:06d}" for kind in (one, other)]
     models = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths]
     states = [torch.load(path / "optimizer.pt", weights_only=True) for path in paths]

@@ -1,4 +1,4 @@
-"""The summary of a run, from rows made by hand."""
+"""Summaries of runs whose rows are made by hand."""
 
 import io
 import math

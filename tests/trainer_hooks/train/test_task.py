@@ -1,4 +1,4 @@
-"""The task: disjoint parts, the library's verifier, a tokenizer for it."""
+"""Task on the demo's data: disjoint parts, reasoning-gym's verifier, the letter tokenizer."""
 
 import pytest
 
