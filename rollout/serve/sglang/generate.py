@@ -15,20 +15,23 @@ from aiohttp import web
 from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.serve.control.sglang_schemas import GenerateBody, SglangSampling
 from rollout.serve.errors import ApiError, json_response, sglang_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
 from rollout.serve.generation_config import SamplingDefaults
-from rollout.serve.openai.reply import (
-    send_error,
+from rollout.serve.samples import (
+    TokenData,
+    finite,
+    of_generated,
+    of_prompt,
+    of_run,
     streamed_text,
     text_of,
     weight_versions,
 )
-from rollout.serve.openai.token_data import TokenData, finite, of_generated, of_prompt, of_run
 from rollout.serve.sampling import check_length, salt_of, sampling_params_of
 from rollout.serve.schemas import SamplingFields
+from rollout.serve.sglang.schemas import GenerateBody, SglangSampling
 from rollout.serve.state import STATE, Route, ServerState
 
 Request = DynamicInferenceRequest
@@ -40,7 +43,6 @@ _NOTHING = TokenData(token_ids=[], log_probs=[], top=[])
 def generate_routes() -> list[Route]:
     return [
         Route(
-            method="POST",
             path="/generate",
             handler=_generate,
             body=GenerateBody,
@@ -344,5 +346,5 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
                     event = _reply(job, index, item)
                 await events.send(event | ({"index": index} if job.is_list else {}))
         except Exception as fault:
-            await send_error(events, fault, sglang_form)
+            await events.send_error(fault, sglang_form)
         return await events.end()
