@@ -102,7 +102,15 @@ class LiveRequests:
     @property
     def num_samples(self) -> int:
         """Number of unfinished samples."""
-        return sum(not future.done() for _, futures in self._samples.values() for future in futures)
+        return len(self._unfinished())
+
+    async def all_ended(self) -> None:
+        """Wait until no sample is unfinished, also of requests that come meanwhile."""
+        while unfinished := self._unfinished():
+            await asyncio.wait(unfinished)
+
+    def _unfinished(self) -> list[RequestFuture]:
+        return [f for _, futures in self._samples.values() for f in futures if not f.done()]
 
     @contextmanager
     def of(self, name: str, samples: Sequence[RequestFuture]) -> Iterator[None]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText, shown_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.serve.state import ServerState
 from rollout.text import Tokenizer

@@ -14,8 +14,8 @@ from rollout.errors import ConfigError
 from tests.tiny_models import randomize, tiny_model
 from tests.trainer_hooks.test_micro_batches import columns_of, random_batch
 from trainer_hooks import PolicyLossConfig, UpdateSettings, accumulate_gradients, update_policy
-from trainer_hooks.micro_batches import compute_logprobs
-from trainer_hooks.packing import require_separate_rollouts
+from trainer_hooks.update.micro_batches import compute_logprobs
+from trainer_hooks.update.packing import require_separate_rollouts
 
 PACKED = UpdateSettings(is_packed=True)
 PADDED = UpdateSettings()
@@ -47,7 +47,7 @@ def test_other_families_whose_mask_takes_no_position_ids_are_refused(family: str
     )  # fmt: skip
     policy = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomize(policy, seed=0, std=0.2)
-    with pytest.raises(ConfigError, match=r"is_packed=True with .*behind another one"):
+    with pytest.raises(ConfigError, match=r"is_packed=True with .*behind two different ones"):
         require_separate_rollouts(policy, torch.device("cpu"))
 
 

@@ -11,13 +11,12 @@ import enum
 from collections.abc import Sequence
 
 from rollout.control.state import EngineState
-from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.errors import InvalidRequestError
 from rollout.serve.errors import ApiError
 from rollout.serve.live_requests import LiveRequests, RequestLimiter
 from rollout.serve.llm import ServedLLM
 
-_POLL_S = 0.01
 _WHO = "pause"  # closes the limiter under this name
 
 
@@ -50,6 +49,7 @@ class Pausing:
         self._lock = asyncio.Lock()  # held by each method
         self.mode: PauseMode | None = None
         self.is_asleep = False
+        self._mode_changed = asyncio.Event()  # replaced by a new event at each change
         # Number of weight updates when the weights were discarded; None: the engines have weights.
         self._discarded_at: int | None = None
 
@@ -143,10 +143,10 @@ class Pausing:
                 raise ApiError(409, "another pause or its end came before the engines slept")
             await self._stop_for(mode)
             if level:
-                await self._release(OWNERS, discards_weights=level == 2)
+                await self._release(RESOURCES, discards_weights=level == 2)
             self.is_asleep = True
 
-    async def wake_up(self, resources: Sequence[str] = OWNERS) -> None:
+    async def wake_up(self, resources: Sequence[str] = RESOURCES) -> None:
         """Restore released memory. Once all is restored the pause ends."""
         _check_resources(resources)
         async with self._lock:
@@ -177,18 +177,31 @@ class Pausing:
         """Put a pause in force; in mode WAIT, wait until no request runs. Returns False if another
         call has changed the pause meanwhile.
         """
-        self.mode = mode
+        self._set_mode(mode)
         if refuses_new:
             self._limiter.close(_WHO, f"generation is paused (mode {mode.value})")
         else:
             self._limiter.open(_WHO)
-        while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
-            await asyncio.sleep(_POLL_S)
+        if mode is PauseMode.WAIT:
+            waits = [self._live.all_ended(), self._mode_changed.wait()]
+            tasks = [asyncio.ensure_future(wait) for wait in waits]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
         return self.mode is mode
 
     def _end_pause(self) -> None:
-        self.mode, self.is_asleep = None, False
+        self.is_asleep = False
+        self._set_mode(None)
         self._limiter.open(_WHO)
+
+    def _set_mode(self, mode: PauseMode | None) -> None:
+        """Set the mode of the pause in force. Wakes a call that waits in another mode."""
+        if mode is not self.mode:
+            self._mode_changed.set()
+            self.mode, self._mode_changed = mode, asyncio.Event()
 
     # ---- with the lock held
 
@@ -225,7 +238,7 @@ class Pausing:
     async def _restore(self, resources: Sequence[str]) -> None:
         if await self._state() is not EngineState.SUSPENDED:
             return
-        if set(resources) >= {*OWNERS}:
+        if set(resources) >= {*RESOURCES}:
             await self._llm.resume()
             return
         for resource in resources:  # a resource that is not released stays as it is
@@ -239,7 +252,7 @@ class Pausing:
 
 
 def _check_resources(resources: Sequence[str]) -> None:
-    if unknown := set(resources) - {*OWNERS}:
+    if unknown := set(resources) - {*RESOURCES}:
         raise InvalidRequestError(
-            f"tags {sorted(unknown)} are unknown; give some of {list(OWNERS)}"
+            f"tags {sorted(unknown)} are unknown; give some of {list(RESOURCES)}"
         )

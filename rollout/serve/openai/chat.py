@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.serve.errors import ApiError
 from rollout.serve.openai.logprobs import chat_logprobs, spelling
 from rollout.serve.openai.model import chat_ids

@@ -12,9 +12,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import TextOffsets
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.serve.errors import ApiError
 from rollout.serve.openai.logprobs import completion_logprobs, spelling
 from rollout.serve.openai.reply import (

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.serve.control.handlers import (
     FinishBody,
     VersionBody,
@@ -212,7 +212,7 @@ async def _wake_up(request: web.Request, body: Any) -> web.Response:
     pausing = request.app[CONTROL].pausing
     tags = request.query.getall("tags", [])
     # The tag of a sleep of level 0, which releases nothing.
-    await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else OWNERS)
+    await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else RESOURCES)
     status = "sleeping" if await pausing.is_sleeping() else "awake"
     return json_response({"status": status, "tags": tags or None})
 
