@@ -390,7 +390,7 @@ def test_a_body_that_is_no_json_object_is_refused(served: Served, body: bytes) -
         (
             COMPLETION,
             {"temprature": 1},
-            "temprature is no field of this request; the nearest is te",
+            "temprature is not a field of this request; the nearest is te",
         ),
         (GENERATE, {"temperature": 1}, "the nearest is sampling_params.temperature"),
         (

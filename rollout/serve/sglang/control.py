@@ -50,7 +50,7 @@ _DEFAULT_GROUP = "weight_update_group"
 CachedMemory = Annotated[Any, neutral("memory is released where it is known to be free")]
 Flushed = Annotated[Any, neutral("the prefix cache finds nothing of another version")]
 Models = Annotated[Any, refused("there is one model, and no draft", "all", "target")]
-Reported = Annotated[Any, neutral("SGLang's own processes alone send and read it")]
+Reported = Annotated[Any, neutral("only SGLang's own processes send and read it")]
 
 
 class SglangAbortBody(Fields, kw_only=True):
