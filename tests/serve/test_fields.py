@@ -396,7 +396,7 @@ def test_a_body_that_is_no_json_object_is_refused(served: Served, body: bytes) -
         (
             GENERATE,
             {"sampling_params": {"max_tokens": 1}},
-            "sampling_params.max_tokens is no field",
+            "sampling_params.max_tokens is not a field",
         ),
         (GENERATE, {"sampling_params": [{"topk": 1}]}, "the nearest is sampling_params.top_k"),
         (CHAT, {"stream_options": {"include_use": True}}, "stream_options.include_use is no"),

@@ -180,7 +180,7 @@ def test_a_template_that_shows_no_format_is_read_as_tags_or_json_alone() -> None
 def test_an_unknown_parser_is_refused_by_name(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}='nope'"):
         ServeConfig(**{field: "nope"})
-    with pytest.raises(ConfigError, match=f"{field}='nope'.*known are"):
+    with pytest.raises(ConfigError, match=f"{field}='nope'.*give one of"):
         format_of(None, **{field: "nope"})
 
 
