@@ -21,7 +21,7 @@ from rollout.backends.base import AttentionBackend, Backend, Executor
 from rollout.backends.buffers import CopyTokens, Strips
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.attention import TritonPagedAttention
-from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
+from rollout.backends.cuda.copy import copy_tokens
 from rollout.backends.cuda.graph import GraphExecutor
 from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.ops import TritonOps
@@ -33,6 +33,7 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.step.output import SampleResult
 from scripts.kernel_launches import Recorder
 from tests.backends.repeating_device import CPU, HostlessAttention, RepeatingDevice
+from tests.backends.triton_references import copy_tokens_reference
 
 NUM_MULTIPROCESSORS = 132  # of an H100 and of an H200
 
@@ -183,7 +184,7 @@ def _is_cuda(device: Any) -> bool:
 
 @contextmanager
 def launching_device(recorder: Recorder, *, computes: bool = True) -> Iterator[None]:
-    """Engines with device="cuda" that are built meanwhile launch as on a device."""
+    """Make engines with device="cuda" that are built while entered launch as on a device."""
 
     def cuda_backend(memory_kind: str, **config: Any) -> Backend:
         return launching_backend(recorder, memory_kind, computes=computes, **config)
@@ -199,7 +200,7 @@ def launching_device(recorder: Recorder, *, computes: bool = True) -> Iterator[N
 
 
 def run_captured_steps_again(module: Any) -> None:
-    """A trainer of tests whose own steps would be captured computes them anew each time."""
+    """Make a test's trainer compute its steps each time instead of replaying captured ones."""
     trainer = getattr(module, "Trainer", None)
     if isinstance(trainer, type) and hasattr(trainer, "_captured"):
         trainer._captured = lambda self: self._step

@@ -1,4 +1,4 @@
-"""What an engine's scheduler decided, plan by plan, told by request and not by block or row."""
+"""trace_decisions: an engine's scheduling decisions by request, not by block and row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.inspected_engine import InspectedEngine
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [start, end) of a request are computed."""
+    """Positions [start, end) of a request that a step computes."""
 
     request_id: int
     start: int
@@ -20,7 +20,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One call of schedule(). `tables` are the blocks of all that hold some, after it."""
+    """One call of schedule(). `tables`: the blocks of each request with blocks after it."""
 
     schedule: SchedulerOutput
     version: int
@@ -35,7 +35,7 @@ class Decision:
 
 
 def trace_decisions(engine: InspectedEngine) -> list[Decision]:
-    """A list that grows with every schedule of the engine from now on."""
+    """Return a list to which every later schedule of the engine appends its decision."""
     scheduler, decisions = engine.scheduler, []
     decide, decide_alone = scheduler.schedule, scheduler.schedule_alone
 

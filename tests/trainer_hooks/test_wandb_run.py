@@ -16,7 +16,9 @@ from trainer_hooks import MetricsLogger, collate_rollouts
 from trainer_hooks.metrics import read_jsonl, rollout_metrics, start_wandb_run, step_metrics
 from trainer_hooks.metrics.time_account import TimeAccount
 from trainer_hooks.metrics.wandb_run import where_to_look
-from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
+from trainer_hooks.train import Dashboard
+from trainer_hooks.train.samples import SampleLog
+from trainer_hooks.train.settings import LoggerSettings
 
 pytestmark = needs("wandb")
 

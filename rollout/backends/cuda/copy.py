@@ -1,4 +1,6 @@
-"""copy_tokens: the written tokens of KV blocks to other blocks, in one kernel and in place.
+"""copy_tokens: copy the first tokens of KV blocks to other blocks, in one kernel.
+
+The KV cache calls it, as `Backend.copy_tokens`, when samples of one prompt need their own block.
 
 Shape letters: B blocks, N bytes or words of a block, K copies; in the kernel C words of a chunk.
 """
@@ -20,7 +22,7 @@ _WORD_BYTES = 4
 def copy_tokens(
     pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
 ) -> None:
-    """Implements `CopyTokens`. `copy_tokens_reference` says what is done."""
+    """Copy tokens as `CopyTokens` says."""
     per_token = strips.bytes_per_token // _WORD_BYTES  # heads have an even number of dims
     copy_tokens_kernel[(strips.num_strips, len(source_K))](
         *(pool_BN.view(torch.int32), source_K, target_K, length_K),
@@ -30,22 +32,13 @@ def copy_tokens(
     )
 
 
-def copy_tokens_reference(
-    pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
-) -> None:
-    """What `copy_tokens` does, in plain torch."""
-    pool_BSTD = pool_BN.view(-1, strips.num_strips, strips.num_tokens, strips.bytes_per_token)
-    for source, target, length in zip(source_K, target_K, length_K, strict=True):
-        pool_BSTD[target, :, :length] = pool_BSTD[source, :, :length]
-
-
 @triton.jit
 def copy_tokens_kernel(
     pool, sources, targets, lengths,
     words_per_block, words_per_strip, words_per_token,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program copies one strip of one block."""
+    """Copy one strip of one block."""
     copy = tl.program_id(1)
     strip = tl.program_id(0).to(tl.int64) * words_per_strip
     source = pool + tl.load(sources + copy) * words_per_block + strip
