@@ -42,8 +42,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.models import num_parameters
 from benchmarks.pages import page_path, write_page
-from benchmarks.peers_entries import Entry, entries, in_groups
-from benchmarks.peers_environments import PEERS
+from benchmarks.peers_environments import PEERS, Entry, entries, in_groups
 from benchmarks.peers_models import MODELS, model_directory
 from benchmarks.peers_process import PeerError
 from benchmarks.peers_report import as_markdown, draw, summary_lines

@@ -22,12 +22,13 @@ from benchmarks.machine import describe
 from benchmarks.memory_cycles import (
     Cycles,
     Scenario,
+    as_markdown,
+    draw,
     measure_persist,
     measure_persist_growth,
     measure_recompute,
     measure_update,
 )
-from benchmarks.memory_report import as_markdown, draw
 from benchmarks.models import MODELS
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.pages import publish
