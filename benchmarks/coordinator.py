@@ -189,7 +189,10 @@ SMALL_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One way in one round. Seconds; loaded: of the requests that the throughput was counted by."""
+    """Figures of one kind of fleet in one round.
+
+    loaded_*: latencies, in seconds, of the requests that the throughput counts.
+    """
 
     requests_per_s: float
     cpu_s: float
@@ -222,7 +225,7 @@ def _p99(values: Sequence[float]) -> float:
 def measure_case(
     size: Size, num_clients: int, num_engines: int, rounds: int, advance: Callable[[], None]
 ) -> dict[str, Any]:
-    """All rounds of one case, each with all ways, begun with another one each time."""
+    """Measure all rounds of one case. Each round runs all kinds of fleet, in rotated order."""
     samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
     with fleets(num_clients, num_engines, reply_record(size.num_tokens)) as by_way:
         for way in WAYS:  # warm up
@@ -267,7 +270,7 @@ def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     counts = [(clients, engines) for engines in arguments.engines for clients in arguments.clients]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     cases, loads = [], [os.getloadavg()[0]]

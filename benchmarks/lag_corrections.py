@@ -1,4 +1,4 @@
-"""What each correction for old tokens does to the gradient and to learning, where both are exact.
+"""Bias and noise of each correction for old tokens, on a problem whose gradient is exact.
 
     python benchmarks/lag_corrections.py            # about a minute on one core
     python benchmarks/lag_corrections.py --small    # seconds: shows that it runs
@@ -48,7 +48,7 @@ class Parameters:
         )
 
     def stepped(self, objective: torch.Tensor, learning_rate: float) -> Parameters:
-        """One step up the gradient of `objective`, which was computed from these parameters."""
+        """Return the parameters after one step up the gradient of `objective`."""
         own, context = torch.autograd.grad(objective, (self.own_STV, self.context_SVV))
         return Parameters(
             own_STV=(self.own_STV + learning_rate * own).detach(),
@@ -101,7 +101,7 @@ def all_kv_lags() -> torch.Tensor:
 
 
 def rewards(tokens: torch.Tensor) -> torch.Tensor:
-    """In [0, 1]: the squared share of positions that count up from 2, modulo V."""
+    """Return rewards in [0, 1]: the squared share of positions that count up from 2, modulo V."""
     previous = torch.nn.functional.pad(tokens, (1, 0), value=1)[..., :-1]
     hits = tokens == (previous + 1) % NUM_TOKENS
     return hits.float().mean(dim=-1).square()
@@ -153,7 +153,7 @@ def sample(
 
 
 def version_before(history: list[Parameters], lag: int) -> Parameters:
-    """The version `lag` updates before the newest; the first one where there is none so old."""
+    """Return the version `lag` updates before the newest, at earliest the first."""
     return history[max(len(history) - 1 - lag, 0)]
 
 
@@ -205,7 +205,7 @@ def token_weights(
     policy_lag: int,
     kv_lag_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """What A d log pi is multiplied with per token [B, T]: the loss, differentiated."""
+    """Return the factor of A d log pi for each token [B, T], by differentiating the loss."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     anchors = {"present": logprobs_BT.detach(), "behaviour": None, "proximal": proximal_BT}
     loss, _ = policy_loss(

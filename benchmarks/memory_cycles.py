@@ -179,7 +179,7 @@ class Cycles:
         self._samples: dict[Scenario, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
 
     def play_round(self, scenarios: list[Scenario]) -> None:
-        """Each scenario once, each cycle right beside its floor."""
+        """Run each scenario once, each cycle right after the bare copies of the same bytes."""
         for scenario in scenarios:
             self._play(scenario)
 
@@ -218,7 +218,7 @@ class Cycles:
         samples["bytes"].append((given, restored, num_live))
 
     def _last_bytes(self, num_bytes: int) -> torch.Tensor:
-        """The end of the pool, of which each layer is a view."""
+        """Return the last bytes of the pool, in which each layer's KV is a view."""
         layer = self._kv.layers[0]
         pool = torch.empty(0, dtype=torch.uint8).set_(layer.untyped_storage())
         start = layer.storage_offset() * layer.element_size()

@@ -1,4 +1,4 @@
-"""The peers, and an environment for each: pinned versions, made once below a cache folder."""
+"""The peers: how each is installed, in which precision it runs, and how its process is started."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Entry:
             with WorkerProcess(command, environment, log) as converter:
                 model = self._converted(model, arguments, converter)
         worker = stack.enter_context(WorkerProcess(command, environment, log))
-        request = {"verb": "load", "model": str(model), "precision": self.precision}
+        request = {"method": "load", "model": str(model), "precision": self.precision}
         worker.ask({**request, "num_threads": num_threads}, arguments.timeout)
         return Contestant(name=self.name, worker=worker, is_int8=self.precision == "int8")
 
@@ -65,14 +65,14 @@ class Entry:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
             folders = {"model": str(model), "target": str(target)}
-            request = {"verb": "convert", **folders, "precision": self.precision}
+            request = {"method": "convert", **folders, "precision": self.precision}
             converter.ask(request, arguments.timeout)
             complete.touch()
         return target
 
 
 def entries(peers: Sequence[str], dtype: str, *, has_int8: bool) -> list[Entry]:
-    """Ours first, then the peers, then those with weights of int8."""
+    """Return our entry, then the peers, then the peers with int8 weights."""
     recipes = [PEERS[name] for name in peers]
     exact = [Entry(recipe=recipe, precision=dtype) for recipe in (OURS, *recipes)]
     narrow = [Entry(recipe=r, precision="int8") for r in recipes if r.is_converted and has_int8]
@@ -80,7 +80,7 @@ def entries(peers: Sequence[str], dtype: str, *, has_int8: bool) -> list[Entry]:
 
 
 def in_groups(peers: Sequence[Entry], num_parameters: int) -> list[list[Entry]]:
-    """All peers together, or one after the other beside ours where the model is large."""
+    """Return the peers as one group, or one group for each peer if the model is large."""
     if num_parameters > _MAX_SHARED_PARAMETERS:
         return [[peer] for peer in peers]
     return [list(peers)]
@@ -92,7 +92,7 @@ INSTALL_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRecipe:
-    """How a peer is installed and run. Without `requirements` it runs in this environment.
+    """How to install and run a peer. Without `requirements` it runs in this environment.
 
     `removed` come along as dependencies and fail beside the pinned torch.
     """

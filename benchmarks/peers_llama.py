@@ -116,7 +116,7 @@ class _Row:
 
 
 class LlamaCpp:
-    """One context; each sample is a sequence of it."""
+    """llama.cpp's engine: one context, in which each sample is a sequence."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         llama_cpp.llama_backend_init()

@@ -119,7 +119,7 @@ def own_generation(llm: LLM, load: ServingLoad, concurrency: int) -> dict[str, f
 
 
 def served_generation(server: ServerProcess, load: ServingLoad) -> dict[str, float]:
-    """The same requests as streams. The client's own time is told apart."""
+    """Send the same requests as streams. The client's own CPU time is returned apart."""
     before, own_before = server.cpu_seconds(), time.process_time()
     summary = asyncio.run(measure_serving(load))
     if summary.num_failed:
@@ -189,7 +189,7 @@ def play_round(
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     directory = model_directory(arguments.model, "float32", arguments.cache)
     config = InferenceConfig(max_sequence_length=MAX_SEQUENCE_LENGTH, num_threads=1)
     loads, missing = [os.getloadavg()[0]], ""
@@ -229,7 +229,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of each way: its own figures, and its ratios and differences within a round to ours."""
+    """Return each server's medians: own figures, and ratios and differences to ours."""
     medians = {}
     for way, first in rounds[0].items():
         found = {name: statistics.median(rows[way][name] for rows in rounds) for name in first}

@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     spec = MODELS["small" if arguments.small else "m45"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows = []
