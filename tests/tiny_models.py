@@ -149,7 +149,7 @@ def drain(engine: DynamicInferenceEngine, max_steps: int = 20_000) -> Finished:
 def generate_all(
     engine: DynamicInferenceEngine, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> list[DynamicInferenceRequest]:
-    """All requests at once, in input order."""
+    """Generate for all requests at once. Returns them in input order."""
     ids = [engine.add_request(prompt, params) for prompt, params in requests]
     finished = drain(engine)
     return [finished[i] for i in ids]
