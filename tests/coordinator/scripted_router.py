@@ -1,6 +1,6 @@
 """ScriptedRouter: a coordinator's ROUTER in a thread, which answers as a test says.
 
-Who has not shaken hands since it came (back) is refused, as by a real one.
+Like a real coordinator it refuses peers that have not sent a handshake since it began.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COORDINATOR_ID = bytes(range(16))
 
 
 def connect_ack(**changes: object) -> ConnectAck:
-    """Of a coordinator that knows its clients again, after however long."""
+    """Answer like a coordinator that still knows its clients."""
     fields = {
         "protocol_version": PROTOCOL_VERSION,
         "coordinator_id": COORDINATOR_ID,
@@ -67,7 +67,7 @@ def register_ack(**changes: object) -> RegisterAck:
 
 
 def polite(message: Message) -> Answers:
-    """Greets, registers and answers heartbeats; says nothing else."""
+    """Answer handshakes and heartbeats, and no other message."""
     if isinstance(message, Connect):
         return [connect_ack()]
     if isinstance(message, Register):

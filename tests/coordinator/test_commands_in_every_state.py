@@ -138,7 +138,9 @@ def test_each_command_is_done_or_refused_as_the_table_says(state: CoordinatorSta
 
 @pytest.mark.parametrize("final", FINAL)
 @pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
-def test_the_end_comes_or_is_refused_as_the_table_says(state: CoordinatorState, final: str) -> None:
+def test_stop_and_shutdown_are_done_or_refused_by_the_legality_table(
+    state: CoordinatorState, final: str
+) -> None:
     """After a stop each command is answered still, and so is a request: by its failure."""
     tally = Tally()
 
@@ -226,7 +228,7 @@ def test_commands_to_engines_that_hold_their_answers_back_end_by_their_deadlines
 
 
 @pytest.mark.parametrize("final", FINAL)
-def test_the_end_comes_among_commands_that_are_held_back(final: str) -> None:
+def test_stop_and_shutdown_are_answered_among_held_commands(final: str) -> None:
     tally, chance = Tally(), random.Random(run_seed() + 2)
 
     async def work() -> None:

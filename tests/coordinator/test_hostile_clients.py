@@ -48,7 +48,7 @@ def answered_s(line: Line, sequence: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_client_that_does_not_read_delays_nobody() -> None:
+def test_a_client_that_does_not_read_delays_no_other_peer() -> None:
     """It has many kept replies, does not read them, and asks for them again and again."""
     limits = CoordinatorLimits(heartbeat_s=0.2, client_lease_s=60.0)
     num_kept, num_asked = 2000, 150

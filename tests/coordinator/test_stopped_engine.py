@@ -200,7 +200,7 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
 
 
 @pytest.mark.slow
-def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
+def test_an_engine_process_stopped_past_its_lease_registers_again_and_gets_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule, may_hurry, margins = tmp_path / "schedule.json", tmp_path / "may_hurry", Margins()

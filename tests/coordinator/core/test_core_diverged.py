@@ -49,12 +49,12 @@ def assert_partial_resume_is_refused(fleet: FakeFleet, client: FakeClient) -> No
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
-def test_who_may_hold_other_memory_is_not_resumed_in_part() -> None:
+def test_a_diverged_fleet_refuses_a_partial_resume() -> None:
     fleet, client, _ = suspended_late()
     assert_partial_resume_is_refused(fleet, client)
 
 
-def test_a_suspend_after_a_failed_one_does_not_say_what_each_engine_has_released() -> None:
+def test_a_suspend_after_a_failed_one_leaves_the_fleet_diverged() -> None:
     fleet, client, _ = suspended_late()
     assert isinstance(fleet.give(client, client.command(Suspend)), Ack)
     assert fleet.core.state is CoordinatorState.SUSPENDED
@@ -75,7 +75,9 @@ def test_a_whole_resume_makes_partial_ones_possible_again() -> None:
 @pytest.mark.parametrize(
     ("released", "state"), [(["weights"], "RUNNING"), (["kv_cache"], "SUSPENDED")]
 )
-def test_who_joins_a_suspended_fleet_may_hold_other_memory(released: list[str], state: str) -> None:
+def test_an_engine_that_joins_a_suspended_fleet_makes_it_diverged(
+    released: list[str], state: str
+) -> None:
     """A fresh engine gives its KV up; one that was away may have missed a partial resume."""
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()

@@ -360,7 +360,7 @@ FleetWalk.TestCase.settings = settings(
 test_walks = FleetWalk.TestCase
 
 
-def test_an_engine_that_dials_anew_beside_a_command_comes_in_as_the_command_leaves_the_fleet():
+def test_an_engine_that_registers_again_during_a_command_gets_the_resulting_state():
     walk = FleetWalk()
     walk.engine_is_stopped_or_goes_on(number=0)
     walk.command(kind=Pause, number=0)
