@@ -176,8 +176,8 @@ class Frames:
 
 
 def is_harmless(message: Message, weights_version: int) -> bool:
-    """Not an order that is followed, and no engine's word that it has the fleet's weights: such an
-    engine is given work. Handshakes only with ids that none of the honest has, which are random.
+    """Return whether a message cannot harm the fleet: not an effective command, and no report of an
+    engine that it has the fleet's weights, which would get work. Handshakes have random ids.
     """
     if isinstance(message, Command):
         return not isinstance(message, _EFFECTIVE)

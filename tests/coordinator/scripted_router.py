@@ -94,7 +94,7 @@ class ScriptedRouter:
         self.script = script
         self.received: list[Message] = []
         self.port = self.num_frames = 0
-        self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._actions: queue.Queue[Callable[[], None]] = queue.Queue()
         self._latest = b""
         self._known: set[bytes] = set()
         self._news = threading.Condition()
@@ -123,7 +123,7 @@ class ScriptedRouter:
     def address(self) -> str:
         return f"tcp://127.0.0.1:{self.port}"
 
-    # ---- what a test may order
+    # ---- for tests
 
     def send(self, *messages: Message | bytes) -> None:
         """To the peer of the last message."""
@@ -171,16 +171,16 @@ class ScriptedRouter:
 
     # ---- its thread
 
-    def _do(self, order: Callable[[], None]) -> None:
+    def _do(self, action: Callable[[], None]) -> None:
         is_done = threading.Event()
-        self._orders.put(lambda: (order(), is_done.set()))
+        self._actions.put(lambda: (action(), is_done.set()))
         assert is_done.wait(BOUND_S)
 
     def _run(self) -> None:
         try:
             while not self._is_done:
-                while not self._orders.empty():
-                    self._orders.get()()
+                while not self._actions.empty():
+                    self._actions.get()()
                 if self._router is None or self._router.closed:
                     time.sleep(0.002)
                 elif self._router.poll(2):

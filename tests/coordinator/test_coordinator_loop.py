@@ -1,4 +1,4 @@
-"""One turn of the coordinator's loop, without its thread and its peers' sockets."""
+"""One turn of the coordinator's loop, without its thread and with a fake socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that do only what is legal, to the coordinator's harm."""
+"""Clients that send only legal messages, in ways that could harm the coordinator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def submit(request_id: int) -> SubmitRequest:
 
 
 def answered_s(line: Line, sequence: int) -> float:
-    """How long a heartbeat of an honest client takes."""
+    """Return the seconds until a heartbeat of an honest client is answered."""
     start = time.monotonic()
     line.send(Heartbeat(sequence=sequence))
     until(lambda: Heartbeat(sequence=sequence) in line.peer.seen, line)

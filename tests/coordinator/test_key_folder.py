@@ -1,4 +1,4 @@
-"""The folder of a fleet's keys: who gets what, and who may come in."""
+"""create_key_folder: the files of each peer, and the peers that may connect with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of a coordinator with keys: counted by their reason, logged once each."""
+"""KeyGate counts refused connections by reason, and logs each reason once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's Link against a scripted coordinator: handshake, heartbeats, lease, what waits."""
+"""Link against a scripted coordinator: handshake, heartbeats, lease, queued messages."""
 
 from __future__ import annotations
 

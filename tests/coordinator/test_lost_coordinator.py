@@ -1,4 +1,4 @@
-"""A coordinator whose process is killed: its clients and engines learn of it."""
+"""A killed coordinator process: its clients and engines get CoordinatorLostError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's socket towards peers that read slowly, or not at all."""
+"""RouterSocket towards peers that read slowly, or not at all."""
 
 from __future__ import annotations
 

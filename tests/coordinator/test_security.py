@@ -1,4 +1,4 @@
-"""Who may come in: one user's processes over a private socket, known keys over TCP, nobody else."""
+"""Access to a fleet: processes of one user over a private socket, known keys over TCP."""
 
 from __future__ import annotations
 

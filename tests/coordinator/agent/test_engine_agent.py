@@ -1,4 +1,4 @@
-"""EngineAgent with a real small engine: what comes out for what goes in."""
+"""EngineAgent with a real small engine: the messages that it returns for those that it handles."""
 
 from __future__ import annotations
 

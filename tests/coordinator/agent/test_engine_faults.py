@@ -1,4 +1,4 @@
-"""What goes wrong with one request, command or entry stays there: the engine process goes on."""
+"""A fault of one request, command or entry affects nothing else: the engine process continues."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class FaultyEngine:
 
 
 class ScriptedLink:
-    """Hands out one message at each `receive`, and is closed behind the last one. Nothing happens
-    while the agent stages weights. Its time is that of the waits.
+    """A link that returns one message at each `receive`, and is closed after the last one. It
+    returns nothing while the agent stages weights. Its clock advances by the waits.
     """
 
     def __init__(self, *messages: Message, max_frame_bytes: int = 2**20) -> None:

@@ -1,4 +1,4 @@
-"""Weights are staged beside the steps: whatever their source does, the engine goes on."""
+"""Weights are staged beside the steps, which continue whatever their source does."""
 
 from __future__ import annotations
 

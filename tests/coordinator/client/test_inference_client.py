@@ -1,4 +1,4 @@
-"""InferenceClient against a scripted coordinator, over real sockets; and what it checks itself."""
+"""InferenceClient against a scripted coordinator over real sockets, and its own checks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Engines that may hold different memory after an order that failed: nothing is taken for granted
-until an order for all has been confirmed."""
+"""Engines that may be in different states after a failed command: the core relies on no state
+until all engines have confirmed a command."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_whole_resume_makes_partial_ones_possible_again() -> None:
         *((Resume, {}), (Suspend, BOTH)),
         *((Resume, {"only": "weights"}), (Resume, {"only": "kv_cache"})),
     ):
-        order = client.command(kind, **arguments)
-        assert isinstance(fleet.give(client, order), Ack), kind
+        command = client.command(kind, **arguments)
+        assert isinstance(fleet.give(client, command), Ack), kind
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
@@ -98,6 +98,6 @@ def test_a_fresh_engine_that_joins_fits_a_fleet_without_kv() -> None:
     fleet.engine()
     fleet.run()
     for owner in ("weights", "kv_cache"):
-        order = client.command(Resume, only=owner)
-        assert isinstance(fleet.give(client, order), Ack)
+        command = client.command(Resume, only=owner)
+        assert isinstance(fleet.give(client, command), Ack)
     assert fleet.core.state is CoordinatorState.PAUSED

@@ -1,4 +1,4 @@
-"""Engines that are lost: which requests that counts against, and what goes on."""
+"""Failed engines: the requests that a failure counts against, and those that continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever peers send, the coordinator's core stays up, and honest traffic completes."""
+"""The core survives any frames of its peers, and honest requests complete."""
 
 from __future__ import annotations
 

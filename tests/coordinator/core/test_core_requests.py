@@ -1,4 +1,4 @@
-"""Requests through the coordinator's core: taken once, run to the end, answered once."""
+"""Requests through the coordinator's core: accepted once, run to the end, answered once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight updates over all engines, and engines that come and go around them."""
+"""Weight updates over all engines, and engines that join and leave during them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames that travel together: in order, in bounded memory, and none hurt by its neighbours."""
+"""Batches of frames: in order, in bounded memory; a malformed frame does not affect the others."""
 
 from __future__ import annotations
 

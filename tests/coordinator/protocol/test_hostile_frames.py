@@ -1,4 +1,4 @@
-"""Frames from anyone: decode returns a message or raises ProtocolError, in bounded memory."""
+"""`decode` of any bytes returns a message or raises ProtocolError, in bounded memory."""
 
 from __future__ import annotations
 

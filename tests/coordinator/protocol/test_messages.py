@@ -1,4 +1,4 @@
-"""The wire protocol: what is sent arrives, and nothing else is taken for a message."""
+"""The wire protocol: messages arrive unchanged, and no other bytes are accepted as messages."""
 
 from __future__ import annotations
 

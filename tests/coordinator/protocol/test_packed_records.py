@@ -1,4 +1,4 @@
-"""A record arrives as it was, its values per token as arrays until somebody reads them."""
+"""Packed records arrive unchanged; their values per token are arrays until they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of tokens are cut and joined without losing what was stamped on them."""
+"""TokenRuns are cut and joined without losing their versions and log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies are found by name, path or class, and refused with the reason and the nearest name."""
+"""find_policy finds policies by name, path or class; its refusals name the nearest policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns which prefix: equal to a table of full scans, bounded, and given back."""
+"""PrefixOwnership equals a table of full scans, in bounded memory that is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each policy chooses what a naive one would."""
+"""Each routing policy chooses the rank that a naive implementation chooses."""
 
 from __future__ import annotations
 
