@@ -247,9 +247,7 @@ class EngineCounters:
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
-    """Add the entries of `spans` from `start` on to `counts`, by their age at `version`.
-    O(runs).
-    """
+    """Count the entries of `spans` from `start` on by their age at `version`. O(runs)."""
     for run_start, end, made_under in spans:
         if end > start:
             age = min(version - made_under, len(counts) - 1)

@@ -96,9 +96,7 @@ class DynamicInferenceRequestRecord:
         return self.current.weights_version if clock is None else clock
 
     def observe_version(self, version: int) -> None:
-        """Set both clocks to the engine's weights version. A completed request keeps its
-        version.
-        """
+        """Set both clocks to an engine's version. A completed request keeps its own version."""
         self.current.policy_clock = version
         self.current.kv_clock = version
 
