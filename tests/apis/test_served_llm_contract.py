@@ -1,4 +1,4 @@
-"""What a server needs of an LLM, of an engine in this process and of a fleet."""
+"""Contract of ServedLLM: the methods that a server calls, on ThreadedLLM and on AsyncLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores listen at the address that is meant, and at no other one."""
+"""open_store and connect_store: a store listens at its own address only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Updates of a device's weights that are exchanged: all or nothing, wherever a commit is cut off.
+"""Exchange: updates of a device's weights change all or nothing, wherever a commit is interrupted.
 
-The device is a host that says it is none, with a bucket of a few rows.
+The device is a host that reports another device type, with a bucket of a few rows.
 """
 
 from __future__ import annotations

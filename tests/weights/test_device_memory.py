@@ -1,6 +1,7 @@
-"""What weights take of a device: while they are loaded, updated and backed up. Bytes are counted.
+"""Device memory of weights while they are loaded, updated and backed up, counted in bytes.
 
-The device is the meta device, or a host that says it is none; `make gpu-check` has a real one.
+The device is the meta device, or a host that reports another device type. `make gpu-check` uses a
+real one.
 """
 
 from __future__ import annotations

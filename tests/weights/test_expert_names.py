@@ -1,4 +1,4 @@
-"""Weights of experts under the names of a live module, of its saved directory, and of both."""
+"""Expert weights under the names of a live module, of its saved directory, and of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of experts' weights: directories, failed commits, suspends, corrections."""
+"""Expert weights in directories, failed commits and suspends; router corrections."""
 
 from __future__ import annotations
 

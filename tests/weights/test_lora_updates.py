@@ -1,4 +1,5 @@
-"""Adapter updates: the served weights are, bit for bit, those of the merged full update."""
+"""Updates by a LoraAdapter: the served weights equal, bit for bit, those of the merged full
+update."""
 
 from __future__ import annotations
 

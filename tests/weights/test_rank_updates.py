@@ -1,4 +1,4 @@
-"""Updates of ranks that share a model: what they serve together is what one process would."""
+"""Updates on ranks that share a model: together they serve the weights of one process."""
 
 from __future__ import annotations
 

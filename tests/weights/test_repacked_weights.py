@@ -1,4 +1,4 @@
-"""An engine whose weights exist once, packed: readers and updates see plain weights."""
+"""Weights that exist only packed: readers and updates see plain weights."""
 
 from __future__ import annotations
 

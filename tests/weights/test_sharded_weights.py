@@ -1,4 +1,4 @@
-"""Weights as trainers really hold them: sharded, with buffers, in tensors that are not plain."""
+"""Weights as trainers hold them: sharded, with buffers, in tensors that are not plain."""
 
 from __future__ import annotations
 

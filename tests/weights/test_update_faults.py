@@ -1,4 +1,4 @@
-"""Every fault of a weight update, at every stage and in every state: nothing changes."""
+"""Every fault of a weight update, at every stage and in every state, changes nothing."""
 
 from __future__ import annotations
 

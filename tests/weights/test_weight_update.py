@@ -1,4 +1,4 @@
-"""Weight updates: all of it or nothing, and then the new model's own numbers."""
+"""update_weights changes all weights or none, and the engine then computes as the new model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchBuilder: what it keeps of rows that decode step after step, and when it looks anew."""
+"""BatchBuilder: inputs of rows that decode step after step, and of rows that change."""
 
 from __future__ import annotations
 

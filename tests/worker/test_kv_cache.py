@@ -1,4 +1,4 @@
-"""KVCache over both CPU memory kinds: what is released, offloaded and brought back."""
+"""KVCache over both CPU memory kinds: release, restore, offload, onload and discard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks a buffer holds."""
+"""Sizes of KV blocks, and the number of blocks that a buffer holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets: whatever the sizes, the tensors come whole, and a byte that differs is noticed."""
+"""BucketWriter and BucketReader: tensors of any size arrive whole, and a changed byte is found."""
 
 from __future__ import annotations
 

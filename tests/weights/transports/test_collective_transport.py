@@ -1,5 +1,4 @@
-"""CollectiveTransport: whatever happens to a push, it ends for all, by name, and the next one
-works."""
+"""CollectiveTransport: every push ends for all engines, with its reason, and the next one works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CudaIpcTransport: another process reads the bucket in place, and says when it has."""
+"""CudaIpcTransport: another process reads the bucket in place, and reports when it has."""
 
 from __future__ import annotations
 

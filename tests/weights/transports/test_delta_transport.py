@@ -1,4 +1,4 @@
-"""DeltaTransport: only changes travel, and whoever applies them has what the trainer has."""
+"""DeltaTransport: only changes travel, and engines that apply them have the trainer's weights."""
 
 from __future__ import annotations
 

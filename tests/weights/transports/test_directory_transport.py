@@ -1,4 +1,4 @@
-"""DirectoryTransport: checkpoints that anybody can read, valid once they are whole."""
+"""DirectoryTransport: checkpoints in safetensors files, valid once they are whole."""
 
 from __future__ import annotations
 

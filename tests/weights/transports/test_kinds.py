@@ -1,4 +1,4 @@
-"""The transport that a name says, and the host at which a collective listens."""
+"""transport_of: the transport that a name means, and the host at which a collective listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SharedTransport: one copy for all, fetchable from other processes, and never left behind."""
+"""SharedTransport: one copy for all engines, which other processes fetch, and which nothing
+leaves behind."""
 
 from __future__ import annotations
 
