@@ -6,7 +6,7 @@ The structs of commands, token runs and coordinator messages are built of them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -148,22 +148,24 @@ def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
     return found
 
 
-def check_plain(name: str, value: Any, depth_left: int = MAX_PLAIN_DEPTH) -> None:
+def check_plain(name: str, value: Any) -> None:
     """Raise ProtocolError unless `value` consists of plain values and is not nested too deep."""
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return
-    if depth_left == 0:
-        raise ProtocolError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH}")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if type(key) is not str:
-                raise ProtocolError(f"{name}: a map's key is {type(key).__name__}, not a string")
-            check_plain(name, item, depth_left - 1)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            check_plain(name, item, depth_left - 1)
-    else:
-        raise ProtocolError(f"{name}: {type(value).__name__} is not a plain value")
+    pending = [(value, MAX_PLAIN_DEPTH)]
+    while pending:
+        value, depth_left = pending.pop()
+        if value is None or type(value) in (bool, int, float, str, bytes):
+            continue
+        if not isinstance(value, (Mapping, list, tuple)):
+            raise ProtocolError(f"{name}: {type(value).__name__} is no plain value")
+        if depth_left == 0:
+            raise ProtocolError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH}")
+        items: Iterable[Any] = value
+        if isinstance(value, Mapping):
+            for key in value:
+                if type(key) is not str:
+                    raise ProtocolError(f"{name}: a map's key is {type(key).__name__}, not str")
+            items = value.values()
+        pending += [(item, depth_left - 1) for item in items]
 
 
 def pack(value: Any) -> bytes:

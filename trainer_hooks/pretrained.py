@@ -1,4 +1,7 @@
-"""Hugging Face checkpoints that settings name: loaded, or one clear error."""
+"""load_pretrained: loads a Hugging Face checkpoint that a setting names, or raises one clear error.
+
+Used by the training job, the doctor and RewardModel.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from rollout.errors import ConfigError
 
 
 def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
-    """`kind.from_pretrained(path, **options)`, for an Auto class of transformers.
+    """Return `kind.from_pretrained(path, **options)`; `kind` is an Auto class of transformers.
 
-    Raises ConfigError, which names `setting`, where it finds nothing that it can load.
+    Raises ConfigError, which names `setting`, if there is nothing at `path` that it can load.
     """
     try:
         return kind.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         if not Path(path).is_dir():
             raise ConfigError(
-                f"{setting}={path} is no directory, nor a model that was downloaded before; name a "
+                f"{setting}={path} is neither a directory nor a downloaded model; give a "
                 "directory with a Hugging Face checkpoint and its tokenizer"
             ) from error
         reason = str(error).partition("\n")[0]

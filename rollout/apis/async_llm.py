@@ -26,8 +26,8 @@ from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateRep
 from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import Group, InferenceClient
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
-from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.security import CurveKeys
+from rollout.coordinator.net.sockets import address_of
 from rollout.errors import (
     ConfigError,
     CoordinatorLostError,

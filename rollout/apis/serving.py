@@ -47,8 +47,14 @@ class Serving:
             await server.start()
             self._server = server
         if blocking:
+            await self.run()
+
+    async def run(self) -> None:
+        """Wait until the server is stopped, gets SIGTERM or SIGINT, or its engines fail, and end
+        it. Raises the error of the engines. Does nothing if nothing is served."""
+        if self._server is not None:
             try:
-                await server.run()
+                await self._server.run()
             finally:
                 await self.stop()
 

@@ -54,7 +54,7 @@ class HostArena(Protocol):
         ...
 
     def discard(self, start: int, end: int) -> int:
-        """Free as much of bytes [start, end) as possible; contents are lost. Returns bytes freed."""
+        """Free as much of bytes [start, end) as possible; contents are lost. Returns bytes."""
         ...
 
     def release(self) -> int:

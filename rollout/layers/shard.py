@@ -61,7 +61,7 @@ ALONE = Shard()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The part of a weight of `shape` that a rank keeps: `ranges` of dimension `dim`, end to end."""
+    """The part of a weight of `shape` that a rank keeps: `ranges` of its dimension `dim`."""
 
     shape: torch.Size
     dim: int

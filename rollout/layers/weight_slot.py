@@ -46,7 +46,7 @@ class WeightSlot(Protocol):
     def cut(self) -> Cut | None: ...
 
     def read(self) -> Tensor:
-        """Return the values: a copy, or a view of the weight's memory, which must not be written."""
+        """Return the values: a copy, or a view of the memory that must not be written."""
         ...
 
     def read_into(self, rows: Tensor, first_row: int = 0) -> None:

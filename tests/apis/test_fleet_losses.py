@@ -90,7 +90,7 @@ def test_max_engine_restarts_of_0_restarts_no_engine(
 
 
 def test_requests_fail_at_once_when_no_engine_is_left() -> None:
-    named = r"no engine is left: engine 0 has ended once too often \(SIGKILL\)"
+    named = r"no engine is left: engine 0 has used up its restarts \(SIGKILL\)"
 
     async def work() -> None:
         llm = AsyncLLM(directory(), None, CONFIG, max_engine_restarts=0)

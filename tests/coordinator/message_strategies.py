@@ -18,9 +18,9 @@ from hypothesis.extra import numpy as arrays
 
 from rollout import SamplingParams
 from rollout.control.commands import COMMANDS
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     MESSAGE_TYPES,
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     AssignRequest,

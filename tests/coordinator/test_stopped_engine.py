@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from rollout import DynamicInferenceRequest, SamplingParams
-from rollout.coordinator.agent.agent import EngineAgent
-from rollout.coordinator.agent.loop import serve
+from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestStream

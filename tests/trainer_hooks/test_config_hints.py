@@ -1,4 +1,4 @@
-"""Keys of TRL, verl and Megatron-LM are refused with the name of the setting here."""
+"""Keys of TRL, verl and Megatron-LM are refused with the name of our setting."""
 
 import inspect
 import re
@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
-from trainer_hooks.train import ProducerSettings, checked_overrides, config_loading, load_dataclass
-from trainer_hooks.train.config_loading import dataclass_of
+from tests.installed import needs
+from trainer_hooks.train import config_loading
+from trainer_hooks.train.config_loading import dataclass_of, load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.settings import ProducerSettings
+
+pytestmark = needs("reasoning_gym")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ from trainer_hooks.train.job import JobSettings
         ("train_iters=9", "train_iters (Megatron-LM) is trainer.num_steps here"),
     ],
 )
-def test_a_key_of_another_system_is_refused_with_ours(argument: str, hint: str) -> None:
+def test_key_of_another_system_is_refused_with_our_name(argument: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(hint)):
         checked_overrides([argument], JobSettings)
 
@@ -46,12 +50,14 @@ def test_a_key_of_another_system_is_refused_with_ours(argument: str, hint: str) 
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type (TRL) is the kind of loss"),
     ],
 )
-def test_in_yaml_too(values: dict[str, Any], message: str) -> None:
+def test_yaml_key_of_another_system_is_refused_with_our_name(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_dataclass(ProducerSettings, values)
 
 
-def test_a_key_that_nobody_has_is_refused_with_the_nearest_of_ours() -> None:
+def test_unknown_key_is_refused_with_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.group_siz; did you mean algorithm\.group_s"):
         checked_overrides(["algorithm.group_siz=3"], JobSettings)
 
@@ -64,7 +70,7 @@ def all_keys(kind: Any, path: str = "") -> set[str]:
     return keys
 
 
-def test_the_hints_name_settings_that_exist() -> None:
+def test_hints_name_settings_that_exist() -> None:
     known = all_keys(JobSettings)
     parts = "algorithm|trainer|producer|logger"
     named = set(re.findall(rf'\b(?:{parts})\.[a-z_.]+(?=[" ,(=])', source_of_targets()))
@@ -73,7 +79,7 @@ def test_the_hints_name_settings_that_exist() -> None:
 
 
 def source_of_targets() -> str:
-    """What stands on the right-hand sides of the tables."""
+    """Return the right-hand sides of the hint tables."""
     source = inspect.getsource(config_loading)
     tables = source[source.index("_GROUP_SIZE = ") : source.index("def hint_for")]
     return re.sub(r'^ +"[\w.]+": ', "", tables, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The metrics of a step under other systems' names, and the page that lists them."""
+"""rollout_metrics and step_metrics, and the page docs/metrics.md that lists all metrics."""
 
 import fnmatch
 import math
@@ -19,8 +19,8 @@ from trainer_hooks.metrics import (
     rollout_metrics,
     step_metrics,
 )
+from trainer_hooks.metrics.axes import AXIS_OF_METRIC
 from trainer_hooks.metrics.histogram import NUM_BINS, histogram_columns
-from trainer_hooks.metrics.names import METRIC_NAMES, MetricName, markdown_table
 from trainer_hooks.producer.batches import batch_metrics
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompts.ledger import PromptItem, PromptTicket
@@ -29,11 +29,16 @@ from trainer_hooks.rollouts import as_rollout
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def metric_name(name: str) -> MetricName | None:
-    """The entry of a metric, by its own name before that of a family; None if there is none."""
-    exact = [entry for entry in METRIC_NAMES if entry.name == name]
-    families = [entry for entry in METRIC_NAMES if fnmatch.fnmatchcase(name, entry.name)]
-    return next(iter(exact + families), None)
+def rows_of_page() -> dict[str, list[str]]:
+    """Return the cells of each row of the page's table by the name in its first cell."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    return {cells[0].strip("`"): [cell.strip(" `") for cell in cells] for cells in rows}
+
+
+def is_on_page(metric: str) -> bool:
+    """Return whether the page lists `metric`, by its own name or by a family with `*`."""
+    return any(fnmatch.fnmatchcase(metric, name) for name in rows_of_page())
 
 
 def two_groups() -> RolloutBatch:
@@ -46,7 +51,7 @@ def two_groups() -> RolloutBatch:
     return collate_rollouts(requests, [1.0, 0.5, 0.25, 0.25], train_version=2)
 
 
-def test_lengths_cut_rollouts_and_flat_groups_by_hand() -> None:
+def test_rollout_metrics_of_lengths_truncation_and_flat_groups_by_hand() -> None:
     reasons = ["length", "stop", "stop", "stop"]
     metrics = rollout_metrics(two_groups(), 2, finish_reasons=reasons, entropy=1.25)
     assert metrics["frac_reward_zero_std"] == 0.5
@@ -60,26 +65,28 @@ def test_lengths_cut_rollouts_and_flat_groups_by_hand() -> None:
 
 
 def batch_with_a_tool() -> RolloutBatch:
-    """One rollout, of 3 generated tokens with 50 of a tool's between them, and one that failed."""
+    """Return one rollout of 3 generated tokens and 50 tokens of tool output, and one failed
+    rollout.
+    """
     first = finished_request([1, 2], [10], versions=[0])
     second = finished_request([1, 2, 10, *[9] * 50], [11, 12], versions=[0, 0])
     failed = finished_request([1, 2], [10, 11], versions=[0, 0])
     return collate_rollouts([Rollout([first, second]), failed], [1.0, None], train_version=0)
 
 
-def test_what_a_tool_said_is_not_counted_as_generated() -> None:
+def test_rollout_metrics_do_not_count_tool_output_as_generated() -> None:
     metrics = rollout_metrics(batch_with_a_tool(), 2, finish_reasons=["length", "stop"])
     assert metrics["completions/mean_length"] == metrics["completions/max_length"] == 3.0
     assert metrics["completions/num_tokens"] == 3 + 2
     assert metrics["prompts/num_tokens"] == 2 + 2
 
 
-def test_what_a_tool_said_makes_no_completion_overlong() -> None:
+def test_overlong_penalties_do_not_count_tool_output() -> None:
     lengths_B = batch_with_a_tool().completion_lengths_B
     assert overlong_penalties(lengths_B, max_length=20, cache_length=10).tolist() == [0.0, 0.0]
 
 
-def test_failed_rollouts_are_in_no_group_statistics() -> None:
+def test_rollout_metrics_leave_failed_rollouts_out_of_group_statistics() -> None:
     batch = collate_rollouts(
         [finished_request([1], [2], versions=[0]) for _ in range(4)],
         [None, None, 0.5, math.nan],
@@ -91,25 +98,25 @@ def test_failed_rollouts_are_in_no_group_statistics() -> None:
     assert metrics["completions/clipped_ratio"] == 0.0
 
 
-def test_a_batch_in_which_no_rollout_has_a_turn_has_metrics() -> None:
+def test_rollout_metrics_of_a_batch_without_any_turn() -> None:
     rollouts = [Rollout([], failure="reset_error") for _ in range(2)]
     metrics = rollout_metrics(collate_rollouts(rollouts, [None, None], 3), 2)
     assert metrics["failed_fraction"] == 1.0
     assert metrics["policy_staleness/num_mixed_rollouts"] == 0
 
 
-def test_equal_rewards_that_floats_cannot_hold_are_flat_all_the_same() -> None:
+def test_frac_reward_zero_std_counts_rewards_equal_up_to_rounding() -> None:
     requests = [finished_request([1], [2], versions=[0]) for _ in range(7)]
     metrics = rollout_metrics(collate_rollouts(requests, [0.1] * 7, train_version=0), 7)
     assert metrics["frac_reward_zero_std"] == 1.0
 
 
-def test_finish_reasons_are_one_per_rollout() -> None:
+def test_rollout_metrics_refuse_another_number_of_finish_reasons() -> None:
     with pytest.raises(ConfigError, match="1 finish reasons for 4 rollouts"):
         rollout_metrics(two_groups(), 2, finish_reasons=["stop"])
 
 
-def test_lag_histograms_count_every_token_and_can_be_read_back() -> None:
+def test_read_histogram_returns_the_counts_of_all_tokens() -> None:
     metrics = rollout_metrics(two_groups(), 2)
     assert read_histogram(metrics, "policy_staleness") == {0: 4, 1: 1, 2: 3}
     assert read_histogram(metrics, "kv_lag") == {0: 7, 1: 1}
@@ -117,7 +124,7 @@ def test_lag_histograms_count_every_token_and_can_be_read_back() -> None:
     assert metrics["kv_lag/max"] == 1.0
 
 
-def test_the_last_bin_of_a_histogram_is_open_and_no_values_have_none() -> None:
+def test_histogram_columns_have_an_open_last_bin_and_none_without_values() -> None:
     columns = histogram_columns("lag", torch.tensor([0, 3, NUM_BINS, 500]))
     assert columns["lag/hist/16+"] == 2
     assert columns["lag/hist/1"] == 0
@@ -126,7 +133,7 @@ def test_the_last_bin_of_a_histogram_is_open_and_no_values_have_none() -> None:
     assert histogram_columns("lag", torch.tensor([])) == {}
 
 
-def test_rates_are_by_the_wall_of_the_step() -> None:
+def test_step_metrics_divide_tokens_by_the_wall_time_of_the_step() -> None:
     ticks = iter([0.0, 4.0])
     times = TimeAccount(clock=lambda: next(ticks)).take()
     metrics = step_metrics(times, num_generated_tokens=100, num_trained_tokens=40)
@@ -135,7 +142,7 @@ def test_rates_are_by_the_wall_of_the_step() -> None:
     assert metrics["timing_share/other"] == 1.0
 
 
-def test_generated_tokens_are_counted_by_the_time_of_generation_where_there_is_some() -> None:
+def test_step_metrics_divide_generated_tokens_by_the_time_of_generation() -> None:
     ticks = iter([0.0, 1.0, 3.0, 4.0])
     account = TimeAccount(clock=lambda: next(ticks))
     with account.spend("generate"):
@@ -145,7 +152,7 @@ def test_generated_tokens_are_counted_by_the_time_of_generation_where_there_is_s
     assert metrics["train/tokens_per_s"] == 10.0
 
 
-def test_every_metric_of_a_step_is_on_the_page() -> None:
+def test_metrics_page_lists_every_metric_of_a_step() -> None:
     use = EngineUse()
     use.take(stats_of(0.0, 0))
     rollout = as_rollout(finished_request([1], [2], versions=[0]))
@@ -170,18 +177,13 @@ def test_every_metric_of_a_step_is_on_the_page() -> None:
             num_waiting_batches=0,
         ),
     }
-    assert [name for name in metrics if metric_name(name) is None] == []
-    assert metric_name("unheard/of") is None
+    assert [name for name in metrics if not is_on_page(name)] == []
+    assert not is_on_page("unknown/metric")
 
 
-def test_the_page_holds_the_table_of_the_code() -> None:
-    assert markdown_table() in PAGE.read_text(encoding="utf-8")
-
-
-def test_axes_in_the_table_are_those_of_a_wandb_run() -> None:
-    axes = {name: metric_name(name).axis for name in ("reward", "kv_lag/mean", "engine/idle_share")}  # type: ignore[union-attr]
-    assert axes == {
-        "reward": "trainer/step",
-        "kv_lag/mean": "rollout/version",
-        "engine/idle_share": "rollout/version",
-    }
+def test_metrics_page_gives_the_axis_over_which_wandb_draws_each_metric() -> None:
+    axes = {name: cells[5] for name, cells in rows_of_page().items()}
+    for name, axis in axes.items():
+        fitting = [own for glob, own in AXIS_OF_METRIC.items() if fnmatch.fnmatchcase(name, glob)]
+        assert axis == fitting[-1], name  # a later glob overrides an earlier one, as in wandb
+    assert {axes["reward"], axes["kv_lag/mean"]} == {"trainer/step", "rollout/version"}

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -406,6 +405,8 @@ def test_reject_non_finite_false_takes_an_adapter_with_infinity() -> None:
 
 
 def test_update_by_an_adapter_equals_peft_merge_and_unload() -> None:
+    import peft
+
     hf = tiny_model("qwen2", seed=1, **SIZES)
     engine = tiny_engine(build_model(hf), buffer_size_gb=0.01)
     config = peft.LoraConfig(

@@ -1,12 +1,17 @@
-"""InferenceClient: submits requests and commands to a coordinator."""
+"""InferenceClient: submits requests and commands to a coordinator, for asyncio.
+
+Used by AsyncLLM, and by users who connect to a running fleet.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -20,18 +25,23 @@ from rollout.control.commands import (
     ControlMessage,
     FleetResults,
     R,
+    engine_state_of,
 )
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.commands import PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
-from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
+from rollout.coordinator.client.streams import (
+    RequestFuture,
+    RequestStream,
+    set_exception,
+    streams_of,
+)
 from rollout.coordinator.client.submission import submission_of
-from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.net.sockets import address_of
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     Ack,
     Connect,
     ConnectAck,
@@ -47,11 +57,92 @@ from rollout.text import Prompt, as_tokenizer
 from rollout.weights.source import WeightsSource
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
+_T = TypeVar("_T")
+
 _logger = logging.getLogger(__name__)
 _Message = TypeVar("_Message", bound=ControlMessage[Any])
 _BATCH = 64  # messages taken before others of the event loop have their turn
 
 Group = tuple[Prompt, Sequence[SamplingParams]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A command without an answer. read: converts the engines' results to the future's result."""
+
+    command: ControlMessage[Any]
+    future: asyncio.Future[Any]
+    read: Callable[[FleetResults[Any]], Any]
+
+
+class CommandFutures:
+    """The futures of unanswered commands by command id, in one event loop. asyncio does not report
+    failures that nobody awaits.
+
+    state, weights_version: the fleet's, by the latest answer of the coordinator.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
+        self._pending: dict[int, _Pending] = {}
+        self.state, self.weights_version = EngineState.RUNNING, 0
+
+    def connected(self, ack: ConnectAck) -> None:
+        """Keep the fleet's state and the grace period of the coordinator's ConnectAck."""
+        self._grace_s = ack.answer_grace_s
+        self.state, self.weights_version = engine_state_of(ack.state), ack.weights_version
+
+    def submit(
+        self, command: ControlMessage[R], read: Callable[[FleetResults[R]], _T]
+    ) -> asyncio.Future[_T]:
+        """Send a command. Returns the future of the engines' results, converted by `read`. Raises
+        ConfigError for an argument of a wrong type.
+
+        The coordinator enforces the deadline; a grace period later the future fails by itself.
+        """
+        command.check()
+        loop, command_id = asyncio.get_running_loop(), command.command_id
+        future: asyncio.Future[_T] = loop.create_future()
+        self._send(command)
+        self._pending[command_id] = _Pending(command, future, read)
+        timer: asyncio.TimerHandle | None = None
+        if command.deadline_s is not None:
+            limit_s = command.deadline_s + self._grace_s
+            error = CoordinatorLostError(f"{command.name} has no answer after {limit_s:g} s")
+            timer = loop.call_later(limit_s, set_exception, future, error)
+        future.add_done_callback(partial(self._done, command_id, timer))
+        return future
+
+    def _done(
+        self, command_id: int, timer: asyncio.TimerHandle | None, future: asyncio.Future[Any]
+    ) -> None:
+        del self._pending[command_id]
+        if timer is not None:
+            timer.cancel()
+        if not future.cancelled():
+            future.exception()  # retrieved, so that asyncio does not report it
+
+    def take(self, answer: Ack | Nack) -> None:
+        """Resolve a command's future. Ignores the answer to a command whose future is done."""
+        pending = None if answer.command_id is None else self._pending.get(answer.command_id)
+        if pending is None or pending.future.done():
+            return
+        if isinstance(answer, Nack):
+            pending.future.set_exception(answer.error.to_error())
+            return
+        try:
+            results = pending.command.read(answer.result or {})
+            self.state = engine_state_of(results.state)
+            self.weights_version = results.weights_version
+            pending.future.set_result(pending.read(results))
+        except RolloutError as error:  # the answer is malformed, or engines disagree
+            pending.future.set_exception(error)
+
+    def fail(self, error: RolloutError) -> None:
+        """Fail all futures."""
+        for pending in list(self._pending.values()):
+            set_exception(pending.future, type(error)(*error.args))
 
 
 class InferenceClient(ClientControlCalls):
@@ -82,7 +173,7 @@ class InferenceClient(ClientControlCalls):
         self.client_id = uuid.uuid4().bytes
         self.next_request_id = 0
         self.coordinator: ConnectAck | None = None  # None before the start
-        self.listener_task: asyncio.Task[None] | None = None  # takes what the coordinator sends
+        self.listener_task: asyncio.Task[None] | None = None  # handles the coordinator's messages
         self._name, self._curve, self._max_frame_bytes = name, curve, max_frame_bytes
         self.seed = given_or_drawn(seed, "a client")
         self._tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
@@ -91,7 +182,7 @@ class InferenceClient(ClientControlCalls):
         self._link: Link | None = None
         self._news = asyncio.Event()
         self._requests = PendingRequests(self._send, self._tokenizer)
-        self._commands = PendingCommands(self._send)
+        self._commands = CommandFutures(self._send)
         self._lost: RolloutError | None = None
         self._is_stopped = self._is_flush_due = False
 
@@ -102,9 +193,9 @@ class InferenceClient(ClientControlCalls):
     ) -> None:
         """Connect, and begin to listen. `loop`: if given, it must be the running one.
 
-        Raises CoordinatorLostError if nobody answers within `timeout_s`, the coordinator's reason
-        if it refuses this client (ProtocolError: another version), ClientStateError when started
-        already.
+        Raises CoordinatorLostError without an answer within `timeout_s`, the coordinator's error if
+        it refuses this client (ProtocolError: another version), and ClientStateError if the client
+        has been started already.
         """
         running = asyncio.get_running_loop()
         if loop not in (None, running):
@@ -121,12 +212,12 @@ class InferenceClient(ClientControlCalls):
             handshake=lambda: connect,
             on_news=self._wake_listener,
             curve=self._curve,
-            max_queued=None,  # what is pending bounds what comes and goes
+            max_queued=None,  # pending requests bound the messages in both directions
             max_frame_bytes=self._max_frame_bytes,
         )
         try:
             await asyncio.to_thread(self._link.wait_registered, timeout_s)
-        except BaseException:  # a cancelled start must not leave the link's thread, either
+        except BaseException:  # even a cancelled start must end the link's thread
             await self.aclose()
             raise
         self._take(self._link.receive())
@@ -155,7 +246,7 @@ class InferenceClient(ClientControlCalls):
         self._link.close("the client stops")
 
     async def aclose(self) -> None:
-        """Do as `stop`, and wait until the listener has ended."""
+        """Call `stop`, and wait until the listener has ended."""
         self.stop()
         if self.listener_task is not None:
             await asyncio.gather(self.listener_task, return_exceptions=True)
@@ -169,7 +260,7 @@ class InferenceClient(ClientControlCalls):
 
     @property
     def weights_version(self) -> int:
-        """The fleet's weights version, known as `state` is."""
+        """The fleet's weights version by the coordinator's latest answer."""
         return self._commands.weights_version
 
     @property
@@ -179,17 +270,17 @@ class InferenceClient(ClientControlCalls):
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]] | None:
+        """The link's ZeroMQ context; None before the start."""
         return None if self._link is None else self._link.context
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
-        """The link's socket, another one after a reconnect. Another thread uses it; do not call
-        it."""
+        """The link's socket, another one after a reconnect. Only the link's thread may use it."""
         return None if self._link is None else self._link.socket
 
     @property
     def num_malformed(self) -> int:
-        """Messages that were dropped because they were malformed."""
+        """Number of malformed messages that were dropped."""
         return 0 if self._link is None else self._link.num_malformed
 
     # ---- requests
@@ -222,14 +313,14 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[RequestFuture]:
-        """Submit samples of one prompt, which go to one engine. Otherwise as `add_request`."""
+        """Submit samples of one prompt, which go to one engine. Otherwise like `add_request`."""
         return self._submit([(prompt, sampling_params)], seeds, priority, deadline_s)[0]
 
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
         """Submit groups, each a prompt and its samples' params: all of them, or none if one is
-        malformed, or if anything is raised meanwhile (Ctrl-C). As `add_group` otherwise.
+        malformed or an exception such as KeyboardInterrupt comes. Otherwise like `add_group`.
         """
         return self._submit(groups, None, priority, deadline_s)
 
@@ -242,7 +333,8 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestStream:
-        """Submit a request, as `add_request` does; its tokens come as they are generated."""
+        """Submit a request like `add_request`. Returns its stream, which yields tokens as they are
+        generated."""
         return self.stream_groups(
             [(prompt, [sampling_params])], seeds=[seed], priority=priority, deadline_s=deadline_s
         )[0][0]
@@ -255,7 +347,8 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[list[RequestStream]]:
-        """Submit groups as `add_groups` does, each sample as a stream. seeds: of each group."""
+        """Submit groups like `add_groups`, each sample as a stream. seeds: the samples' seeds, the
+        same for each group."""
         added = self._submit(groups, seeds, priority, deadline_s, streaming=True)
         tokens_of, params = self._requests.tokens_of, [each for _, each in groups]
         return [streams_of(*each, tokens_of) for each in zip(added, params, strict=True)]
@@ -296,7 +389,7 @@ class InferenceClient(ClientControlCalls):
         self.next_request_id = next_id
         return self._requests.submit(submissions)
 
-    # ---- control calls: the methods are those of ClientControlCalls
+    # ---- control calls: ClientControlCalls has the other methods
 
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
@@ -316,8 +409,8 @@ class InferenceClient(ClientControlCalls):
         *,
         deadline_s: float = UPDATE_DEADLINE_S,
     ) -> asyncio.Future[WeightUpdateReport]:
-        """Commit the weights of `source` on all engines or on none. version: None means current +
-        1. in_flight: while engines run.
+        """Commit the weights of `source` on all engines or on none. version: None for the current
+        one + 1. in_flight: commit while engines run.
         """
         update = UpdateWeights(source=source, version=version, in_flight=in_flight)
         return self._commands.submit(self._numbered(update, deadline_s), update.merged)
@@ -330,7 +423,7 @@ class InferenceClient(ClientControlCalls):
             command, command_id=self._next_command_id - 1, deadline_s=float(deadline_s)
         )
 
-    # ---- between the link and the pending futures
+    # ---- messages
 
     def _require_usable(self) -> None:
         if self._is_stopped or self.coordinator is None:
@@ -365,7 +458,7 @@ class InferenceClient(ClientControlCalls):
             self._link.flush()
 
     def _wake_listener(self) -> None:
-        """Called by the link's thread."""
+        """Let `_listen` receive messages. The link's thread calls this."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._news.set)
@@ -397,7 +490,8 @@ class InferenceClient(ClientControlCalls):
 
     def _take(self, messages: Sequence[Message]) -> None:
         replies = [m for m in messages if isinstance(m, (EngineReply, EngineReplyPartial))]
-        self._requests.take(replies)
+        if replies:
+            self._requests.take(replies)
         for message in messages:
             if isinstance(message, (Ack, Nack)):
                 self._commands.take(message)

@@ -1,4 +1,7 @@
-"""Clients: the sessions of clients, and the messages that could not be delivered to them."""
+"""Clients: connects clients, watches their leases and sends undelivered messages again.
+
+Used by CoordinatorCore. It makes and ends ClientSessions.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,14 @@ from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import ClientSession, Recent
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    Ack,
+    PROTOCOL_VERSION,
     Connect,
     ConnectAck,
-    EngineReply,
-    EngineReplyPartial,
     Heartbeat,
-    Nack,
     nack_of,
 )
 from rollout.errors import RolloutError
-from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class Clients:
         self.sessions: dict[bytes, ClientSession] = {}
 
     def connect(self, identity: bytes, message: Connect, now: float) -> None:
-        """Shake hands. A client that comes back gets all that is kept for it."""
+        """Accept a client. One that reconnects gets all that it has missed."""
         context, limits = self._context, self._context.limits
         here = context.sessions.get(identity)
         if isinstance(here, ClientSession) and here.client_id != message.client_id:
@@ -62,8 +60,9 @@ class Clients:
             context.timers.set(("client", client.client_id), now + limits.client_lease_s)
         elif context.sessions.get(client.identity) is client:
             del context.sessions[client.identity]
-        is_moved = client.identity != identity
-        client.identity, client.last_seen = identity, now
+        if client.identity != identity:
+            client.move(identity)
+        client.renew_lease(now)
         context.sessions[identity] = client
         ack = ConnectAck(
             coordinator_id=context.coordinator_id,
@@ -79,41 +78,24 @@ class Clients:
             is_resumed=is_resumed,
         )
         context.send(client, ack)
-        if is_moved:  # messages on their way over the former connection may be lost
-            client.missed_answers = dict.fromkeys(client.answers)
-            client.missed_tokens = dict.fromkeys(client.requests, 0)
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
-        """Answer, and send again what could not be delivered: only with heartbeats, since each of a
-        slow client's acknowledgements would bring all of it."""
+        """Answer a heartbeat, and send undelivered messages again. Only heartbeats do that: if each
+        acknowledgement did, a slow client would get all of them each time."""
         self._resend_missed(client)
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
-    def missed(self, client: ClientSession, message: Message) -> None:
-        """Remember an undelivered message until the client's next heartbeat."""
-        if isinstance(message, (Ack, Nack)) and message.command_id is not None:
-            client.missed_answers[message.command_id] = None
-        elif isinstance(message, EngineReply):
-            client.missed_tokens[message.request_id] = 0
-        elif isinstance(message, EngineReplyPartial):
-            offset = client.missed_tokens.get(message.request_id, message.tokens.offset)
-            client.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
-
     def _resend_missed(self, client: ClientSession) -> None:
-        """Send what was missed. What fails again is remembered again."""
-        answers, client.missed_answers = client.missed_answers, {}
-        tokens, client.missed_tokens = client.missed_tokens, {}
-        for command_id in answers:
-            answer = client.answers.get(command_id)
-            if answer is not None:
-                self._context.send(client, answer)
+        """Send undelivered messages again. Those that fail again are remembered again."""
+        answers, tokens = client.take_missed()
+        for answer in answers:
+            self._context.send(client, answer)
         for request_id, offset in tokens.items():
-            if request_id in client.requests:  # not acknowledged since
-                self._requests.resend(client, request_id, offset)
+            self._requests.resend(client, request_id, offset)
 
     def check(self, client_id: bytes, now: float) -> None:
-        """Remove the client if its lease has run out, else set the next check."""
+        """Remove a client whose lease has run out, else set the time of the next check."""
         client = self.sessions[client_id]
         lease_end = client.last_seen + self._context.limits.client_lease_s
         if now < lease_end:
@@ -124,8 +106,8 @@ class Clients:
         self.remove(client)
 
     def remove(self, client: ClientSession) -> None:
-        """The client has gone: abort its requests, forget its replies."""
-        client.has_left = True
+        """End the session of a client: abort its requests and forget its replies."""
+        client.leave()
         self._requests.abandon_all(client)
         self._context.timers.discard(("client", client.client_id))
         del self.sessions[client.client_id]

@@ -1,4 +1,8 @@
-"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own."""
+"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own.
+
+Used by InferenceClient and `run_engine`. Lease, Inbox and Outbox are what the link's thread shares
+with the thread of its owner.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,25 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import zmq
 
 from rollout.control.commands import COMMANDS
-from rollout.coordinator.net.dealer import CONNECTED, REFUSED, DealerSocket, address_of
-from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
+from rollout.coordinator.net.sockets import CONNECTED, REFUSED, DealerSocket, SelfPipe, address_of
 from rollout.coordinator.protocol.codec import (
     ProtocolVersionError,
+    batched,
     decode,
     encode,
     failures_of,
     require_valid,
 )
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -58,11 +63,201 @@ _MIN_HEARTBEAT_S = 0.005
 _REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
 _ANSWER_S = 2.0
-# A client takes the coordinator's process for dead after refused connections for so many seconds.
+# After refused connections for this many seconds, a client takes the coordinator's process for
+# ended.
 _REFUSED_S = 0.25
 GIVE_UP_S = 30.0
 # How long a closing socket may take to send its last frames.
 _LINGER_MS = 500
+
+
+class Lease:
+    """The time until which the coordinator certainly keeps this peer's session. A lease starts when
+    the answered heartbeat was *sent*, so it ends here no later than at the coordinator. Times are
+    seconds of one monotonic clock. The link's thread writes it; any thread may read `until`.
+    """
+
+    def __init__(self) -> None:
+        self.until = -math.inf
+        self._lease_s = 0.0
+        self._sequence = 0
+        self._unanswered: dict[int, tuple[float, int]] = {}  # heartbeat -> when, how many frames
+
+    def begin(self, lease_s: float, sent_at: float) -> None:
+        """Begin the lease of a handshake that was sent at `sent_at` and has been answered."""
+        self._lease_s, self.until = lease_s, sent_at + lease_s
+        self._unanswered.clear()
+
+    def end(self) -> None:
+        """End the lease; only another handshake begins one."""
+        self.until = -math.inf
+        self._unanswered.clear()
+
+    def heartbeat(self, now: float, num_sent: int = 0) -> int:
+        """Return the sequence number of a heartbeat sent at `now`, after `num_sent` frames."""
+        self._sequence += 1
+        self._unanswered[self._sequence] = (now, num_sent)
+        return self._sequence
+
+    def answered(self, sequence: int, now: float) -> int:
+        """Renew the lease by the answer to a heartbeat. Returns how many frames had arrived before
+        the heartbeat.
+
+        An answer after the end of the lease does not renew it: the coordinator may have ended the
+        session meanwhile.
+        """
+        if sequence not in self._unanswered:
+            return 0
+        sent_at, num_sent = self._unanswered[sequence]
+        self._unanswered = {s: sent for s, sent in self._unanswered.items() if s > sequence}
+        if now < self.until:
+            self.until = max(self.until, sent_at + self._lease_s)
+        return num_sent
+
+
+class Inbox:
+    """Received messages for the owner. `on_news` is called after the first message in an empty
+    inbox, and at the end; `on_room` after a full inbox was emptied. `max_messages`: None for no
+    limit.
+    """
+
+    def __init__(
+        self, max_messages: int | None, on_news: Callable[[], None], on_room: Callable[[], None]
+    ) -> None:
+        self._max_messages, self._on_news, self._on_room = max_messages, on_news, on_room
+        self._messages: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self.end: RolloutError | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return self._max_messages is None or len(self._messages) < self._max_messages
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_all` would return messages or raise the end."""
+        return bool(self._messages) or self.end is not None
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """Add received messages, at least one."""
+        with self._changed:
+            was_empty = not self._messages
+            self._messages.extend(messages)
+            self._changed.notify()
+        if was_empty:
+            self._on_news()
+
+    def take_all(self, timeout_s: float) -> list[Message]:
+        """Return the messages of one session, after waiting up to `timeout_s` seconds for the
+        first. A session's first message is the first of the list. Raises `end` once all messages
+        have been taken.
+        """
+        with self._changed:
+            if timeout_s > 0.0:
+                self._changed.wait_for(lambda: self.has_news, timeout_s)
+            was_full = not self.has_room
+            taken: list[Message] = []
+            while self._messages:
+                if taken and isinstance(self._messages[0], (ConnectAck, RegisterAck)):
+                    break
+                taken.append(self._messages.popleft())
+            if not taken and self.end is not None:
+                raise self.end
+        if was_full:
+            self._on_room()
+        return taken
+
+    def close(self, end: RolloutError) -> None:
+        """Let `take_all` raise `end` after the last message."""
+        with self._changed:
+            self.end = self.end or end
+            self._changed.notify_all()
+        self._on_news()
+
+
+class Outbox:
+    """Frames for the socket, kept until they have certainly arrived. The owner's thread calls `put`
+    and `flush`, any thread `close`, and the link's thread, which `wake` wakes, everything else.
+    """
+
+    def __init__(
+        self, max_frames: int | None, max_frame_bytes: int, wake: Callable[[], object]
+    ) -> None:
+        self._max_frames, self._max_frame_bytes, self._wake = max_frames, max_frame_bytes, wake
+        self._is_flush_due = False
+        self._waiting: deque[bytes] = deque()
+        self._sent: deque[bytes] = deque()
+        self._num_confirmed = 0  # of all that were ever sent
+        self._lock = threading.Lock()
+        self._end: RolloutError | None = None
+        self._is_lost = False
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._waiting) + len(self._sent)
+
+    @property
+    def num_sent(self) -> int:
+        """Number of frames sent so far, confirmed or not, over all connections."""
+        return self._num_confirmed + len(self._sent)
+
+    def put(self, frame: bytes) -> None:
+        """Queue a frame. Raises RolloutError if the queue is full or closed. Once the coordinator
+        is lost the frame is dropped."""
+        with self._lock:
+            if self._end is not None:
+                raise self._end
+            if self._is_lost:
+                return
+            if self._max_frames is not None and self.num_kept >= self._max_frames:
+                raise RolloutError(
+                    f"{self._max_frames} messages wait for the coordinator; an engine whose lease "
+                    "has run out must not step"
+                )
+            self._waiting.append(frame)
+        self._is_flush_due = True
+
+    def flush(self) -> None:
+        """Wake the link's thread if frames were put since the last call."""
+        if self._is_flush_due:
+            self._is_flush_due = False
+            self._wake()
+
+    def send_all(self, send: Callable[[bytes], bool]) -> None:
+        """Pass waiting frames to `send` in order, small ones as a Batch, until it returns False."""
+        while self._waiting:
+            with self._lock:
+                waiting = list(self._waiting)
+            for frame, num_frames in batched(waiting, self._max_frame_bytes):
+                if not send(frame):
+                    return
+                with self._lock:
+                    for _ in range(num_frames):
+                        self._sent.append(self._waiting.popleft())
+
+    def confirm(self, num_sent: int) -> None:
+        """Drop the first `num_sent` of all frames ever sent: they have arrived."""
+        with self._lock:
+            while self._num_confirmed < num_sent:
+                self._sent.popleft()
+                self._num_confirmed += 1
+
+    def rewind(self) -> None:
+        """Queue the unconfirmed frames of a lost connection again, before all others."""
+        with self._lock:
+            self._waiting.extendleft(reversed(self._sent))
+            self._sent.clear()
+
+    def drop_all(self) -> None:
+        """Drop the waiting frames and all later ones: the coordinator is lost."""
+        with self._lock:
+            self._is_lost = True
+            self._waiting.clear()
+
+    def close(self, end: RolloutError) -> None:
+        """Let `put` raise `end` from now on."""
+        with self._lock:
+            self._end = self._end or end
 
 
 class LinkClosedError(RolloutError):
@@ -71,25 +266,24 @@ class LinkClosedError(RolloutError):
 
 class Link:
     """Connects, shakes hands, reconnects after a lost connection, sends heartbeats, and moves
-    messages between the socket and its owner. Nothing that its owner does or omits ends the
-    session.
+    messages between the socket and its owner. A busy owner does not end the session.
 
     handshake: returns the first message of each session: a client's Connect, an engine's Register.
     status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
     thread calls both while the owner's thread may be in a step: they must neither wait for it nor
-    change anything. on_news: the link's thread calls it when there is something to `receive` after
-    there was nothing; it must not block.
+    change anything. on_news: the link's thread calls it when `receive` has something to return
+    after it had nothing; it must not block.
 
-    Messages wait while there is no session. After the next handshake the link sends those again
+    Messages wait while there is no session. After the next handshake the link sends messages again
     that may have been lost with the connection: some arrive twice, none is missing. One thread
     calls `receive`, `queue`, `flush` and `may_step`; any thread may call `close`. An engine must
     call `receive` now and then: with a full inbox the link reads nothing, not even answers to
     heartbeats.
 
-    A lost coordinator ends the link with a CoordinatorLostError. It is lost when it disconnects,
-    when another one is at its address, or when it was out of reach for `give_up_s` seconds. A
-    client gives up earlier: when the coordinator's process has ended, when it does not know the
-    client any more, or when it was out of reach for as long as the client's lease.
+    The link ends with a CoordinatorLostError when the coordinator disconnects, when another one is
+    at its address, or when it was unreachable for `give_up_s` seconds. A client's link ends
+    earlier: when the coordinator's process has ended, when it no longer knows the client, or when
+    it was unreachable for the client's lease.
     """
 
     def __init__(
@@ -160,12 +354,12 @@ class Link:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """The socket of the latest connection. The link's thread uses it; look, and no more."""
+        """The socket of the latest connection. Only the link's thread may use it."""
         return self._dealer.socket
 
     def wait_registered(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds for the first session. Raises the coordinator's refusal,
-        or CoordinatorLostError if there is no answer. The link goes on trying in either case."""
+        or CoordinatorLostError without an answer. The link keeps trying in either case."""
         self._has_answer.wait(timeout_s)
         if self.refusal is not None:
             raise self.refusal
@@ -179,25 +373,26 @@ class Link:
         """Return the messages that have arrived, after waiting up to `timeout_s` seconds for the
         first one. A ConnectAck or RegisterAck is always the first of the list.
 
-        Besides those, clients get EngineReply, EngineReplyPartial, Ack and Nack; engines get
-        AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback; the link
+        Clients also get EngineReply, EngineReplyPartial, Ack and Nack; engines also get
+        AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback. The link
         handles all others. A malformed message is replaced by the failure of each request or
-        command that it names, an EngineReply or a Nack; an engine sends these on.
+        command that it names, an EngineReply or a Nack; an engine forwards these.
 
-        Raises CoordinatorLostError, LinkClosedError, or another RolloutError if the link failed,
-        once all messages have been returned."""
+        Once all messages have been returned, raises CoordinatorLostError, LinkClosedError, or
+        another RolloutError if the link failed."""
         messages = self._inbox.take_all(timeout_s)
-        self._num_taken += sum(isinstance(message, RegisterAck) for message in messages)
+        self._num_taken += bool(messages) and isinstance(messages[0], RegisterAck)
         return messages
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` has something to return or raise; if not, `on_news` says when."""
+        """Whether `receive` would return or raise something. If not, `on_news` is called when it
+        would."""
         return self._inbox.has_news
 
     def queue(self, message: Message) -> None:
-        """Add a message to those that the next `flush` sends; once the coordinator is lost it is
-        dropped. It may go earlier, when the link's thread wakes for something else.
+        """Queue a message, which the next `flush` sends. The link's thread may send it earlier, if
+        it wakes for another reason. Once the coordinator is lost the message is dropped.
 
         Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
         LinkClosedError after `close`."""
@@ -211,8 +406,9 @@ class Link:
     def may_step(self) -> bool:
         """Whether the engine's lease is valid now, also right after the process stood still.
 
-        After a registration it is valid once `receive` has returned the RegisterAck, which says
-        which attempts are void. It is not while half of the queue is full: each step adds messages.
+        After a registration it is valid once `receive` has returned the RegisterAck, which names
+        the attempts to keep. It is not valid while more than half of the queue is full, since each
+        step adds messages.
         """
         is_current = self._num_taken == self._num_sessions
         has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
@@ -259,7 +455,7 @@ class Link:
             self.context.term()
 
     def _turn(self) -> None:
-        """Wait until there is something to do, and do it."""
+        """Wait for a message, an event, the owner or a timer, and handle it."""
         due_at = min(self._redial_at, self._give_up_at)
         if self._is_in_session:
             due_at = min(self._next_heartbeat, self._silent_at)
@@ -283,8 +479,8 @@ class Link:
 
     @property
     def _silent_at(self) -> float:
-        """When to begin another session if nothing arrives, in monotonic seconds. A client needs no
-        lease, so any message counts: a coordinator may echo heartbeats late."""
+        """When to begin another session if nothing arrives, in monotonic seconds. For a client any
+        message counts, not only answers to heartbeats, which may be late."""
         return self._received_at + self._lease_s if self._is_client else self._lease.until
 
     def _do_due(self, now: float) -> None:
@@ -294,7 +490,7 @@ class Link:
             if now >= self._next_heartbeat:
                 self._send_heartbeat(now)
         elif now >= self._give_up_at:
-            self._give_up(f"it was out of reach for {now - self._lost_at:.3g} s")
+            self._give_up(f"it was unreachable for {now - self._lost_at:.3g} s")
         elif now >= self._redial_at:
             self._dealer.close()
             self._dealer = self._dial()
@@ -328,8 +524,9 @@ class Link:
             self._give_up("its process has ended, connections are refused")
 
     def _handshake_failed(self, fault: str, *, is_certain: bool) -> None:
-        """A handshake failed; the link tries again. `wait_registered` raises at once if only a key
-        can be the cause, else at its end: the coordinator may have died during the handshake."""
+        """Note a failed handshake; the link tries again. `wait_registered` raises at once if only a
+        key can be the cause, else at its deadline: the coordinator may have ended during the
+        handshake."""
         if not is_certain:
             self._possible_fault = f" If it is: {fault}"
         elif self.refusal is None:
@@ -339,7 +536,7 @@ class Link:
 
     def _send_handshake(self) -> None:
         handshake = self._handshake()
-        require_valid(handshake)  # it has values of a user
+        require_valid(handshake)  # it has a user's values
         self._dealer.send(encode(handshake, self._max_frame_bytes))
         self._handshake_sent_at = time.monotonic()
         self._redial_at = self._handshake_sent_at + _ANSWER_S
@@ -356,7 +553,7 @@ class Link:
             self._give_up("another coordinator is at its address, which does not know this peer")
             return
         if isinstance(ack, ConnectAck) and self._num_sessions and not ack.is_resumed:
-            self._give_up("it does not know this client any more, whose lease ran out")
+            self._give_up("it no longer knows this client, whose lease ran out")
             return
         self._is_in_session, self._coordinator_id, self.refusal = True, ack.coordinator_id, None
         self._lost_at = self._redial_at = self._give_up_at = math.inf
@@ -371,7 +568,7 @@ class Link:
         _logger.info("%s: session %d", self.address, self._num_sessions)
 
     def _leave(self, why: str, now: float) -> None:
-        """The session is over: begin another one."""
+        """End the session and begin another one."""
         _logger.info("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
@@ -380,7 +577,7 @@ class Link:
         self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
 
     def _refused(self, error: RolloutError) -> None:
-        """The coordinator does not know this peer, or refuses it."""
+        """Handle a Nack: the coordinator does not know this peer, or refuses it."""
         now = time.monotonic()
         self._lease.end()
         if self._is_in_session:
@@ -392,7 +589,7 @@ class Link:
         _logger.warning("refused at %s: %s", self.address, error)
 
     def _give_up(self, reason: str) -> None:
-        because = "" if self.refusal is None else f"; it said last: {self.refusal}"
+        because = "" if self.refusal is None else f"; its last refusal: {self.refusal}"
         error = CoordinatorLostError(
             f"the coordinator at {self.address} is lost: {reason}{because}"
         )
@@ -425,7 +622,7 @@ class Link:
                     self._take(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
                     self._malformed(fault)
-                    # Whoever waits for a request or command that it names learns of the fault.
+                    # The requests or the command that it names fail with the fault.
                     self._arrived += failures_of(frame, fault, self._for_owner)
             self._deliver()
             if not until_empty:
@@ -446,7 +643,7 @@ class Link:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
-            if not self._is_in_session:  # it is known, and is admitted once a command has ended
+            if not self._is_in_session:  # registered, and admitted once a command has ended
                 self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
             self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
@@ -454,7 +651,7 @@ class Link:
         elif isinstance(message, Nack) and message.command_id is None:
             self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):
-            self._give_up(f"it has gone: {message.reason or 'no reason given'}")
+            self._give_up(f"it disconnected: {message.reason or 'no reason given'}")
         elif type(message) in self._for_owner:
             self._arrived.append(message)
         else:

@@ -398,7 +398,7 @@ def test_an_adapter_for_engines_that_lack_its_base_is_refused_with_the_remedy() 
     adapter = replace(source_of(3), lora=TERMS, is_kept=False)
     nack = fleet.give(client, client.update(adapter, in_flight=True))
     assert isinstance(nack, Nack)
-    assert "all 2 engines lack the weights below this adapter" in nack.error.message
+    assert "all 2 engines lack the full weights of this adapter" in nack.error.message
     assert "push the full weights first" in nack.error.message
     assert not nack.error.is_transient, "the same push fails again"
 
@@ -424,7 +424,7 @@ def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> N
     fleet.give(client, client.command(Pause))
     nack = fleet.give(client, client.update(source_of(4), version=4))
     assert isinstance(nack, Nack)
-    assert "no engine was there to verify version 4" in nack.error.message
+    assert "no engine is ready to verify version 4" in nack.error.message
     assert nack.error.is_transient
     engine = fleet.engine()
     fleet.run()
@@ -438,7 +438,7 @@ def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> N
     [
         ({"version": 9}, "versions only rise"),
         ({"checksum": "other"}, "have the checksum 'other'"),
-        ({"version": -1, "checksum": "other"}, "nobody has published"),
+        ({"version": -1, "checksum": "other"}, "nobody has published; start"),
     ],
 )
 def test_an_engine_with_other_weights_and_nowhere_to_get_the_right_ones_is_refused(
@@ -567,11 +567,9 @@ def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still(
     assert list(fleet.core.ranks()) == [0]
 
 
-def test_the_weights_and_settings_of_a_fleet_are_written_by_the_fleet_alone() -> None:
+def test_fleet_keeps_the_weights_and_settings_of_the_first_engine() -> None:
     fleet = Fleet()
-    joined = fleet.join(3, "", {"dtype": "float32"})
-    with pytest.raises(AttributeError):
-        fleet.weights = joined  # type: ignore[misc]
+    fleet.join(3, "", {"dtype": "float32"})
     assert fleet.join(2, "sum", {"dtype": "bfloat16"}).checksum == "sum", "the first that is known"
     assert fleet.difference({"dtype": "float32"}) == ""
     fleet.renumber(4)

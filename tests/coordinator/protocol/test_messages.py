@@ -31,10 +31,11 @@ from rollout.coordinator.protocol.codec import (
     failures_of,
     require_valid,
 )
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     EngineReply,
     EngineReplyPartial,
+    Headers,
     Heartbeat,
     Nack,
     Sample,

@@ -1,0 +1,122 @@
+"""GuardedStep: clips gradients, and skips the optimizer step if a gradient is NaN or infinite.
+
+Used by `update_policy` and by the learner of the training job. It writes the parameters through the
+optimizer, and the batches of skipped steps to files if it has a directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import nn
+
+from rollout.errors import ConfigError, RolloutError
+from rollout.models.plain_tensors import full_tensor
+from rollout.ranges import Interval, PositiveFloat, check_value
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.doctor.command import save_rollouts
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
+
+MaxSkippedSteps = Annotated[int, Interval(1, 1_000_000)]
+DEFAULT_MAX_SKIPPED_STEPS = 5
+_log = logging.getLogger(__name__)
+
+
+class NonFiniteGradientError(RolloutError):
+    """Too many optimizer steps in a row had a gradient of NaN or infinity."""
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of `model` to a norm of at most `max_norm`. Returns the norm before.
+
+    The norm is that of all gradients together. Where ranks hold parts of them this is a collective.
+    Raises ConfigError for a `max_norm` that is not above 0: it would remove or reverse gradients.
+    """
+    check_value("max_norm", max_norm, PositiveFloat, ConfigError)
+    return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+
+
+class GuardedStep:
+    """Clips gradients and steps an optimizer, or skips the step if a gradient is not finite.
+
+    A skipped step changes neither parameters nor the optimizer's state, on any of the `ranks`. It
+    is logged.
+    `max_skipped`: number of successive skipped steps that is an error.
+    `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`.
+    None writes none.
+    `num_skipped`: number of all skipped steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        max_skipped: int = DEFAULT_MAX_SKIPPED_STEPS,
+        ranks: TrainerRanks = ALONE,
+        directory: Path | None = None,
+    ) -> None:
+        """Raises ConfigError for a number out of range."""
+        self._directory = directory
+        self._optimizer, self._ranks = optimizer, ranks
+        self._max_grad_norm = check_value(
+            "max_grad_norm", max_grad_norm, PositiveFloat, ConfigError
+        )
+        self._max_skipped = check_value(
+            "max_skipped_steps", max_skipped, MaxSkippedSteps, ConfigError
+        )
+        self._num_in_a_row = 0
+        self.num_skipped = 0
+
+    def step(
+        self, models: Sequence[nn.Module], batch: RolloutBatch | None = None
+    ) -> tuple[float, bool]:
+        """Clip the gradients of each model, then step. Returns the gradient norm of the first model
+        before clipping, and whether the step was made.
+
+        `batch`: batch that the gradients come from, to be kept if the step is skipped.
+        Raises NonFiniteGradientError at the last of `max_skipped` successive skipped steps.
+        """
+        norms = [clip_gradients(model, self._max_grad_norm) for model in models]
+        if self._is_finite_everywhere(norms):
+            self._optimizer.step()
+            self._num_in_a_row = 0
+            return norms[0], True
+        self._optimizer.zero_grad()
+        self._num_in_a_row += 1
+        self.num_skipped += 1
+        kept = self._saved(batch)
+        _log.warning(
+            "skipped an optimizer step (%d in a row): the gradient norms on this rank are %s%s",
+            self._num_in_a_row, norms, kept,
+        )  # fmt: skip
+        if self._num_in_a_row >= self._max_skipped:
+            raise NonFiniteGradientError(
+                f"{self._num_in_a_row} optimizer steps in a row had a gradient of NaN or infinity, "
+                f"the last one with norms {norms}{kept}. They were skipped and did not change the "
+                "policy. Look for NaN in rewards, log-probs and weights, lower the learning rate, "
+                "or raise max_skipped_steps"
+            )
+        return norms[0], False
+
+    def _saved(self, batch: RolloutBatch | None) -> str:
+        """Write the batch of a skipped step, on rank 0. Returns the end of a message that names the
+        file.
+        """
+        if batch is None or self._directory is None or self._ranks.rank:
+            return ""
+        taken = {path.name for path in self._directory.glob("skipped_*.pt")}
+        numbers = (number for number in count(1) if f"skipped_{number}.pt" not in taken)
+        path = self._directory / f"skipped_{next(numbers)}.pt"
+        save_rollouts(path, batch)
+        return f"; its batch is in {path}"
+
+    def _is_finite_everywhere(self, norms: Sequence[float]) -> bool:
+        """Return whether all norms on all ranks are finite, so that all ranks step or none does."""
+        num_bad = torch.tensor(float(not all(map(math.isfinite, norms))))
+        return not bool(self._ranks.sum(num_bad))

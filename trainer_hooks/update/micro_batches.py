@@ -1,0 +1,354 @@
+"""The update of a policy on a `RolloutBatch`, in micro-batches that hold a limited number of
+tokens.
+
+Used by a trainer once per batch: `compute_logprobs` before the first optimizer step where proximal
+or reference log-probs are wanted, then `update_policy`, or `accumulate_gradients` around an
+optimizer step of its own. It writes the policy's gradients, and `update_policy` its weights.
+
+Shape letters: B rows, each a token sequence of a rollout, T positions, N tokens of all rows without
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.errors import ConfigError
+from rollout.keyword_hints import refuses_with_hints
+from rollout.ranges import PositiveFloat, PositiveInt, check_fields
+from rollout.sampling_params import TrainedTemperature
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.losses import PolicyLossConfig, policy_loss
+from trainer_hooks.losses.logprobs import token_entropies, token_logprobs
+from trainer_hooks.losses.merging import merged_metrics
+from trainer_hooks.losses.replay_routing import replay_routing
+from trainer_hooks.losses.terms import aggregation_denominator
+from trainer_hooks.update.guarded_step import (
+    DEFAULT_MAX_SKIPPED_STEPS,
+    GuardedStep,
+    MaxSkippedSteps,
+)
+from trainer_hooks.update.packing import require_separate_rollouts
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
+
+# Keywords of TRL, verl and OpenRLHF, and the names of the same settings here.
+UPDATE_HINTS = {
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_epochs", "max_epochs"), "num_iterations"),
+    **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), "num_minibatches, their number"),
+    **dict.fromkeys(("steps_per_generation", "num_mini_batches"), "num_minibatches"),
+    **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"), "max_tokens"),
+    **dict.fromkeys(("micro_batch_size", "max_tokens_per_forward"), "max_tokens of a pass"),
+    **dict.fromkeys(("use_remove_padding", "packing"), "is_packed"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
+}
+
+
+@refuses_with_hints(UPDATE_HINTS, ConfigError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """How a batch is divided into optimizer steps and forward passes.
+
+    `num_iterations`: number of passes over the batch.
+    `num_minibatches`: number of optimizer steps of each pass; every step takes a random part of the
+    rollouts.
+    `max_tokens`: limit on the tokens of a forward pass, with padding. None computes a minibatch in
+    one pass.
+    `is_packed`: True puts the rollouts of a forward pass one behind the other in a single row,
+    without padding. The model must separate them by their position ids; any other model is refused
+    at the first pass.
+    `temperature`: divisor of the logits, as in the rollouts' sampling.
+    `max_grad_norm`: norm to which larger gradients are scaled down.
+    `max_skipped_steps`: number of successive steps without a finite gradient that is an error
+    (`GuardedStep`).
+    `replay_routing`: True makes each pass use the experts that sampled the tokens (see
+    `trainer_hooks.replay_routing`). The batch must be collated with routing=True.
+    """
+
+    num_iterations: PositiveInt = 1
+    num_minibatches: PositiveInt = 1
+    max_tokens: PositiveInt | None = None
+    is_packed: bool = False
+    temperature: TrainedTemperature = 1.0
+    max_grad_norm: PositiveFloat = 1.0
+    max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
+    replay_routing: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+def split_micro_batches(
+    lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
+) -> list[torch.Tensor]:
+    """Return the row indices of each micro-batch.
+
+    Without `max_tokens`, all rows are one micro-batch. With it, rows are placed longest first, each
+    into the fullest micro-batch that has room for it (best fit). A micro-batch costs the number of
+    its rows times its longest row, or the sum of its lengths if `is_packed`. Rows without a token,
+    of rollouts that failed before their first turn, are left out.
+    Raises ConfigError for a row longer than `max_tokens`.
+    """
+    if max_tokens is None:
+        rows = lengths_B.nonzero().flatten()
+        return [rows] if len(rows) else []
+    lengths = lengths_B.tolist()
+    longest_first = lengths_B.argsort(descending=True, stable=True).tolist()
+    order = [row for row in longest_first if lengths[row]]
+    if order and lengths[order[0]] > max_tokens:
+        raise ConfigError(
+            f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout; "
+            "raise it to the longest rollout"
+        )
+    parts: list[list[int]] = []
+    room: list[int] = []  # number of tokens that still fit into each part
+    for row in order:
+        # With padding, each row costs as much as the first, longest row of its part.
+        costs = [lengths[row] if is_packed else lengths[part[0]] for part in parts]
+        fitting = [place for place, cost in enumerate(costs) if cost <= room[place]]
+        if fitting:
+            best = min(fitting, key=lambda place: room[place])
+            parts[best].append(row)
+            room[best] -= costs[best]
+        else:
+            parts.append([row])
+            room.append(max_tokens - lengths[row])
+    return [torch.tensor(part) for part in parts]
+
+
+def split_among_ranks(
+    lengths_B: torch.Tensor, settings: UpdateSettings, num_ranks: int
+) -> list[list[torch.Tensor]]:
+    """Return, for each rank, the row indices of its forward passes. Each row with a token occurs
+    once.
+
+    The ranks get about equal numbers of tokens. All ranks make the same number of passes, since a
+    pass of a sharded model is a collective: a rank with fewer passes gets empty ones at its end.
+    Raises ConfigError for a row longer than `settings.max_tokens`.
+    """
+    lengths = lengths_B.tolist()
+    rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
+    num_tokens = [0] * num_ranks
+    for row in lengths_B.argsort(descending=True, stable=True).tolist():
+        least = num_tokens.index(min(num_tokens))
+        rows_of[least].append(row)
+        num_tokens[least] += lengths[row]
+    passes = []
+    for own in rows_of:
+        rows = torch.tensor(sorted(own), dtype=torch.long)
+        parts = split_micro_batches(lengths_B[rows], settings.max_tokens, settings.is_packed)
+        passes.append([rows[part] for part in parts])
+    most = max(map(len, passes))
+    return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
+
+
+def _passes(
+    batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks
+) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
+    """Yield the rows of each pass of this rank, their batch, and whether their result counts.
+
+    In place of a pass without rows the shortest row is computed, with an empty mask. Its result
+    does not count.
+    """
+    for rows in split_among_ranks(batch.lengths_B, settings, ranks.size)[ranks.rank]:
+        if len(rows):
+            yield rows, batch.select(rows), True
+        else:
+            shortest = batch.lengths_B.masked_fill(batch.lengths_B == 0, 2**31).argmin()[None]
+            part = batch.select(shortest)
+            yield shortest, replace(part, mask_BT=torch.zeros_like(part.mask_BT)), False
+
+
+def _forward(
+    policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits and the tokens of one forward pass, [B, T, ...], or [1, N, ...] if
+    packed.
+    """
+    if not is_packed:
+        # Padding is on the right, where no token of a causal model attends to it, so no mask.
+        return policy(input_ids=batch.tokens_BT).logits, batch.tokens_BT
+    is_token_BT = batch.attention_mask_BT
+    tokens_1N = batch.tokens_BT[is_token_BT][None]
+    positions_1N = batch.position_ids_BT[is_token_BT][None]  # each rollout starts at 0
+    output = policy(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False)
+    return output.logits, tokens_1N
+
+
+def _check_packing(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> None:
+    if settings.is_packed:
+        require_separate_rollouts(policy, batch.tokens_BT.device)
+
+
+def _replayed(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> AbstractContextManager[None]:
+    """Return a context for the forward and backward passes on `batch`, which replays its routing.
+
+    The context does nothing unless the settings ask for replay.
+    """
+    if not settings.replay_routing:
+        return nullcontext()
+    if batch.routing_BTLK is None and bool(batch.mask_BT.any()):
+        raise ConfigError(
+            "replay_routing=True needs a batch with routing_BTLK: set record_routing=True for the "
+            "engine and routing=True for collate_rollouts"
+        )
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"replay_routing=True needs an nn.Module as the policy, not a {type(policy).__name__}"
+        )
+    if batch.routing_BTLK is None:  # every rollout failed before the engine computed a token
+        return nullcontext()
+    is_token_BT = batch.attention_mask_BT
+    routing = batch.routing_BTLK[is_token_BT][None] if settings.is_packed else batch.routing_BTLK
+    return replay_routing(policy, routing)
+
+
+def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> torch.Tensor:
+    """Return a per-token result of a forward pass as [B, T]."""
+    if not is_packed:
+        return values
+    is_token_BT = batch.attention_mask_BT
+    values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
+    # The log-prob of a rollout's first token came from the last logits of the rollout before it.
+    return values_BT.masked_fill(batch.position_ids_BT == 0, 0.0)
+
+
+@torch.no_grad()
+def compute_logprobs(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    ranks: TrainerRanks = ALONE,
+) -> torch.Tensor:
+    """Return the log-probs [B, T] of the batch's tokens under `policy`, without a gradient.
+
+    `policy`: the reference, or the policy before an update (for proximal log-probs). All `ranks`
+    call this with the same batch. Each computes a part and gets the log-probs of all rows.
+    Raises ConfigError for a policy that would mix packed rollouts.
+    """
+    _check_packing(policy, batch, settings)
+    logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
+    for rows, part, is_own in _passes(batch, settings, ranks):
+        with _replayed(policy, part, settings):
+            logits, tokens = _forward(policy, part, settings.is_packed)
+        values = token_logprobs(logits, tokens, settings.temperature)
+        own_BT = _unpacked(values, part, settings.is_packed)
+        if is_own:
+            logprobs_BT[rows, : part.tokens_BT.shape[1]] = own_BT
+    return ranks.sum(logprobs_BT)
+
+
+def accumulate_gradients(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    columns: dict[str, torch.Tensor],
+    config: PolicyLossConfig,
+    settings: UpdateSettings,
+    ranks: TrainerRanks = ALONE,
+) -> dict[str, float]:
+    """Add the gradient of the loss on `batch` to the policy's gradients, micro-batch by
+    micro-batch.
+
+    `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T].
+    Returns the metrics of `policy_loss` for the whole batch (`merged_metrics`).
+    All `ranks` call this with the same batch, and each computes a part of it. Each scales its loss
+    by their number, so that the mean over ranks, which FSDP and DDP take, is the gradient of the
+    batch.
+    Raises ConfigError for a policy that would mix packed rollouts.
+    """
+    _check_packing(policy, batch, settings)
+    rollout_tokens_B = batch.rollout_tokens_B
+    denominator = float(
+        aggregation_denominator(batch.mask_BT, config.resolved_aggregation, rollout_tokens_B)
+    )
+    reports = []
+    for rows, part, _ in _passes(batch, settings, ranks):
+        own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
+        with _replayed(policy, part, settings):
+            logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
+            loss, metrics = policy_loss(
+                logprobs_BT,
+                part.behaviour_logprobs_BT,
+                own.pop("advantages_BT"),
+                part.mask_BT,
+                config,
+                policy_lag_BT=part.policy_lag_BT,
+                kv_lag_BT=part.kv_lag_BT,
+                entropies_BT=entropies_BT,
+                aggregation_denominator=denominator,
+                rollout_tokens_B=rollout_tokens_B[rows],
+                **own,
+            )
+            (loss * ranks.size).backward()
+        reports.append((metrics, int(part.mask_BT.sum())))
+    return merged_metrics(ranks.gather(reports))
+
+
+def _logprobs_and_entropies(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    settings: UpdateSettings,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies of one forward pass, [B, T] each.
+
+    Entropies have a gradient only if the loss has an entropy bonus, since the gradient keeps
+    another tensor of the logits' size until the backward pass.
+    """
+    logits, tokens = _forward(policy, batch, settings.is_packed)
+    if config.entropy_coefficient > 0.0:
+        columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
+    else:
+        logprobs = token_logprobs(logits, tokens, settings.temperature)
+        columns = logprobs, token_entropies(logits, settings.temperature)
+    logprobs_BT, entropies_BT = (_unpacked(each, batch, settings.is_packed) for each in columns)
+    return logprobs_BT, entropies_BT
+
+
+def update_policy(
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: RolloutBatch,
+    columns: dict[str, torch.Tensor],
+    config: PolicyLossConfig,
+    settings: UpdateSettings,
+    ranks: TrainerRanks = ALONE,
+    guard: GuardedStep | None = None,
+) -> list[dict[str, float]]:
+    """Make all optimizer steps on `batch`. Returns the metrics of each step.
+
+    Each row of metrics has `grad_norm`, the norm before clipping. A step whose gradient is not
+    finite is skipped, and its row is {"skipped_steps": 1.0} alone. A batch without a trained token
+    has no steps.
+    `columns`: see `accumulate_gradients`. The ratio is clipped around the column
+    `proximal_logprobs_BT` (from `compute_logprobs` before the first step), else around the engine's
+    log-probs. Either stays the same in all steps.
+    `guard`: GuardedStep of `optimizer` that the caller keeps, so that successive skipped steps are
+    counted across calls. None counts within this call.
+    All `ranks` call this with the same batch and equal states of torch's generator.
+    Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300, algorithm 1, line 10.
+    """
+    guard = guard or GuardedStep(
+        optimizer, settings.max_grad_norm, settings.max_skipped_steps, ranks
+    )
+    reports = []
+    for _ in range(settings.num_iterations):
+        for rows in batch.split_rollouts(settings.num_minibatches):
+            part = batch.select(rows)
+            width = part.tokens_BT.shape[1]
+            own = {name: column[rows, :width] for name, column in columns.items()}
+            optimizer.zero_grad()
+            metrics = accumulate_gradients(policy, part, own, config, settings, ranks)
+            norm, is_done = guard.step([policy], part)
+            done = {**metrics, "grad_norm": norm, "skipped_steps": 0.0}
+            reports.append(done if is_done else {"skipped_steps": 1.0})
+    return reports

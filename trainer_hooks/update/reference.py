@@ -1,0 +1,133 @@
+"""ReferencePolicy: the policy from which a KL term keeps the trained policy from drifting away.
+
+Used by a training loop or the training job, for the column `reference_logprobs_BT` of
+`policy_loss`. It writes only its own copy of the weights, when that copy is to follow the policy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.errors import ConfigError
+from rollout.keyword_hints import refuses_with_hints
+from rollout.ranges import PositiveFraction, PositiveInt, check_fields
+from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.update.micro_batches import UpdateSettings, compute_logprobs
+from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
+
+# Keywords of TRL, and the names of the same settings here.
+REFERENCE_HINTS = {
+    "sync_ref_model": "set by sync_interval",
+    "ref_model_sync_steps": "sync_interval",
+    "ref_model_mixup_alpha": "sync_weight",
+}
+
+
+@refuses_with_hints(REFERENCE_HINTS, ConfigError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSettings:
+    """Settings for a reference that follows the policy.
+
+    `sync_interval`: number of training steps between two moves towards the policy. None: the
+    reference does not move. TRL: `ref_model_sync_steps`.
+    `sync_weight`: share of the policy's weights in a move. 1 copies them. With `sync_interval=1`, a
+    small share makes the reference an exponential moving average. TRL: `ref_model_mixup_alpha`.
+    Raises ConfigError for a value out of range.
+    """
+
+    sync_interval: PositiveInt | None = None
+    sync_weight: PositiveFraction = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.sync_interval is None and self.sync_weight != 1.0:
+            raise ConfigError(
+                f"sync_weight={self.sync_weight} without sync_interval, with which the reference "
+                "stays as it is; set sync_interval, or leave sync_weight out"
+            )
+
+
+class ReferencePolicy:
+    """The reference policy: a copy of the policy, or the policy with its LoRA adapter disabled."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapter_off: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        settings: ReferenceSettings | None = None,
+    ) -> None:
+        """Use `model` as the reference, within `adapter_off()`. `copy_of` and `without_adapter` are
+        simpler.
+
+        Raises ConfigError for a base model without its adapter that is to follow the policy.
+        """
+        self._model, self._adapter_off = model, adapter_off
+        self._settings = settings or ReferenceSettings()
+        if self._settings.sync_interval is not None and adapter_off is not nullcontext:
+            raise ConfigError(
+                f"sync_interval={self._settings.sync_interval}: a reference that is the policy's "
+                "base model cannot follow the policy; use ReferencePolicy.copy_of"
+            )
+
+    @classmethod
+    def copy_of(
+        cls, policy: nn.Module, settings: ReferenceSettings | None = None
+    ) -> ReferencePolicy:
+        """Return a reference with a copy of the policy's current weights."""
+        return cls(copy.deepcopy(policy).eval().requires_grad_(False), settings=settings)
+
+    @classmethod
+    def without_adapter(cls, policy: Any) -> ReferencePolicy:
+        """Return the base model of a PEFT model as the reference. It needs no memory of its own."""
+        return cls(policy, policy.disable_adapter)
+
+    def logprobs(
+        self, batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks = ALONE
+    ) -> torch.Tensor:
+        """Return log-probs [B, T], for `reference_logprobs_BT`. Routing is not replayed.
+
+        All `ranks` call this with the same batch, and each computes a part of it.
+        """
+        own = replace(settings, replay_routing=False)
+        with self._adapter_off():
+            return compute_logprobs(self._model, batch, own, ranks)
+
+    @torch.no_grad()
+    def follow(self, policy: nn.Module, step: int) -> bool:
+        """Move towards `policy` if a move is due at training step `step`, from 1. Returns whether
+        it moved.
+
+        weights = sync_weight * policy + (1 - sync_weight) * weights.
+        Source: TR-DPO (Gorbatovski et al. 2024), arXiv 2404.09656.
+        """
+        interval, weight = self._settings.sync_interval, self._settings.sync_weight
+        if interval is None or step % interval:
+            return False
+        pairs = zip(self._model.parameters(), policy.parameters(), strict=True)
+        for own, theirs in pairs:
+            own.lerp_(theirs.to(own), weight)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights for a checkpoint, or {} if the reference does not move."""
+        return self._model.state_dict() if self._settings.sync_interval is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Raises ConfigError if that reference did not move and this
+        one does.
+        """
+        if self._settings.sync_interval is None:
+            return
+        if not state:
+            raise ConfigError(
+                f"sync_interval={self._settings.sync_interval}, but the reference of the run in "
+                "the checkpoint did not move; resume with the settings of that run"
+            )
+        self._model.load_state_dict(state)
