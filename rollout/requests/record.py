@@ -74,6 +74,10 @@ class DynamicInferenceRequestRecord:
         """The last segment."""
         return self.requests[-1]
 
+    def values_from(self, column: TokenColumn, start: int) -> Any:
+        """Return the column's values of all segments, from generated token `start` on."""
+        return values_from(self.requests, column, start=start)
+
     @property
     def request_id(self) -> int:
         """The id that all segments share."""

@@ -1,4 +1,7 @@
-"""/tokenize, /detokenize and /tokenizer_info: the tokenizer, for clients that have none."""
+"""Routes that describe the served model and use its tokenizer, for clients that have none.
+
+`chat_ids`, which renders and encodes a conversation, is also used by chat.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,56 @@ from aiohttp import web
 
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.openai.chat_template import ChatTemplate
-from rollout.serve.openai.models import check_model
 from rollout.serve.schemas import ChatBody, DetokenizeBody, TokenizeBody
-from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.state import STATE, Route, ServerState, get_route
 from rollout.text import HFTokenizer
 
 
-def tokenizer_routes() -> list[Route]:
+def model_routes() -> list[Route]:
     return [
+        get_route("/v1/models", _list_models, "The models"),
+        get_route("/v1/models/{name:.+}", _get_model, "One model"),
         Route(
-            method="POST",
             path="/tokenize",
             handler=_tokenize,
             body=TokenizeBody,
             summary="Ids of a text or a conversation",
         ),
         Route(
-            method="POST",
             path="/detokenize",
             handler=_detokenize,
             body=DetokenizeBody,
             summary="The text of ids",
         ),
-        Route(
-            method="GET",
-            path="/tokenizer_info",
-            handler=_tokenizer_info,
-            summary="Special tokens and the chat template",
-        ),
+        get_route("/tokenizer_info", _tokenizer_info, "Special tokens and the chat template"),
     ]
+
+
+async def _list_models(request: web.Request, body: Any) -> web.Response:
+    return json_response({"object": "list", "data": [_model(request.app[STATE])]})
+
+
+async def _get_model(request: web.Request, body: Any) -> web.Response:
+    state = request.app[STATE]
+    state.require_model(request.match_info["name"])
+    return json_response(_model(state))
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.served_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "rollout",
+        "root": state.llm.model_directory or state.served_name,
+        "parent": None,
+        "max_model_len": state.max_model_len,
+    }
 
 
 async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
     state = request.app[STATE]
-    check_model(state, body.model)
+    state.require_model(body.model)
     if body.messages is not None:
         ids = await chat_ids(state, body, max_tokens=None)
     elif body.prompt is not None:
@@ -62,14 +81,16 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
 async def chat_ids(
     state: ServerState, body: ChatBody | TokenizeBody, *, max_tokens: int | None
 ) -> list[int]:
-    """Return the ids of a conversation, as the chat template writes it. max_tokens: see
+    """Render a conversation by the chat template and return its ids. max_tokens: see
     TokenTexts.encode. Raises ApiError.
     """
     if not body.messages:
         raise ApiError(400, "messages is empty; give at least one", param="messages")
     if state.template is None and body.chat_template is None:
         raise ApiError(
-            400, "the model has no chat template: set chat_template, or send a completion"
+            400,
+            "the model has no chat template; start the server with chat_template, or POST "
+            "/v1/completions",
         )
     if body.chat_template is not None and not state.config.trust_request_chat_template:
         raise ApiError(
@@ -96,7 +117,7 @@ async def chat_ids(
 
 
 def _check_template_reads(body: ChatBody | TokenizeBody, source: str) -> None:
-    """Raise ApiError for what the template would leave out of the conversation."""
+    """Raise ApiError for documents and a reasoning effort that the template does not read."""
     if body.documents and "documents" not in source:
         raise ApiError(
             400,
@@ -114,7 +135,7 @@ def _check_template_reads(body: ChatBody | TokenizeBody, source: str) -> None:
 
 
 def _template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """Return what a conversation's template gets beside messages and tools, as vLLM names it."""
+    """Return the template's variables besides messages and tools, under vLLM's names."""
     variables: dict[str, Any] = {}
     if body.documents is not None:
         variables["documents"] = body.documents
@@ -127,7 +148,7 @@ def _template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 async def _detokenize(request: web.Request, body: DetokenizeBody) -> web.Response:
     state = request.app[STATE]
-    check_model(state, body.model)
+    state.require_model(body.model)
     return json_response({"prompt": await state.texts.decode(body.tokens)})
 
 

@@ -1,4 +1,4 @@
-"""Bodies of SGLang's POST /generate."""
+"""The body of SGLang's POST /generate, decoded by the application and read by `generate.py`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from rollout.serve.schemas import (
     Watermark,
 )
 
-Internal = Annotated[Any, refused("SGLang's own processes alone send it; leave it out")]
-InternalDetail = Annotated[Any, neutral("SGLang's own processes alone read it")]
+Internal = Annotated[Any, refused("only SGLang's own processes send it; leave it out")]
+InternalDetail = Annotated[Any, neutral("only SGLang's own processes read it")]
 Pooling = Annotated[Any, refused("no scores of items are computed; ask for log-probs")]
 TopP = Annotated[Any, refused("the ids that top_p keeps are not reported; train with top_p=1")]
 FlatRows = Annotated[Any, refused("log-probs come as rows of [log-prob, id, text]")]
 
 
 class SglangSampling(Fields, kw_only=True):
-    """`sampling_params` of GenerateBody, under SGLang's names. max_new_tokens: null is as many as
-    the context takes.
+    """`sampling_params` of GenerateBody, under SGLang's names. max_new_tokens: null: as many as
+    fit into the context.
     """
 
     max_new_tokens: int | None = 128
@@ -76,8 +76,8 @@ class SglangSampling(Fields, kw_only=True):
 
 
 class GenerateBody(Fields, kw_only=True):
-    """One prompt, or a batch as lists. `sampling_params` and `rid` may be one for each prompt.
-    extra_key: a further cache_salt. priority: higher ones go first.
+    """POST /generate, with one prompt or a list of them. Of a list, `sampling_params` and `rid` may
+    have one entry for each prompt. extra_key: a second cache_salt. priority: higher goes first.
     """
 
     input_ids: list[int | list[int]] | None = None
@@ -149,7 +149,7 @@ class GenerateBody(Fields, kw_only=True):
     routed_experts_start_len: ExpertsDetail = None
     routing_key: Placement = None
     sampling_logprobs_mode: Annotated[
-        Any, neutral("return_sampling_mask alone reads it, which is refused")
+        Any, neutral("it is a detail of return_sampling_mask, which is refused")
     ] = None
     session_id: Placement = None
     session_params: Session = None
