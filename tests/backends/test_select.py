@@ -208,7 +208,7 @@ import torch
 before = set(sys.modules)
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.models import CausalLM
-from tests.walks.memory_probe import SPEC
+from tests.scenarios.memory_probe import SPEC
 config = InferenceConfig(device="cpu", buffer_size_gb=0.01, max_sequence_length=512)
 engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
 engine.add_request([1, 2, 3], SamplingParams(num_tokens_to_generate=3))

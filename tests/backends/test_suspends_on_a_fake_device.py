@@ -1,6 +1,6 @@
 """Suspends of an engine on a fake CUDA device: the graphs captured again, and the memory kept.
 
-Steps are computed on the host. `tests/walks/test_on_a_device.py` does the same on a GPU.
+Steps are computed on the host. `tests/scenarios/test_on_a_device.py` does the same on a GPU.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_a_torch_distributed_group_fails_after_an_abort(tmp_path: Path) -> None:
         own.abort()
         with pytest.raises(CollectiveAbortedError):
             own.all_reduce_(torch.ones(1))
-        with pytest.raises(LockstepError, match="make the engine anew"):
+        with pytest.raises(LockstepError, match="create a new engine"):
             own.reset()
 
 
