@@ -1,4 +1,4 @@
-"""keys, coordinator and engine: the commands that a fleet over several hosts is made of."""
+"""rollout keys, coordinator and engine: the commands of a fleet over several hosts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_mistakes_are_refused_with_a_remedy_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_without_keys_of_its_own_is_told_how_to_make_them(
+def test_an_engine_without_keys_learns_how_to_make_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["keys", str(tmp_path / "keys"), "--json"]) == 0
@@ -85,11 +85,11 @@ def test_an_engine_without_keys_of_its_own_is_told_how_to_make_them(
         ("tcp://0.0.0.0:0", "0.0.0.0", None),
     ],
 )
-def test_a_place_to_listen_is_a_host_and_a_port(listen: str, host: str, port: int | None) -> None:
+def test_listen_accepts_host_and_port(listen: str, host: str, port: int | None) -> None:
     assert place_of(listen) == (host, port)
 
 
 @pytest.mark.parametrize("listen", ["", "tcp://", "node7", "node7:", "ipc:///tmp/x:1", "n:70000"])
-def test_what_is_no_place_to_listen_is_refused(listen: str) -> None:
+def test_listen_refuses_other_words(listen: str) -> None:
     with pytest.raises(UsageError, match="is not an address"):
         place_of(listen)
