@@ -1,4 +1,7 @@
-"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine of this process."""
+"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine of this process.
+
+Used by AsyncLLM and LLM for `serve` and `stop_serving`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Linux's own calls are missing, everything imports, and what cannot work says so."""
+"""Without Linux's own calls everything imports, and unsupported features say so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.walks.without_linux"],
+        [sys.executable, "-m", "tests.scenarios.without_linux"],
         cwd=ROOT,
         capture_output=True,
         text=True,

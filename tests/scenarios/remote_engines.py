@@ -1,4 +1,4 @@
-"""`rollout engine` as a process of another host, and where a test holds it."""
+"""Processes of test_two_hosts: `rollout engine` on a host, held at points that the test chooses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollout.weights.transports.buckets import Broadcasts
 from rollout.weights.transports.registry import WeightFetcher
 
 NUM_STEPS_BEFORE_THE_CUT = 20
-# Where an engine takes a push: before it reads a directory, and once it is in the group of a
-# collective and the bucket is on its way.
+# Where an engine receives a push: before it reads a directory, and once it is in the group of a
+# collective and the bucket is in flight.
 TAKES = {"directory": (WeightFetcher, "__call__"), "collective": (Broadcasts, "receive")}
 
 
@@ -25,10 +25,10 @@ def a_held_engine(
     settings: Sequence[str],
     carrier: str = "directory",
 ) -> None:
-    """`rollout engine`, which waits for a word while it generates, after some steps, and then while
-    it takes the next push, by `carrier`.
+    """Run `rollout engine`, and hold it in generation, and then in the next push by `carrier`.
 
-    It says "generates", with requests in the midst of their tokens, and "fetches".
+    It sends "generates" after some steps with running requests, and "fetches" in the push, and
+    waits for a message each time.
     """
     step, (kind, name) = EngineAgent.step, TAKES[carrier]
     take, said, passed, num_steps = getattr(kind, name), set[str](), set[str](), 0
@@ -61,5 +61,5 @@ def a_held_engine(
 def an_engine(
     pipe: Connection, address: str, model: str, keys: str, settings: Sequence[str]
 ) -> None:
-    """Says its exit code."""
+    """Run `rollout engine`, and send its exit code."""
     pipe.send(main(["engine", "--join", address, "--keys", keys, f"model={model}", *settings]))

@@ -1,4 +1,4 @@
-"""A request decodes across an update; later requests that share its text never get its old KV."""
+"""A request decodes across an update: later requests with the same text never share its old KV."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def update(engine: DynamicInferenceEngine, how: str) -> None:
 
 
 def decode_across(how: str, **config: Any) -> tuple[DynamicInferenceEngine, list[int]]:
-    """An engine in which a request decodes on across an update, and that request's text."""
+    """Return an engine in which a request decodes across an update, and that request's text."""
     engine = tiny_engine(tiny_model(seed=1), enable_prefix_caching=True, **config)
     request_id = engine.add_request(PROMPT, params(NUM_OLD + NUM_NEW + 8))
     for _ in range(NUM_OLD):
@@ -71,7 +71,7 @@ def decode_across(how: str, **config: Any) -> tuple[DynamicInferenceEngine, list
 
 
 def sharers(engine: DynamicInferenceEngine, text: list[int]) -> list[DynamicInferenceRequest]:
-    """Requests that share ever more of the text: old blocks, the mixed one, new blocks behind."""
+    """Return requests that share ever more of the text: old blocks, the mixed one, new blocks."""
     lengths = (BLOCK_SIZE + 1, len(PROMPT), len(PROMPT) + NUM_OLD, len(text))
     ids = []
     for length in lengths:
@@ -82,7 +82,7 @@ def sharers(engine: DynamicInferenceEngine, text: list[int]) -> list[DynamicInfe
 
 
 def distance(request: DynamicInferenceRequest, model: Any) -> float:
-    """How far the behaviour log-probs are from those that `model` alone would give."""
+    """Return the largest distance of the log-probs to those of `model` alone."""
     logits = generated_logits(model, request)
     expected = [
         expected_logprobs(logits_V, request.sampling_params)[token]

@@ -61,7 +61,7 @@ def jobs() -> tuple[Job, ...]:
 
 @cache
 def alone() -> tuple[DynamicInferenceRequest, ...]:
-    """The reference: each request by itself."""
+    """Return the reference: the results of each request alone."""
     engine = tiny_engine(model())
     return tuple(generate_all(engine, [job])[0] for job in jobs())
 

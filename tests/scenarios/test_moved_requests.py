@@ -1,4 +1,4 @@
-"""A request that one engine began goes on in another, as if nothing had happened."""
+"""A request that one engine began continues in another engine with the same results."""
 
 from __future__ import annotations
 

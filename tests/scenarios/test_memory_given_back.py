@@ -1,4 +1,4 @@
-"""With a filled pool of 512 MiB: memory really goes back to the system, addresses stay."""
+"""With a filled pool of 512 MiB, suspend returns memory to the system, and addresses stay."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.processes import PROCESSES
-from tests.walks.memory_probe import cycle, static_cycles
+from tests.scenarios.memory_probe import cycle, static_cycles
 
 PAGE_SLACK = 1 << 16
 
 
 def probe(kind: str, mode: str, owners: str) -> Any:
-    """In a process of its own, for the system counts by process."""
+    """Run a function of memory_probe in a process of its own: the system counts by process."""
     with PROCESSES.Pool(1) as pool:
         return pool.apply(cycle, (kind, mode, tuple(owners.split("+"))))
 
@@ -23,7 +23,7 @@ def probe(kind: str, mode: str, owners: str) -> Any:
 )
 @pytest.mark.parametrize("kind", ["device", "reserved"])
 def test_private_memory_falls_by_the_reported_bytes(kind: str, mode: str, owners: str) -> None:
-    """Within 5%; the copies on the host are counted, too."""
+    """Within 5%, including the copies on the host."""
     seen = probe(kind, mode, owners)
     fall = seen["before"]["dirty"] - seen["after"]["dirty"]
     assert seen["released"] >= 512 << 20

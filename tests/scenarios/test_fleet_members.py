@@ -1,4 +1,4 @@
-"""Engines that dial in, refuse, and die, in a fleet that goes on."""
+"""Engines that join, refuse updates and die, in a fleet that goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Work = Callable[[AsyncLLM], Coroutine[Any, Any, None]]
 
 
 class Fleet:
-    """Two engines of an AsyncLLM, which take any weights, and the loop that it lives in."""
+    """An AsyncLLM with two engines, and the event loop that runs it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -58,13 +58,13 @@ def fleet() -> Iterator[Fleet]:
 
 
 async def served(llm: AsyncLLM) -> dict[int, int]:
-    """The weights version of each rank."""
+    """Return the weights version of each engine, by rank."""
     ranks = (await llm.client.engine_stats()).by_rank
     return {int(rank): stats.weights_version for rank, stats in ranks.items()}
 
 
 async def until_served(llm: AsyncLLM, version: int, count: int) -> None:
-    """Wait until so many engines serve a version, and no other one is there."""
+    """Wait until exactly so many engines are connected, and all serve a version."""
 
     async def is_so() -> bool:
         return list((await served(llm)).values()) == [version] * count
@@ -73,13 +73,14 @@ async def until_served(llm: AsyncLLM, version: int, count: int) -> None:
 
 
 async def update(llm: AsyncLLM, version: int) -> str:
-    """Commit a version in flight; the checksum that each of the engines says."""
+    """Commit a version in flight. Returns the checksum, which all engines report."""
     report = await llm.update_weights(weights(version).state_dict(), version, in_flight=True)
     return report.checksum
 
 
 async def give_work_to(llm: AsyncLLM, count: int = 12) -> int:
-    """So much that every engine gets some, all of it checked; the number of tokens."""
+    """Send enough requests that every engine gets some, and check them. Returns the number of
+    tokens."""
     requests = await asyncio.gather(
         *(llm.generate(prompt_of(9, seed=i), params(i)) for i in range(count))
     )
@@ -89,7 +90,7 @@ async def give_work_to(llm: AsyncLLM, count: int = 12) -> int:
 
 
 def check_all(requests: Iterable[DynamicInferenceRequest]) -> int:
-    """Check every token; the number of them."""
+    """Check every token. Returns the number of tokens."""
     oracle = HistoryOracle(weights)
     for request in requests:
         oracle.check(request)
@@ -98,7 +99,7 @@ def check_all(requests: Iterable[DynamicInferenceRequest]) -> int:
 
 
 def num_moved(requests: Iterable[DynamicInferenceRequest]) -> int:
-    """How many went on on another engine than they had begun on."""
+    """Return how many requests moved to another engine."""
     return sum(num_resumed(request) > 0 for request in requests)
 
 

@@ -1,4 +1,4 @@
-"""Trainers with their coordinator, as a process of one host; engines of others join them."""
+"""Processes of test_two_hosts: trainers whose engines run on other hosts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rollout import LLM, AsyncLLM, InferenceConfig, RolloutError
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import coordinator_keys
 from tests.apis.fleets import CONFIG, DEADLINE_S, Load, weights
+from tests.scenarios.test_fleet_members import check_all, until_served
 from tests.tiny_models import tiny_config
-from tests.walks.test_fleet_members import check_all, until_served
 from trainer_hooks import AsyncRolloutProducer, TrainingBatch, WeightSync
 
 
 def a_trainer(
     pipe: Connection, host: str, model: str, folder: Path, limits: CoordinatorLimits
 ) -> None:
-    """Generates all the time, and pushes weights twice. Says how the first push ended."""
+    """Generate all the time, and push weights twice. Sends the end of the first push."""
 
     async def run() -> None:
         async with fleet_of(model, CONFIG, host, folder, limits) as llm:
@@ -61,7 +61,7 @@ def fleet_of(
     limits: CoordinatorLimits,
     transport: str = "directory:{}",
 ) -> AsyncLLM:
-    """Two engines, which join it from elsewhere. `transport`: with {} for a directory."""
+    """Return an LLM for two engines of other hosts. `transport`: with {} for a directory."""
     return AsyncLLM(
         model,
         None,
@@ -77,10 +77,10 @@ def fleet_of(
 def a_training_job(
     pipe: Connection, host: str, folder: Path, limits: CoordinatorLimits, transport: str
 ) -> None:
-    """examples/async_minimal.py with engines that join it.
+    """Run examples/async_minimal.py with engines that join it.
 
-    Sends its address; versions and checksums of the end; rewards of the steps; how each push that
-    failed has ended; the ids of all prompts and of all requests that were trained on.
+    Sends its address; final version and checksums; rewards of the steps; the errors of failed
+    pushes, and the ids of all prompts and requests that were trained on.
     """
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(tiny_config("qwen3", vocab_size=16))

@@ -1,6 +1,6 @@
-"""Imports everything and runs an engine where what only Linux has is missing, as on macOS.
+"""Imports everything and runs an engine without the calls that only Linux has, as on macOS.
 
-Prints one JSON object of what happened.
+Prints one JSON object of results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def hide_what_only_linux_has() -> None:
 
 
 def failed_imports() -> dict[str, str]:
-    """Error by module, of all in both packages."""
+    """Return the import error of each module of both packages that has one."""
     failed = {}
     for package in ("rollout", "trainer_hooks"):
         folders = importlib.import_module(package).__path__
@@ -69,7 +69,7 @@ def failed_imports() -> dict[str, str]:
 
 
 def generated_across_an_offload() -> int:
-    """Tokens of a request that was suspended on its way."""
+    """Return the tokens of a request that was suspended in generation."""
     from rollout import LLM, InferenceConfig, SamplingParams
 
     config = InferenceConfig(max_sequence_length=64, kv_cache_management_mode="offload")

@@ -1,4 +1,4 @@
-"""A request is aborted while its KV waits on the host; who asks for its text gets no lost KV."""
+"""Requests aborted while their KV is on the host: the same prompt never finds lost KV."""
 
 from __future__ import annotations
 

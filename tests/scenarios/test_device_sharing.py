@@ -1,6 +1,6 @@
-"""What shares a device with an engine: another one, and a trainer with captured steps of its own.
+"""An engine shares a device with another engine, and with a trainer that has captured steps.
 
-On a CPU they show that the tests themselves hold; `make gpu-check` runs them on a GPU.
+On a CPU they test the tests themselves; `make gpu-check` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add(engine: DynamicInferenceEngine, num_requests: int = 3) -> None:
 
 
 def assert_oracles(engine: DynamicInferenceEngine, trained: Any) -> None:
-    """The requests of `add`, finished, have the tokens of the trainer's model."""
+    """Check that the finished requests of `add` have the tokens of the trainer's model."""
     margins, finished = Margins(), drain(engine)
     assert sorted(finished) == [0, 1, 2]
     for request in finished.values():

@@ -1,7 +1,7 @@
-"""Hosts of a network, as Linux has them: network namespaces, each with a cable to a switch.
+"""Hosts of a network as Linux network namespaces, each with a cable to a switch.
 
-A cable that is cut carries nothing, and neither end is told: packets vanish as in a network that
-fails. Needs root, or user namespaces; `network_of` skips the test where neither is permitted.
+Packets on a cut cable vanish without a report to either end, as in a failing network. Needs root or
+user namespaces; `network_of` skips the test if neither is permitted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Remote:
     """A process on a host, and a pipe to it."""
 
     def __init__(self, work: Callable[..., None], namespace: int, arguments: Any) -> None:
-        """It runs `work(pipe, *arguments)`."""
+        """Run `work(pipe, *arguments)`."""
         self.pipe, theirs = PROCESSES.Pipe()
         self._process = PROCESSES.Process(
             target=_on_host, args=(namespace, work, theirs, arguments), daemon=False
@@ -39,12 +39,13 @@ class Remote:
         self._process.start()
         theirs.close()
 
-    def hear(self) -> Any:
-        """What it says next. An AssertionError has its traceback, if it failed."""
-        assert self.pipe.poll(WAIT_S), "it says nothing"
-        word = self.pipe.recv()
-        assert not isinstance(word, _Failure), word
-        return word
+    def receive(self) -> Any:
+        """Return the next message of the process. Raises AssertionError with its traceback if it
+        failed."""
+        assert self.pipe.poll(WAIT_S), "no message"
+        message = self.pipe.recv()
+        assert not isinstance(message, _Failure), message
+        return message
 
     def end(self) -> None:
         self._process.kill()
@@ -57,18 +58,19 @@ class _Failure(str):
 
 
 class Host:
-    """`address`: where others find it."""
+    """A host of the network, with the IP address `address`."""
 
     def __init__(self, network: Network, number: int, namespace: int) -> None:
         self.address = f"10.83.0.{number}"
-        self.namespace = namespace  # a process that lives in it
+        self.namespace = namespace  # the id of a process in it
         self._network, self._cable = network, f"cable{number}"
 
     def cut(self) -> None:
-        """From now on nothing comes, and nothing arrives."""
+        """Cut the cable: no packet leaves or arrives."""
         self._network.run("ip", "link", "set", self._cable, "nomaster")
 
     def mend(self) -> None:
+        """Connect the cable again."""
         self._network.run("ip", "link", "set", self._cable, "master", _SWITCH)
 
     def start(self, work: Callable[..., None], *arguments: Any) -> Remote:
@@ -78,7 +80,7 @@ class Host:
         return remote
 
     def connect(self) -> None:
-        """Lay the cable."""
+        """Connect the host to the switch."""
         place = ("name", _CARD, "netns", str(self.namespace))
         self._network.run("ip", "link", "add", self._cable, "type", "veth", "peer", *place)
         self._network.run("ip", "link", "set", self._cable, "up")
@@ -92,7 +94,7 @@ class Host:
 
 
 class Network:
-    """A switch, in a namespace of its own. `things` end with it."""
+    """A switch in a namespace of its own. `things` has what ends with the network."""
 
     def __init__(self, things: ExitStack) -> None:
         self.things = things
@@ -104,7 +106,7 @@ class Network:
         self.run("ip", "link", "set", _SWITCH, "up")
 
     def run(self, *command: str) -> None:
-        """Run a command at the switch."""
+        """Run a command in the switch's namespace."""
         _run(*_within(self._namespace), *command)
 
     def add_host(self, number: int) -> Host:
@@ -132,20 +134,20 @@ class Network:
 
 @contextmanager
 def network_of(num_hosts: int) -> Iterator[list[Host]]:
-    """So many hosts, which are gone afterwards, with all that runs there."""
+    """Yield the hosts of a network, which ends afterwards with all its processes."""
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"network namespaces need {', '.join(missing)}")
     with ExitStack() as things:
         try:
             network = Network(things)
             hosts = [network.add_host(number + 1) for number in range(num_hosts)]
-            assert hosts[0].start(_say_so).hear() == "here"
+            assert hosts[0].start(_say_here).receive() == "here"
         except (OSError, AssertionError) as error:
             pytest.skip(f"network namespaces are not permitted here: {error}")
         yield hosts
 
 
-def _say_so(pipe: Connection) -> None:
+def _say_here(pipe: Connection) -> None:
     pipe.send("here")
 
 

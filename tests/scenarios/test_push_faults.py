@@ -1,4 +1,4 @@
-"""Random faults in pushes: the served weights are always exactly those of one committed push."""
+"""Random faults in pushes: the served weights are always those of one committed push."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def not_finite(given: Weights, name: str) -> Weights:
 
 
 def cut_off(given: Weights, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The trainer fails before the tensor, in the middle of the stream."""
+    """Let the trainer fail before a tensor, in the middle of the stream."""
     for other, tensor in given.items():
         if other == name:
             raise OSError("a rank of the trainer was lost")

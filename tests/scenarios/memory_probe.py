@@ -1,4 +1,4 @@
-"""Fills a pool, suspends and resumes, and asks the system what that did to this process."""
+"""Fills a pool, suspends and resumes, and reads from the system what that did to this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_CYCLES = 20
 
 
 def mapping_of(address: int) -> dict[str, int]:
-    """Start, end and Rss, in bytes, of the mapping around `address`, from smaps."""
+    """Return start, end and Rss, in bytes, of the mapping around `address`, from smaps."""
     found: dict[str, int] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -49,7 +49,7 @@ def private_dirty() -> int:
 
 
 def filled_engine(kind: str, *, is_static: bool) -> InspectedEngine:
-    """An engine with two requests under way; every page of its pool has been written."""
+    """Return an engine with two running requests, and every page of its pool written."""
     config = InferenceConfig(
         block_size_tokens=16,
         max_sequence_length=512,
@@ -70,7 +70,7 @@ def filled_engine(kind: str, *, is_static: bool) -> InspectedEngine:
 
 
 def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
-    """One suspend and resume, with what the system says before, between and after."""
+    """Suspend and resume. Returns the system's counts before, between and after."""
     engine = filled_engine(kind, is_static=False)
     engine.pause()
     address = min(engine.kv_data_ptrs().values())

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_an_llm_used_on_threads_works_in_a_forked_child() -> None:
     """In a program of its own: a fork of pytest would take all of it along."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.walks.forked_llm"],
+        [sys.executable, "-m", "tests.scenarios.forked_llm"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
-"""Whole paths on each device: parity, suspend, provenance, memory given back, graphs that stay.
+"""Parity, suspend, versions, released memory and graphs of an engine on each device.
 
-On a CPU they show that the tests themselves hold, `test_walks_on_a_fake_device` that they hold for
-graphs; `make gpu-check` runs them on a GPU.
+On a CPU they test the tests themselves, and `test_fake_device` does with graphs; `make gpu-check`
+runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
 def run_with_cycles(
     engine: DynamicInferenceEngine, between: Callable[[], None], every: int = 4
 ) -> dict[int, DynamicInferenceRequest]:
-    """All jobs to their ends; `between` after every so many steps."""
+    """Run all jobs to their ends, and call `between` after every so many steps."""
     for i, (prompt, sampling) in enumerate(jobs()):
         engine.add_request(prompt, sampling, request_id=i)
     finished: dict[int, DynamicInferenceRequest] = {}
@@ -160,7 +160,7 @@ def test_every_token_names_the_version_that_sampled_it(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_streamed_weights_are_committed_and_rolled_back_on_a_device(device: str) -> None:
-    """Staged while requests run, and committed and undone between two steps."""
+    """Staged while requests run; committed and rolled back between two steps."""
     engine = tiny_engine(model(), device=device)
     other = tiny_model("qwen3", seed=13, head_dim=16)
     before, pointers = engine.weights_checksum(), engine.weight_data_ptrs()

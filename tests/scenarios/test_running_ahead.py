@@ -1,7 +1,7 @@
-"""Where a device lets the host run ahead, the next step is launched before the last one is known.
+"""On a device that lets the host run ahead, the next step is launched before the last one is known.
 
-Nothing that a request can see depends on it. A CPU's work is done when its launch returns; the
-engine only takes it in later, as from a device.
+No request depends on it. A CPU's work is done when its launch returns; the engine only commits it
+later, as on a device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def model() -> Any:
 
 @cache
 def jobs() -> tuple[tuple[list[int], SamplingParams], ...]:
-    """Two of three end before their length, on a token they are known to draw."""
+    """Return jobs, two of three of which end early by a known token."""
     chooser = random.Random(3)
     prompts = [prompt_of(chooser.choice((1, 8, 9, 30, 70)), seed=i) for i in range(NUM_REQUESTS)]
     free = [

@@ -1,4 +1,4 @@
-"""Suspend and resume without an update change nothing that a request can see."""
+"""Suspend and resume without an update change no result of a request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def undisturbed() -> tuple[DynamicInferenceRequest, ...]:
 
 
 def suspend_and_resume(engine: DynamicInferenceEngine, mode: str | None = None) -> None:
-    """One whole cycle, checked before, during and after."""
+    """Suspend and resume, checked before, during and after."""
     before, pointers = engine.stats(), engine.kv_data_ptrs()
     engine.pause()
     report = engine.suspend(mode)
@@ -107,7 +107,7 @@ def test_stats_add_up_what_suspends_release_and_resumes_restore() -> None:
 
 
 def disturbed(engine: DynamicInferenceEngine, every: int) -> list[DynamicInferenceRequest]:
-    """All jobs, with a cycle after every `every` steps."""
+    """Run all jobs, with a suspend and resume after every `every` steps."""
     ids = [engine.add_request(prompt, params) for prompt, params in jobs()]
     finished: Finished = {}
     for step in range(1, 5_000):
@@ -209,7 +209,7 @@ def test_static_pointers_stay_through_suspend_update_and_resume(mode: str) -> No
         engine.step()
         engine.pause()
         engine.suspend()
-        ballast = [bytearray(2**20) for _ in range(8)]  # takes addresses that were given back
+        ballast = [bytearray(2**20) for _ in range(8)]  # takes released addresses
         engine.update_weights(dict(model().named_parameters()))
         engine.resume()
         engine.unpause()

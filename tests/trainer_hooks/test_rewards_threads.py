@@ -1,4 +1,4 @@
-"""Plain reward functions run one call at a time, whoever leaves and whatever loop asks."""
+"""RewardRunner without workers: one call at a time, across cancelled callers and event loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOON_S, TIMEOUT_S, LATE_S = 0.05, 1.0, 60.0
 
 
 class Gate:
-    """A reward function that waits at "wait" until it is opened, and sees who comes beside it."""
+    """A reward function that blocks at "wait" until it is opened, and counts concurrent calls."""
 
     def __init__(self) -> None:
         self.has_entered, self.is_open = threading.Event(), threading.Event()
@@ -48,7 +48,7 @@ async def score_one(runner: RewardRunner, completion: str) -> float:
 
 
 async def cancelled_inside(runner: RewardRunner, gate: Gate) -> None:
-    """A call whose caller has left, and whose function waits at the gate."""
+    """Make a call, and cancel its caller while the function blocks at the gate."""
     call = asyncio.ensure_future(score_one(runner, "wait"))
     while not gate.has_entered.is_set():
         await asyncio.sleep(0)
@@ -58,7 +58,7 @@ async def cancelled_inside(runner: RewardRunner, gate: Gate) -> None:
 
 
 async def scored_once_the_gate_opens(runner: RewardRunner, gate: Gate) -> list[str]:
-    """What the function has scored when the call after that of "wait" has its reward."""
+    """Return the completions scored by the time that the call after "wait" has its reward."""
     following = asyncio.ensure_future(score_one(runner, "next"))
     await asyncio.wait([following], timeout=SOON_S)
     assert not following.done()
@@ -67,7 +67,7 @@ async def scored_once_the_gate_opens(runner: RewardRunner, gate: Gate) -> list[s
     return gate.scored
 
 
-def test_a_cancelled_call_keeps_its_turn_until_its_function_returns(gate: Gate) -> None:
+def test_cancelled_reward_call_keeps_its_permit_until_its_function_returns(gate: Gate) -> None:
     async def work() -> None:
         runner = RewardRunner(gate)
         await cancelled_inside(runner, gate)
@@ -77,7 +77,7 @@ def test_a_cancelled_call_keeps_its_turn_until_its_function_returns(gate: Gate) 
     assert gate.most_inside == 1
 
 
-def test_a_call_of_a_closed_event_loop_keeps_its_turn_too(gate: Gate) -> None:
+def test_reward_call_of_a_closed_event_loop_keeps_its_permit(gate: Gate) -> None:
     runner = RewardRunner(gate)
     asyncio.run(cancelled_inside(runner, gate))
     assert asyncio.run(scored_once_the_gate_opens(runner, gate)) == ["wait", "next"]
@@ -85,7 +85,7 @@ def test_a_call_of_a_closed_event_loop_keeps_its_turn_too(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("loops", ["one loop", "two loops"])
-def test_a_cancelled_call_that_takes_too_long_loses_its_turn(gate: Gate, loops: str) -> None:
+def test_cancelled_reward_call_that_takes_too_long_loses_its_permit(gate: Gate, loops: str) -> None:
     runner = RewardRunner(gate, timeout_s=TIMEOUT_S)
 
     async def both() -> float:
@@ -100,7 +100,7 @@ def test_a_cancelled_call_that_takes_too_long_loses_its_turn(gate: Gate, loops: 
     assert gate.scored == ["next"]
 
 
-def test_a_call_that_takes_too_long_holds_up_no_later_one(gate: Gate) -> None:
+def test_reward_call_that_takes_too_long_does_not_block_later_ones(gate: Gate) -> None:
     async def work() -> list[float]:
         runner = RewardRunner(gate, timeout_s=TIMEOUT_S)
         completions = ["wait", "next", "last"]
@@ -112,13 +112,13 @@ def test_a_call_that_takes_too_long_holds_up_no_later_one(gate: Gate) -> None:
     assert gate.scored == ["next", "last"]
 
 
-def test_a_call_that_takes_too_long_is_not_made_again_beside_itself(gate: Gate) -> None:
+def test_reward_call_that_still_runs_is_not_repeated(gate: Gate) -> None:
     runner = RewardRunner(gate, timeout_s=SOON_S, max_attempts=3)
     assert math.isnan(asyncio.run(score_one(runner, "wait")))
     assert runner.num_failed_calls == 1
 
 
-def test_a_late_return_takes_nobody_elses_turn(gate: Gate) -> None:
+def test_late_return_of_a_reward_call_releases_no_other_permit(gate: Gate) -> None:
     second = Gate()
 
     def two_gates(completions: Sequence[str]) -> list[float]:
@@ -141,7 +141,7 @@ def test_a_late_return_takes_nobody_elses_turn(gate: Gate) -> None:
     asyncio.run(work())
 
 
-def test_a_caller_who_leaves_the_queue_is_passed_over(gate: Gate) -> None:
+def test_reward_runner_skips_a_cancelled_waiting_call(gate: Gate) -> None:
     async def work() -> None:
         runner = RewardRunner(gate)
         calls = [
@@ -157,7 +157,7 @@ def test_a_caller_who_leaves_the_queue_is_passed_over(gate: Gate) -> None:
     asyncio.run(work())
 
 
-def test_callers_of_a_closed_event_loop_are_passed_over(gate: Gate) -> None:
+def test_reward_runner_skips_waiting_calls_of_a_closed_event_loop(gate: Gate) -> None:
     runner = RewardRunner(gate)
 
     async def begin() -> list[asyncio.Task[float]]:
@@ -175,7 +175,7 @@ def test_callers_of_a_closed_event_loop_are_passed_over(gate: Gate) -> None:
     assert [call.done() for call in calls] == [False, False]
 
 
-def test_a_runner_serves_one_event_loop_after_another() -> None:
+def test_reward_runner_serves_one_event_loop_after_another() -> None:
     runner = RewardRunner(Gate())
 
     async def epoch() -> list[float]:
@@ -184,7 +184,7 @@ def test_a_runner_serves_one_event_loop_after_another() -> None:
     assert [asyncio.run(epoch()) for _ in range(3)] == [[1.0] * 4] * 3
 
 
-def test_a_runner_serves_two_event_loops_at_once(gate: Gate) -> None:
+def test_reward_runner_serves_two_event_loops_at_once(gate: Gate) -> None:
     runner, scored = RewardRunner(gate), []
     thread = threading.Thread(target=lambda: scored.append(asyncio.run(score_one(runner, "wait"))))
     thread.start()
@@ -195,7 +195,7 @@ def test_a_runner_serves_two_event_loops_at_once(gate: Gate) -> None:
     assert scored == [1.0]
 
 
-def test_a_function_that_raises_stop_iteration_fails_its_rollouts_alone() -> None:
+def test_reward_function_that_raises_stop_iteration_only_fails_its_rollouts() -> None:
     def first_of(completions: Sequence[str]) -> list[float]:
         return [float(next(iter(completion))) for completion in completions]
 
@@ -216,7 +216,7 @@ async def until_it_is_warned_of(caplog: pytest.LogCaptureFixture, count: int = 1
         await asyncio.sleep(0)
 
 
-def test_a_call_that_hangs_is_named_with_its_sample_again_and_again(
+def test_warn_after_s_names_a_hanging_call_with_its_sample_at_doubling_times(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def hang() -> float:
@@ -233,7 +233,7 @@ def test_a_call_that_hangs_is_named_with_its_sample_again_and_again(
     assert asyncio.run(hang()) == 2.0
 
 
-def test_an_async_call_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_warn_after_s_names_a_hanging_async_call(caplog: pytest.LogCaptureFixture) -> None:
     async def hang() -> list[float]:
         may_end = asyncio.Event()
 
@@ -252,7 +252,7 @@ def test_an_async_call_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> 
     assert asyncio.run(hang()) == [0.5]
 
 
-def test_a_call_in_time_and_a_runner_that_is_to_be_silent_warn_of_nothing(
+def test_warn_after_s_none_or_a_quick_call_warns_of_nothing(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate.is_open.set()

@@ -1,4 +1,4 @@
-"""Three engines behind a coordinator take new weights under load: all of them, or none."""
+"""Three engines behind a coordinator get new weights under load: all of them, or none."""
 
 from __future__ import annotations
 

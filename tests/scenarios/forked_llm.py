@@ -1,6 +1,6 @@
-"""Forks of a process that has used an LLM on two threads. Prints one JSON object of outcomes.
+"""Forks a process that has used an LLM on two threads, and prints one JSON object of outcomes.
 
-Of each child: "ok", or how it ended; a child that waits for ever is ended by SIGALRM.
+The outcome of a child is "ok" or its exit status; SIGALRM ends a child that hangs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHILD_S = 30
 
 
 def outcome(work: Callable[[], object]) -> str:
-    """Of `work` in a child."""
+    """Return the outcome of `work` in a forked child."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(CHILD_S)
@@ -49,7 +49,8 @@ def random_model() -> CausalLM:
 
 
 def results(llm: LLM, weights: dict[str, torch.Tensor]) -> list[object]:
-    """What needs each of the pools: the kernels' to stage and sample, torch's for a product."""
+    """Return results that need both thread pools: the kernels' to stage and sample, torch's for a
+    product."""
     llm.update_weights(weights, in_flight=True)
     params = SamplingParams(num_tokens_to_generate=3, seed=1)
     tokens = [request.generated_tokens for request in llm.generate([[1, 2, 3]], params, n=32)]

@@ -1,4 +1,4 @@
-"""A coordinator on one host, and strangers on another one."""
+"""Processes of test_two_hosts: a coordinator on one host, and unauthenticated peers on another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.coordinator.zmtp_recorder import Recorder
 
 
 def a_coordinator(pipe: Connection, host: str, keys: Path) -> None:
-    """Says its address, and when it is asked what it refused, logged and heard."""
+    """Send its address; on each "count" send refusals, number of log lines and of frames."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -28,19 +28,19 @@ def a_coordinator(pipe: Connection, host: str, keys: Path) -> None:
         pipe.send((asdict(coordinator.refusals), len(lines), coordinator.counters.num_frames))
 
 
-def strangers(pipe: Connection, address: str, keys: Path) -> None:
-    """Peers that must not come in, three of each kind, and one that may."""
+def unknown_peers(pipe: Connection, address: str, keys: Path) -> None:
+    """Connect peers that must be refused, three of each kind, and one that must not."""
     known = peer_keys(keys, CLIENT)
     _, unknown = CurveServerKeys.made().with_client()
     unlisted = replace(unknown, server_public=known.server_public)
     of_another = replace(known, server_public=unknown.server_public)
     for own in (None, of_another, unlisted) * 3:
-        with peer(address, own) as stranger:
-            assert fault_of(stranger) is not None
+        with peer(address, own) as refused:
+            assert fault_of(refused) is not None
     recording = Recorder(address)
     with peer(recording.address, known):
         pipe.send("a frame is sent")
-        assert pipe.recv() == "it is heard"
+        assert pipe.recv() == "it is received"
         recording.repeat_last_frame()
         pipe.send("a frame is repeated")
         assert pipe.recv() == "it is counted"

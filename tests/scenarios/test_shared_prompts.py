@@ -43,7 +43,7 @@ def prompts(length: int) -> list[list[int]]:
 
 
 def assert_same_as_alone(engine: DynamicInferenceEngine, length: int, finished: dict) -> None:
-    """The tokens are those of requests that share nothing; so is what each of them computed."""
+    """Check that tokens and log-probs equal those of requests that share nothing."""
     alone = tiny_engine(model())
     jobs = [(p, s) for i, p in enumerate(prompts(length)) for s in samples(i)]
     margins = Margins()
