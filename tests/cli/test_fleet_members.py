@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout import AsyncLLM
-from rollout.cli.coordinator import place_of
+from rollout.cli.coordinator import address_of
 from rollout.cli.main import main
 from rollout.cli.settings import UsageError
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
@@ -86,10 +86,10 @@ def test_an_engine_without_keys_learns_how_to_make_them(
     ],
 )
 def test_listen_accepts_host_and_port(listen: str, host: str, port: int | None) -> None:
-    assert place_of(listen) == (host, port)
+    assert address_of(listen) == (host, port)
 
 
 @pytest.mark.parametrize("listen", ["", "tcp://", "node7", "node7:", "ipc:///tmp/x:1", "n:70000"])
 def test_listen_refuses_other_words(listen: str) -> None:
     with pytest.raises(UsageError, match="is not an address"):
-        place_of(listen)
+        address_of(listen)
