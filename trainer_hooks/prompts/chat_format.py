@@ -1,4 +1,7 @@
-"""From chat messages, or a user's text, to the text that the model goes on from."""
+"""ChatFormat: renders chat messages, or a user's text, into the text that the model continues.
+
+Used by prompt sources and by the training job.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from rollout.errors import ConfigError
 from rollout.text import RenderedText
 
 Messages = Sequence[Mapping[str, Any]]
-# From chat messages to the text, or the token ids, that the model goes on from.
+# Renders chat messages into the text, or the token ids, that the model continues.
 ChatTemplate = Callable[[Messages], str | Sequence[int]]
 
 
 class ChatFormat:
-    """A chat template that also takes text, as what the user says, below a system prompt.
+    """A chat template that also accepts text, as the user's message after a system prompt.
 
-    `tokenizer`: one of transformers with a chat template. `system_prompt` stands before messages
-    that have none of their own. `options`: further arguments of the template.
-    The messages of a prompt become its column `messages`.
+    `tokenizer`: transformers tokenizer with a chat template.
+    `system_prompt`: first message of prompts that have no system message.
+    `options`: further arguments of the template.
+    Prompt sources put the messages of a prompt into its column `messages`.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class ChatFormat:
         self._options = dict(options or {})
 
     def messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
-        """The messages of a prompt, the system prompt among them."""
+        """Return the messages of a prompt, with the system prompt."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [dict(message) for message in prompt]
@@ -46,7 +50,7 @@ class ChatFormat:
         return messages
 
     def __call__(self, messages: Messages) -> RenderedText:
-        """The text up to where the answer begins."""
+        """Return the text up to the start of the answer."""
         return RenderedText(
             self._tokenizer.apply_chat_template(
                 self.messages(messages), tokenize=False, add_generation_prompt=True, **self._options
@@ -55,9 +59,10 @@ class ChatFormat:
 
 
 def as_chat_template(source: Any | None) -> ChatTemplate | None:
-    """A callable as it is; a transformers tokenizer as its template, up to the answer's start.
+    """Return a template from a callable or from a transformers tokenizer's `apply_chat_template`.
 
-    It makes text to which no special tokens are added: the template wrote them.
+    None stays None. The template renders up to the start of the answer and writes special tokens
+    itself, so none are added to its text. Raises ConfigError for another object.
     """
     if source is None or isinstance(source, ChatFormat):
         return source

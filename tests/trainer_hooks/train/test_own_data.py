@@ -239,13 +239,13 @@ def test_on_bad_row_refuses_bad_rows_or_skips_and_counts_them(
         ([REWARD, "data.prompt_column=question"], r"no column 'question'; it has prompt, answer"),
         ([REWARD, "data.path=none.jsonl"], r"none\.jsonl cannot be read"),
         ([REWARD, "model.path=tests"], "model.path=tests: AutoTokenizer cannot load it"),
-        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is no directory, nor a model"),
+        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is neither a directory nor"),
         (
             [
                 "reward=trainer_hooks.rewards:RewardModel",
                 "reward.terms.RewardModel.options.path=/no",
             ],
-            "path of the reward model=/no is no directory",
+            "path of the reward model=/no is neither a directory",
         ),
     ],
 )
