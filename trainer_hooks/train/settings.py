@@ -340,7 +340,7 @@ class ProducerSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncSettings(Settings):
-    """How new weights reach the engines.
+    """The way in which new weights reach the engines.
 
     `mode`: `in_flight` commits between two steps of the engine while requests continue; `suspend`
     pauses and suspends the engines around the commit, and frees the memory named in `release` for
@@ -384,7 +384,8 @@ class EvaluationSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerSettings(Settings):
-    """Where metrics and samples go besides the files of a run: the terminal, Weights & Biases.
+    """Destinations of metrics and samples besides the files of a run: the terminal, Weights &
+    Biases.
 
     `num_samples`: samples shown every `sample_interval` steps. `num_completions`: samples of each
     step that completions.jsonl gets; the file is rotated at `completions_file_bytes`.
