@@ -20,16 +20,14 @@ from rollout.text import Tokenizer
 from trainer_hooks.producer.groups import (
     GeneratesAsync,
     RolloutFunction,
-    RolloutLLM,
-    encoded_for,
-    sample_turns,
+    sample_rollouts,
     tokenizer_for,
 )
 from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptRows
 from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rewards.scoring import completion_of
-from trainer_hooks.rollouts import Rollout, as_rollout
+from trainer_hooks.rollouts import Rollout
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -90,9 +88,8 @@ async def evaluate(
 
     async def score(index: int, item: PromptItem) -> _Scored:
         params = _of_prompt(sampling_params, seed, index)
-        scoped = [RolloutLLM(llm, params, item, i, text) for i in range(n)]
         async with places:
-            rollouts = await _sample(llm, scoped, rollout_fn)
+            rollouts = await sample_rollouts(llm, item, params, n, rollout_fn, text)
         answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
         rewards = await _rewards_or_nan(reward, item, rollouts, text)
         return _Scored(item=item, rollouts=rollouts, rewards=rewards, answers=answers)
@@ -140,18 +137,6 @@ def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))
     return items
-
-
-async def _sample(
-    llm: GeneratesAsync, scoped: Sequence[RolloutLLM], rollout_fn: RolloutFunction | None
-) -> list[Rollout]:
-    first = scoped[0]
-    prompt = encoded_for(llm, first.item.prompt, first.tokenizer)
-    if rollout_fn is not None:
-        return await sample_turns(rollout_fn, scoped, prompt)
-    requests = await llm.generate(prompt, first.sampling_params, len(scoped))
-    # For one sample the llm returns a request, not a list.
-    return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
 
 
 async def _rewards_or_nan(

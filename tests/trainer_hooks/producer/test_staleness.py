@@ -49,7 +49,7 @@ def set_versions(bound: StalenessBound, versions: int) -> None:
 
 def observe(bound: StalenessBound, ess: float, lag: float) -> int:
     """Return the bound after a batch of tokens that are `lag` versions old."""
-    bound.hand_over(lag)
+    bound.record_delivery(lag)
     return bound.observe(ess)
 
 
