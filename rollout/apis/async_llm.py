@@ -1,4 +1,8 @@
-"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio."""
+"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio.
+
+Users make one, and FleetRuntime makes one for an LLM over a fleet. It starts and ends the fleet's
+processes and its client.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +173,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         self.model_directory = None
         self.serving = Serving(self)
         self._fleet = None
-        self._push, self._start_turn = push, asyncio.Lock()
+        self._push, self._start_lock = push, asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: InferenceClient | None = None
         self._end: asyncio.Future[None] | None = None
@@ -206,7 +210,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     async def start(self) -> InferenceClient:
         """Connect, unless connected. All methods begin with it. Returns the client."""
-        async with self._start_turn:
+        async with self._start_lock:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
@@ -381,7 +385,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
                 self._fleet.end_restarts()
                 last.push_async_callback(asyncio.to_thread, self._fleet.close)
             await self.serving.stop(drain_timeout_s=0.0)
-            async with self._start_turn:  # a running start ends first
+            async with self._start_lock:  # a running start ends first
                 client, self._client = self._client, None
             if client is not None:
                 self._weights_version = client.weights_version

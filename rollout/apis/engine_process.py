@@ -1,6 +1,6 @@
-"""run_engine: runs an engine that connects to a coordinator.
+"""run_engine: runs an engine that connects to a coordinator, in a process of its own.
 
-From a shell: rollout engine --join ADDRESS model=DIR
+Used by the launchers as a module, and by the shell command: rollout engine --join ADDRESS model=DIR
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run_engine(
     if the fleet serves later weights than `weights_version`, it fetches them before it gets work,
     provided the trainer keeps them. Call it in a process of its own.
 
-    Raises ConfigError and ModelError, the coordinator's reason if it refuses the engine, and
-    CoordinatorLostError if nobody answers within `register_timeout_s`.
+    Raises ConfigError and ModelError, the coordinator's error if it refuses the engine, and
+    CoordinatorLostError without an answer within `register_timeout_s`.
     """
     config = inference_config or InferenceConfig()
     engine = DynamicInferenceEngine.from_model(

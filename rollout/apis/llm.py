@@ -1,4 +1,7 @@
-"""LLM: generation and control in a few lines, by an engine in this process or by a fleet."""
+"""LLM: generation and control in a few lines, by an engine in this process or by a fleet.
+
+Users make one. It keeps the submitted groups and the HTTP server; a runtime does the rest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of an LLM on the command line, and the LLM that they make."""
+"""The settings of an LLM on the command line, and the LLM made from them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from rollout.models.plain_tensors import is_sharded, named_weights, plain_name
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.lora_merge import Merger, gathered
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import NamedTensors, by_name, lasting, streamed
+from rollout.weights.update import NamedTensors, WeightStream, by_name, lasting, streamed
 from trainer_hooks.weight_sync.fsdp1 import has_units, unit_tensors
 from trainer_hooks.weight_sync.zero3 import gathered_partitions, is_partitioned
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from rollout.control.reports import WeightUpdateReport
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import NamedTensors
+from rollout.weights.update import NamedTensors, WeightStream
 from trainer_hooks.weight_sync.sources import weights_of
 
 NamedParameters = NamedTensors

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from rollout import WeightUpdateError
 from rollout.control.state import EngineState
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import by_name, streamed
+from rollout.weights.update import WeightStream, by_name, streamed
 from tests.lora_adapters import PeftLike
 from tests.processes import PROCESSES
 from tests.tiny_models import tiny_engine, tiny_model
