@@ -108,7 +108,7 @@ def test_the_defaults_of_verls_rollout_config_are_accepted(verl: SimpleNamespace
     fields.check_config(SimpleNamespace(**(VERL_FIELDS | {"engine_kwargs": {"vllm": {}}})))
 
 
-# Wishes that the tables cannot tell by a refused value.
+# Values that check_config refuses by rules beyond its tables.
 PARTS: list[tuple[dict[str, Any], str]] = [
     ({"disaggregation": SimpleNamespace(enabled=True)}, r"disaggregation\.enabled=True"),
     ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, r"mtp\.enable_rollout=True"),

@@ -18,7 +18,7 @@ from trainer_hooks.trl_settings import NO_EFFECT, REFUSED, USED, check_trainer, 
 
 pytestmark = needs("trl")
 
-# What a refused field asks for when somebody sets it.
+# Values of refused fields that are not refused as defaults.
 WISHES = {
     "use_vllm": True,
     "vllm_mode": "server",

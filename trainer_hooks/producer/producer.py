@@ -14,13 +14,12 @@ from typing import Any, Literal
 from rollout.errors import ConfigError
 from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
-from trainer_hooks.collate import trained_logprobs
+from trainer_hooks.collate import collate_rollouts, trained_logprobs
 from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
     ProducerError,
     TrainingBatch,
     batch_metrics,
-    collate_groups,
     mean_lag,
 )
 from trainer_hooks.producer.filters import GroupFilter, zero_variance
@@ -367,8 +366,14 @@ class AsyncRolloutProducer:
 
     def _deliver(self, groups: Sequence[ScoredGroup], waited_s: float) -> TrainingBatch:
         version = self.version
-        rollouts = collate_groups(
-            groups, version, self._temperature, self._pad_id, self._logprobs_mode, self._routing
+        rollouts = collate_rollouts(
+            [rollout for group in groups for rollout in group.rollouts],
+            [reward for group in groups for reward in group.rewards],
+            version,
+            self._temperature,
+            self._pad_id,
+            self._logprobs_mode,
+            self._routing,
         )
         made = self._order.deliver(groups)
         index, self._num_delivered = self._num_delivered, self._num_delivered + 1
