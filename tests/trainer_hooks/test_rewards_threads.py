@@ -11,8 +11,8 @@ import pytest
 
 from trainer_hooks.rewards import RewardRunner
 
-# SOON_S: wait for an event that must not come. TIMEOUT_S: more than a call needs whose function does
-# not block. LATE_S: limit on a test that hangs.
+# SOON_S: wait for an event that must not come. TIMEOUT_S: more than a call without blocking needs.
+# LATE_S: limit on a test that hangs.
 SOON_S, TIMEOUT_S, LATE_S = 0.05, 1.0, 60.0
 
 
