@@ -59,7 +59,6 @@ async def evaluate(
     pass_at: Sequence[int] = (),
     success_reward: float = 1.0,
     answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
-    source_column: str = "data_source",
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times. Returns metrics whose names begin with `prefix`.
 
@@ -74,8 +73,8 @@ async def evaluate(
     `success_reward`.
     `answer_fn`: returns the answer in a completion, or None. `maj@n` is the reward of the most
     frequent answer.
-    `source_column`: where rows have this column, all metrics but the versions also come per value,
-    as `<prefix>/<source>/*`.
+    Where rows have the column `data_source`, as verl's do, all metrics but the versions also come
+    per source, as `<prefix>/<source>/*`.
     Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
     function that never succeeds, and TimeoutError after `timeout_s` seconds, with all requests
     aborted.
@@ -105,7 +104,7 @@ async def evaluate(
         await asyncio.gather(*tasks, return_exceptions=True)
         if reward is not None and owns_reward:
             reward.close()
-    metrics = _metrics_by_source(scored, pass_at, success_reward, source_column)
+    metrics = _metrics_by_source(scored, pass_at, success_reward)
     metrics |= {**_versions(scored), "seconds": loop.time() - start_s}
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
@@ -152,11 +151,11 @@ async def _rewards_or_nan(
 
 
 def _metrics_by_source(
-    scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float, column: str
+    scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float
 ) -> dict[str, float]:
     """Return the metrics of all prompts, and of the prompts of each source under its name."""
     metrics = _metrics(scored, pass_at, success_reward)
-    sources = [each.item.columns.get(column) for each in scored]
+    sources = [each.item.columns.get("data_source") for each in scored]
     for source in dict.fromkeys(sources):
         if source is not None:
             own = [each for each, of in zip(scored, sources, strict=True) if of == source]
