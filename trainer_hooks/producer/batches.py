@@ -1,6 +1,6 @@
 """TrainingBatch: the batch that a producer returns to the trainer, and its metrics.
 
-Used by AsyncRolloutProducer; training loops read the batch.
+Used by AsyncRolloutProducer; training loops read the batch. Pure functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GroupMaker: makes a scored group from a prompt: samples, rewards, further attempts.
+"""GroupMaker and RolloutLLM: make a scored group from a prompt: samples, rewards, further attempts.
 
-Used by the producer's pools; `evaluate` uses `sample_rollouts` alone. GroupMaker calls the LLM and
-the reward runner, and keeps no group.
+Used by the producer's pools. `evaluate` uses `sample_rollouts` alone, and environments generate
+their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner, and keeps no group.
 """
 
 from __future__ import annotations
