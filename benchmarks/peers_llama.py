@@ -39,7 +39,7 @@ def write_gguf(model: Path, target: Path, precision: str) -> None:
         values = _for_paired_rotation(name, tensor, config)
         kind = matrix_type if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         stored = gguf.quants.quantize(np.ascontiguousarray(values), kind)
-        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        new_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         writer.add_tensor(new_name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
