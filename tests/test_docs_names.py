@@ -15,12 +15,24 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FOLDERS = ("rollout", "rollout_verl", "trainer_hooks", "conf", "examples", "benchmarks", "scripts")
 # A column of this page has the names of other projects.
 COMPARED_PAGE = ROOT / "docs" / "names.md"
+# The second to fourth columns of this page's table have the names of other projects.
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
+METRICS_COLUMNS = re.compile(r"^(\| `[^|]+\|)(?:[^|]*\|){3}", flags=re.M)
 # Of the reader's shell and of other projects, and parts of names.
 OTHER_NAMES = {
     *("GLOO_SOCKET_IFNAME", "RAY_USE_TLS", "VLLM_API_KEY", "curl"),
     *("broadcast_from", "init_communicator", "ncclBroadcast", "ncclCommInitRank", "ncclUniqueId"),
     *("policy_P_kv_K", "policy_0_kv_1", "my_rewards", "host3"),
-    *("CHANGELOG", "_tokens", "fp16_", "max_", "use_", "vllm_", "vllm_importance_sampling_"),
+    *(
+        "CHANGELOG",
+        "_tokens",
+        "fp16_",
+        "group_",
+        "max_",
+        "use_",
+        "vllm_",
+        "vllm_importance_sampling_",
+    ),
 }
 OTHER_FLAGS = {"--rollout-external", "--rollout-external-engine-addrs"}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -32,6 +44,8 @@ OTHER_PROGRAMS = re.compile(r"\b(pip|ray|sbatch|srun|torchrun|vllm|curl|pytest|a
 def code_spans(page: Path) -> list[str]:
     """Return the inline code of a page."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    if page == METRICS_PAGE:
+        text = METRICS_COLUMNS.sub(r"\1", text)
     return re.findall(r"`([^`\n]+)`", text)
 
 
