@@ -72,7 +72,7 @@ def test_an_engine_without_keys_of_its_own_is_told_how_to_make_them(
     assert main(["keys", str(tmp_path / "keys"), "--json"]) == 0
     words = ["engine", "--join", "1", f"model={directory()}", "--keys", str(tmp_path / "keys")]
     assert main([*words, "--as", "other"]) == 2
-    assert "no keys of 'other'; there are client, engine. `rollout keys" in capsys.readouterr().err
+    assert "no keys of 'other', only of: client, engine. `rollout keys" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
