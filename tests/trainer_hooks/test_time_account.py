@@ -158,7 +158,9 @@ def test_time_account_refuses_a_second_task_and_the_first_continues() -> None:
         async def producer() -> None:
             await opened.wait()
             with (
-                pytest.raises(RolloutError, match=r"'trainer' has 'train' open.*'producer' uses it"),
+                pytest.raises(
+                    RolloutError, match=r"'trainer' has 'train' open.*'producer' uses it"
+                ),
                 account.spend("reward"),
             ):
                 pass
