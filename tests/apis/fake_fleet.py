@@ -93,7 +93,7 @@ class FakeClient:
         groups: Sequence[tuple[Any, Sequence[SamplingParams]]],
         *,
         priority: int,
-        deadline_s: float | None,
+        deadline_s: float | None = None,
     ) -> list[list[RequestFuture]]:
         return [self.add_group(params, priority) for _, params in groups]
 
