@@ -127,8 +127,8 @@ class InferenceConfig:
         addresses. On CUDA: device; vmm, which keeps addresses; torch_memory_saver, a package that
         also keeps addresses, and ends the process if CUDA has no memory; or unified, CUDA's unified
         memory, which keeps addresses too: released KV and weights are copied to host memory, which
-        must have room for all of them, and back. auto: vmm if suspends release the KV, reserved if
-        its addresses must stay, else device.
+        must have room for all of them, and back. auto: device if suspends keep the KV; else vmm on
+        CUDA, and on a CPU reserved if its addresses must stay, or device.
     unified_memory_level: 1 is the same as memory_kind="unified".
     max_kv_staleness_versions: bound on the age of KV, in versions. After an update, requests with
         older KV are prefilled again, and older blocks of the prefix index do not match. None: no
@@ -305,10 +305,10 @@ class InferenceConfig:
                 "metrics_writer too"
             )
         for name in ("prefix_caching_eviction_policy", "prefix_reuse_across_versions"):
-            if not self.enable_prefix_caching and getattr(self, name) != _default(name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} needs enable_prefix_caching=True"
-                )
+            value = getattr(self, name)
+            if not self.enable_prefix_caching and value != _default(name):
+                shown = value.value if isinstance(value, Enum) else value
+                raise ConfigError(f"{name}={shown!r} needs enable_prefix_caching=True")
         for name, remedy in _NOT_BUILT.items():
             value, default = getattr(self, name), _default(name)
             if value != default:

@@ -111,7 +111,7 @@ class RolloutBatch:
         if values_R.numel() != self.num_rollouts:
             raise ConfigError(
                 f"{values_R.numel()} values of shape {tuple(values_R.shape)} for "
-                f"{self.num_rollouts} rollouts; there must be one for each"
+                f"{self.num_rollouts} rollouts; pass one value for each rollout"
             )
         return values_R.reshape(-1)[self.rollout_index_B]
 

@@ -98,7 +98,10 @@ class GenerationPhase:
                 "phase without new weights"
             )
         if version is not None and weight_sync is None:
-            raise ConfigError(f"version={version} names weights, but no weight_sync is given")
+            raise ConfigError(
+                f"version={version} needs new weights; pass weight_sync and named_parameters too, "
+                "or leave version out"
+            )
         self._llm = llm
         self._push: tuple[PushesWeights, NamedParameters] | None = None
         if weight_sync is not None and named_parameters is not None:

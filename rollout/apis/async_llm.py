@@ -240,7 +240,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     def _cut_short(self) -> RolloutError | None:
         """Return why pending calls get no answer; None if they may."""
         if self._end is not None:
-            return EngineStateError("this AsyncLLM was shut down before the answer came")
+            return EngineStateError(
+                "this AsyncLLM was shut down before this call was answered; make a new one"
+            )
         return None if self._lost is None else CoordinatorLostError(*self._lost.args)
 
     def _fails_batch(self, error: BaseException) -> bool:

@@ -73,7 +73,9 @@ class FleetRuntime:
         try:
             return future.result()
         except CancelledError:
-            raise EngineStateError("this LLM was shut down before the answer came") from None
+            raise EngineStateError(
+                "this LLM was shut down before this call was answered; make a new one"
+            ) from None
 
     def _require_own_process(self) -> None:
         """Raise EngineStateError in a child of os.fork, which lacks the event loop's thread."""

@@ -241,7 +241,9 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             self._runtime.on_command = lambda: None
 
     def _run(self) -> None:
-        error: Exception = EngineStateError("this ThreadedLLM was closed before the answer came")
+        error: Exception = EngineStateError(
+            "this ThreadedLLM was closed before this call was answered; make a new one"
+        )
         try:
             with self._llm.one_thread.calling("step"), self._woken_by_commands():
                 self._step_until_end()
@@ -288,7 +290,9 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         if self._is_ending:
             return False
         if self._open and self._runtime.state is EngineState.STOPPED:
-            raise EngineStateError("the LLM was shut down before the answer came")
+            raise EngineStateError(
+                "the LLM was shut down before this call was answered; make a new one"
+            )
         return True
 
     def _has_work(self) -> bool:

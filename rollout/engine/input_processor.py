@@ -349,13 +349,17 @@ def _int_list(prompt: Sequence[int]) -> list[int]:
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(values, Mapping | VLMInferenceRequest):
         raise InvalidRequestError(
-            f"a prompt is text or a flat list of ids, not a {type(values).__name__}: this engine "
-            "has no image input"
+            f"a prompt must be text or a flat list of token ids, not a {type(values).__name__}; "
+            "images are not supported"
         )
     if not isinstance(values, Iterable):
-        raise InvalidRequestError(f"a prompt is text or a flat list of ids, not {prompt!r}")
+        raise InvalidRequestError(
+            f"a prompt must be text or a flat list of token ids, not {prompt!r}"
+        )
     ids = [value.item() if isinstance(value, np.integer) else value for value in values]
     for value in ids:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequestError(f"a prompt is text or a flat list of ids, found {value!r}")
+            raise InvalidRequestError(
+                f"a prompt must be text or a flat list of token ids; it has {value!r}"
+            )
     return ids

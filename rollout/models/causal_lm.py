@@ -108,8 +108,9 @@ class CausalLM(nn.Module):
         shard, group = self.spec.shard, backend.collectives
         if (shard.rank, shard.size) != (group.rank, group.size):
             raise ModelError(
-                f"the model has what rank {shard.rank} of {shard.size} keeps, but runs on rank "
-                f"{group.rank} of {group.size}; build it from spec.local(rank, size)"
+                f"the model was built for rank {shard.rank} of {shard.size}, but its backend is "
+                f"rank {group.rank} of {group.size}; build it from "
+                f"spec.local({group.rank}, {group.size})"
             )
         for module in self.modules():
             if isinstance(module, BackendLayer):

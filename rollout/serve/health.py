@@ -90,4 +90,8 @@ async def _stats(state: ServerState) -> EngineStats:
     try:
         return await asyncio.wait_for(state.llm.stats(), _ANSWER_S)
     except asyncio.TimeoutError:
-        raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
+        raise ApiError(
+            503,
+            f"an engine has not answered within {_ANSWER_S:g} seconds; ask again, or look for its "
+            "error in the server's log",
+        ) from None

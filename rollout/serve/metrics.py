@@ -77,7 +77,11 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
     try:
         fleet = await asyncio.wait_for(state.llm.fleet_stats(), _ANSWER_S)
     except asyncio.TimeoutError:
-        raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
+        raise ApiError(
+            503,
+            f"an engine has not answered within {_ANSWER_S:g} seconds; ask again, or look for its "
+            "error in the server's log",
+        ) from None
     control = request.app.get(CONTROL)
     registry.register(_OwnFamilies(state, fleet.together))
     registry.register(

@@ -84,5 +84,6 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
             return _entries_decoder.decode(self.manifest) if self.manifest else {}
         except FAULTS as fault:
             raise WeightUpdateError(
-                f"the manifest of the weights at {self.address!r} cannot be read: {fault!s:.200}"
+                f"the manifest of the weights at {self.address!r} cannot be read: {fault!s:.200}; "
+                "push again, from the same version of rollout"
             ) from fault

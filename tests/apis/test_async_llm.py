@@ -228,7 +228,9 @@ def test_shutdown_fails_pending_calls_and_logs_nothing(
             await asyncio.gather(llm.shutdown(), llm.shutdown())
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [EngineStateError] * 4
-        assert {str(r) for r in results} == {"this AsyncLLM was shut down before the answer came"}
+        assert {str(r) for r in results} == {
+            "this AsyncLLM was shut down before this call was answered; make a new one"
+        }
         await asyncio.wait([abandoned])
         del abandoned, tasks, results
         with pytest.raises(EngineStateError, match="make a new one"):

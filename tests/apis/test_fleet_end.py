@@ -55,7 +55,7 @@ def test_shutdown_ends_update_weights_while_it_publishes(
     assert isinstance(updater.error, EngineStateError)
     assert isinstance(queued.error, EngineStateError)
     assert not later.is_read.is_set()
-    assert "shut down before the answer came" in str(updater.error)
+    assert "shut down before this call was answered" in str(updater.error)
     assert ender.error is None
     assert memory_files() == before
 
@@ -70,7 +70,7 @@ def test_shutdown_ends_update_weights_that_engines_do_not_answer(
     assert fleet.client.is_updating.wait(WAIT_S)
     llm.shutdown()
     assert updater.returned()
-    assert "shut down before the answer came" in str(updater.error)
+    assert "shut down before this call was answered" in str(updater.error)
     assert memory_files() == before
 
 
@@ -85,7 +85,7 @@ def test_shutdown_does_not_wait_for_a_stuck_update_weights(
     llm.shutdown()
     assert updater.returned()
     assert isinstance(updater.error, EngineStateError)
-    assert "shut down before the answer came" in str(updater.error)
+    assert "shut down before this call was answered" in str(updater.error)
     weights.is_lost = True
     weights.may_go_on.set()
 

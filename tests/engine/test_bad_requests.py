@@ -63,7 +63,7 @@ MALFORMED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no list": (5, {}, "5"),
     "None": (None, {}, "None"),
     "nested": ([[1, 2]], {}, r"\[1, 2\]"),
-    "images": ({"prompt": [1], "multi_modal_data": {}}, {}, "dict.*no image input"),
+    "images": ({"prompt": [1], "multi_modal_data": {}}, {}, "dict.*images are not supported"),
     "floats": ([1.0, 2.0], {}, "1.0"),
     "float tensor": (torch.ones(3), {}, "1.0"),
     "bools": ([True, False], {}, "True"),

@@ -104,7 +104,10 @@ def test_reward_function_that_raises_or_takes_too_long_fails_its_rollouts() -> N
         (lambda completions: [1.0], "1 rewards for 3 completions"),
         (lambda completions: 1.0, "not iterable"),
         (lambda completions: ["a", "b", "c"], "could not convert"),
-        (lambda completions, difficulty: [], "needs difficulty; the prompts' columns are: answer"),
+        (
+            lambda completions, difficulty: [],
+            "no column for the parameters difficulty .*; their columns are: answer",
+        ),
     ],
 )
 def test_reward_function_with_wrong_columns_or_results_is_a_config_error(

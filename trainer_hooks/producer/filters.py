@@ -39,7 +39,7 @@ class RewardRangeFilter:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ConfigError(f"low={self.low} must be below high={self.high}")
+            raise ConfigError(f"RewardRangeFilter: low={self.low} must be below high={self.high}")
 
     def __call__(self, group: ScoredGroup, history: PromptHistory) -> str | None:
         """Return the reason, or None for a mean reward within the limits."""

@@ -52,8 +52,10 @@ def arguments_for(
     ]
     if missing:
         raise ConfigError(
-            f"the reward function {name_of(reward_fn)} needs {', '.join(missing)}; the prompts' "
-            f"columns are: {', '.join(sorted(columns)) or 'none'}"
+            f"the prompts have no column for the parameters {', '.join(missing)} of the reward "
+            f"function {name_of(reward_fn)}; their columns are: "
+            f"{', '.join(sorted(columns)) or 'none'}. Add the columns, or give the parameters "
+            "defaults"
         )
     return positional, {k: v for k, v in offered.items() if takes_all or k in named}
 

@@ -360,7 +360,8 @@ def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
         raise ConfigError(
             f"algorithm.loss.kl_coefficient={coefficients[0]} and "
             f"algorithm.reward_kl_coefficient={coefficients[1]} need the reference policy {path}, "
-            "which a run that began without a KL term does not have; start over with resume=never"
+            "which a run that began without a KL term does not have; set both to 0, or start over "
+            "with resume=never"
         )
     model = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
     if settings.trainer.strategy == "fsdp2":

@@ -333,8 +333,8 @@ class ProducerSettings(Settings):
         filters = self.drop_zero_variance or self.group_filters
         if self.max_refills is not None and not filters:
             raise ConfigError(
-                f"max_refills={self.max_refills} bounds the groups that drop_zero_variance and "
-                "group_filters replace; set drop_zero_variance=true, or leave max_refills out"
+                f"max_refills={self.max_refills} has no effect without a filter of groups; set "
+                "drop_zero_variance=true or group_filters, or leave max_refills out"
             )
 
 

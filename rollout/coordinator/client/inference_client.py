@@ -240,7 +240,9 @@ class InferenceClient(ClientControlCalls):
         if not self._loop.is_closed():
             if self.listener_task is not None:
                 self.listener_task.cancel()
-            error = ClientStateError("the client was stopped before the answer came")
+            error = ClientStateError(
+                "the client was stopped before this call was answered; start a new one"
+            )
             self._requests.fail(error, quietly=True)
             self._commands.fail(error)
         self._link.close("the client stops")

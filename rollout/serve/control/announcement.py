@@ -58,7 +58,7 @@ def tensor_metadata(
             "there must be one of each for every tensor"
         )
     if not names:
-        raise WeightUpdateError("no tensors were announced; name at least one")
+        raise WeightUpdateError("the update lists no tensors; name each tensor that it sends")
     announced = []
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
         dtype = _DTYPES.get(dtype_name.removeprefix("torch."))

@@ -226,7 +226,7 @@ class WeightTransfer:
                 self.leave(group.name)  # the size of the broadcasts is unknown
                 raise
         elif not group.announced:
-            raise WeightUpdateError("no tensors were announced; name at least one")
+            raise WeightUpdateError("the update lists no tensors; name each tensor that it sends")
         return group.announced
 
     def _discard(self, group: BroadcastGroup, chunks: Sequence[Chunk]) -> None:

@@ -83,7 +83,9 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
-                400, "continue_final_message needs add_generation_prompt=false", param="messages"
+                400,
+                "continue_final_message=true needs add_generation_prompt=false",
+                param="messages",
             )
         tools = [dict(tool) for tool in tools] if tools else None
         source = self.source_for(tools, template)

@@ -254,8 +254,8 @@ class WeightMirror:
                 changed = apply_link(self._tensors, link, description)
             except (IndexError, KeyError, RuntimeError) as error:
                 raise WeightUpdateError(
-                    f"the changes at {source.address!r} do not fit the weights that they build on: "
-                    f"{type(error).__name__}: {error}"
+                    f"the delta at {source.address!r} does not fit the weights that it builds on "
+                    f"({type(error).__name__}: {error}); push again: the next push is whole"
                 ) from error
             self._verify(description, changed)
         return dict(self._tensors)
