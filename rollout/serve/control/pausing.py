@@ -24,8 +24,7 @@ class PauseMode(enum.Enum):
     """The effect of a pause on running requests.
 
     KEEP: they freeze, and continue with their KV. RETRACT: they freeze, and are prefilled again.
-    ABORT: they are answered with their tokens so far. WAIT: the pause waits for their end. New
-    requests wait for the end of the pause.
+    ABORT: they are answered with their tokens so far. WAIT: the pause waits for their end.
     """
 
     KEEP = "keep"
