@@ -16,6 +16,7 @@ import rollout
 import trainer_hooks
 from docs.site_hooks import ROOT, about_fields, class_in, fields_table, on_page_markdown
 from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
+from rollout.apis.streaming import AsyncGeneration
 from rollout.control.commands import AsyncControlCalls, ControlCalls
 
 API_PAGE = ROOT / "docs" / "reference" / "api.md"
@@ -53,7 +54,8 @@ def test_the_page_of_the_api_has_every_public_method(llm: type) -> None:
     page = API_PAGE.read_text(encoding="utf-8")
     listed = re.search(rf"::: rollout\.{llm.__name__}\n.*members: \[(.*)\]", page)
     assert listed is not None
-    own = {name for kind in (llm, ControlCalls, AsyncControlCalls) for name in vars(kind)}
+    kinds = (llm, AsyncGeneration, ControlCalls, AsyncControlCalls)
+    own = {name for kind in kinds for name in vars(kind)}
     public = {name for name in own if hasattr(llm, name) and not name.startswith("_")}
     assert set(listed[1].split(", ")) == public
 
