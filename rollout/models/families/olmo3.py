@@ -1,4 +1,4 @@
-"""OLMo 3: as OLMo 2, with a window on three of every four layers and one rope per layer type.
+"""OLMo 3: as OLMo 2, with one RoPE per layer type and windows, by default on three of four layers.
 
 Used by registry.py.
 """
