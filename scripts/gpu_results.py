@@ -23,7 +23,7 @@ FILES = (
     *("gpu.json", "gpu.md", "gpu-kernels.md"),
 )
 NUM_FAILURES = 3  # of a part that are printed; tests.jsonl has all
-# A caller sees the last 12,000 characters: a tenth for the lines of parts that end, then the summary.
+# A caller sees the last 12,000 characters: the lines of ended parts in a tenth, then the summary.
 SUMMARY_CHARACTERS = 10_800
 LOG_BYTES = 1 << 20  # kept of a part's log: its end
 # All failures share so many characters, each at most its widths.
