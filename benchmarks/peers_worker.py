@@ -6,6 +6,8 @@ process runs in the engine's own environment, so this module needs only the stan
 NumPy. Anything that the engine prints goes to stderr, which the parent writes to a log file.
 serving_processes.py uses `process_seconds`.
 
+Each kind of request, and its reply:
+
     {"method": "convert", "model": FOLDER, "target": FOLDER, "precision": "float32"}   {}
     {"method": "load", "model": FOLDER, "precision": "float32", "num_threads": 1}      {}
     {"method": "generate", "workload": {...}, "seed": 0}   {"tokens": [[...], ...],

@@ -53,7 +53,7 @@ class WeightTable:
     unserved: tuple[str, ...]
 
     def is_passed_over(self, name: str) -> bool:
-        """Return whether the model computes the tensor `name` itself or does not use it."""
+        """Return whether a tensor `name` is ignored: the model computes it or does not use it."""
         return name.endswith(_COMPUTED_SUFFIX) or name.startswith(self.unserved)
 
     def addresses(self) -> dict[str, int]:

@@ -32,7 +32,7 @@ def prompts(
     reasoning-gym draws item i of a dataset with seed s from seed s + i, so datasets with nearby
     seeds share items. Therefore all runs share one dataset, and each part of each run gets its own
     range of indices. The first items are held out for evaluation; training and warm-up never get
-    the same letters, in any order.
+    the letters of a held-out item, in any order.
     """
     items = ReasoningGymPrompts(
         "palindrome_generation",
