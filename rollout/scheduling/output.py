@@ -23,9 +23,9 @@ class SchedulerOutput:
 
     The other fields are ids of requests.
     admitted: requests that got a row, in the scheduler's order.
-    paused: requests that keep their blocks and wait, because no block is free for the next token.
+    paused: requests that keep their blocks and wait, because free blocks ran out.
     resumed: requests that continue after a pause.
-    preempted: requests that lost their blocks and are queued again.
+    preempted: requests that lost their blocks and are queued again, mostly the newest first.
     """
 
     plan: StepPlan | None
