@@ -1,10 +1,12 @@
-"""Trained tokens per second on long-tailed rollouts: fixed rows, a budget of tokens, packing.
+"""Compare three ways to cut long-tailed rollouts into micro-batches, by trained tokens per second.
 
     python benchmarks/packing.py            # two minutes
     python benchmarks/packing.py --small    # seconds: shows that it runs, not how well
 
-The gradient of the same batch three ways, in CPU time, in interleaved rounds; ratios are taken
-within a round. Writes a Markdown page and a JSON file.
+The ways are a fixed number of rollouts, a budget of padded tokens, and the same budget of packed
+tokens. Each round computes the gradient of one batch in all three ways and measures CPU time;
+speedups are ratios within a round. Writes a Markdown page and a JSON file to benchmarks/results,
+or to the folder of --output.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ VOCABULARY = 4096
 
 
 def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
-    """Lognormal completions, cut at `limit`, in the order in which they were drawn."""
+    """Return random rollouts with completions of lognormal lengths, cut at `limit`, unsorted."""
     rng = np.random.default_rng(0)
     new = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_rollouts)).astype(int)
     new_B = torch.from_numpy(new.clip(1, limit))
@@ -65,7 +67,7 @@ def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
 
 
 def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each way in each round."""
+    """Return the CPU seconds of each way in each round, without the warm-up round."""
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -118,7 +120,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was found."""
+    """Measure, print the page and write both files. Returns the content of the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch")

@@ -68,9 +68,11 @@ _OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environm
 
 
 class Task:
-    """The data of a job. The tokenizer is one of transformers.
+    """The data of a job.
 
-    `held_out`: prompts that are never trained on; empty if the settings ask for none.
+    `tokenizer`: a tokenizer of transformers.
+    `held_out`: prompts for evaluation, empty if the settings ask for none. They are not trained on,
+    except for training prompts that `data.held_out_path` repeats; a warning counts those.
     `reward`: scores completions; close it at the end to end its processes. None if only the
     environment gives rewards. `rollout_fn`: the environment, or None; close it as well.
     `num_skipped_rows`: bad rows of files and datasets that are left out.
