@@ -21,9 +21,10 @@ Check = Callable[[nn.Module, torch.device], str | None]
 # With the same shapes the numbers are the same, up to how many tokens an expert has: small models
 # of 25 families are at most 1e-13 apart. Those of gpt_oss, opt, falcon, bloom, mpt, minimax and
 # nemotron_h, which mix packed rollouts, are 1e-6 to 1 apart. With other shapes right models differ
-# by 1e-13 in float32 and 3e-5 in bfloat16, and more in deeper models.
+# by 1e-13 in float32 and 3e-5 in bfloat16, and deeper ones by more: SmolLM2, 30 layers, in bfloat16
+# by 0.06 on a few ids in turn, and by as much from itself in float32.
 MAX_NATS_SAME_SHAPES = {4: 1e-9, 2: 1e-3}
-MAX_NATS_OTHER_SHAPES = {4: 1e-3, 2: 0.05}
+MAX_NATS_OTHER_SHAPES = {4: 1e-3, 2: 0.3}
 _NUM_REMEMBERED = 32
 
 
