@@ -60,10 +60,14 @@ def both_ways(policy: Any, temperature: float = 1.0) -> list[tuple[torch.Tensor,
 def assert_same_values(
     by_tree: tuple[torch.Tensor, ...], plain: tuple[torch.Tensor, ...]
 ) -> None:
-    """Each tensor within 1e-4 of its greatest value, which float32 sums in another order keep."""
+    """Within 1e-4 of the greatest value or gradient, which float32 sums in another order keep.
+
+    A gradient may be 0 but for rounding, such as that of the bias of a key.
+    """
     assert len(by_tree) == len(plain)
-    for own, other in zip(by_tree, plain, strict=True):
-        assert (own - other).abs().max() <= 1e-4 * other.abs().max() + 1e-6
+    greatest = max(float(gradient.abs().max()) for gradient in plain[2:])
+    for own, other, scale in zip(by_tree, plain, (1.0, 1.0, *[greatest] * 99), strict=False):
+        assert (own - other).abs().max() <= 1e-4 * scale
 
 
 @pytest.mark.parametrize("family", FAMILIES)
