@@ -33,7 +33,6 @@ from trainer_hooks.checkpoint import (
 )
 from trainer_hooks.collate import RolloutBatch, collate_rollouts
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.guarded_step import GuardedStep, NonFiniteGradientError, clip_gradients
 from trainer_hooks.losses import (
     OffPolicyCorrection,
     PolicyLossConfig,
@@ -51,16 +50,8 @@ from trainer_hooks.losses.advantages import (
     reinforce_plus_plus_advantages,
 )
 from trainer_hooks.losses.logprobs import head_logits, token_entropies, token_logprobs
-from trainer_hooks.losses.reference import ReferencePolicy, ReferenceSettings
 from trainer_hooks.losses.replay_routing import replay_routing
 from trainer_hooks.metrics import MetricsLogger
-from trainer_hooks.micro_batches import (
-    UpdateSettings,
-    accumulate_gradients,
-    compute_logprobs,
-    split_micro_batches,
-    update_policy,
-)
 from trainer_hooks.phase import GenerationPhase, generation_phase
 from trainer_hooks.producer import (
     AsyncRolloutProducer,
@@ -75,6 +66,15 @@ from trainer_hooks.prompts.history import PromptHistory
 from trainer_hooks.prompts.ledger import PromptItem, PromptLedger
 from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.rollouts import Rollout
+from trainer_hooks.update.guarded_step import GuardedStep, NonFiniteGradientError, clip_gradients
+from trainer_hooks.update.micro_batches import (
+    UpdateSettings,
+    accumulate_gradients,
+    compute_logprobs,
+    split_micro_batches,
+    update_policy,
+)
+from trainer_hooks.update.reference import ReferencePolicy, ReferenceSettings
 from trainer_hooks.weight_sync import (
     CheckpointWeightSync,
     CollectiveWeightSync,

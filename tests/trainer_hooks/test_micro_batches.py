@@ -19,8 +19,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import PolicyLossConfig, Rollout, RolloutBatch, collate_rollouts, policy_loss
 from trainer_hooks.losses.logprobs import token_logprobs
-from trainer_hooks.losses.reference import ReferencePolicy
-from trainer_hooks.micro_batches import (
+from trainer_hooks.update.micro_batches import (
     UpdateSettings,
     accumulate_gradients,
     compute_logprobs,
@@ -28,6 +27,7 @@ from trainer_hooks.micro_batches import (
     split_micro_batches,
     update_policy,
 )
+from trainer_hooks.update.reference import ReferencePolicy
 
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
 

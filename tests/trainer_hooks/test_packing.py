@@ -14,8 +14,8 @@ from rollout.errors import ConfigError
 from tests.tiny_models import randomize, tiny_model
 from tests.trainer_hooks.test_micro_batches import columns_of, random_batch
 from trainer_hooks import PolicyLossConfig, UpdateSettings, accumulate_gradients, update_policy
-from trainer_hooks.micro_batches import compute_logprobs
-from trainer_hooks.packing import require_separate_rollouts
+from trainer_hooks.update.micro_batches import compute_logprobs
+from trainer_hooks.update.packing import require_separate_rollouts
 
 PACKED = UpdateSettings(is_packed=True)
 PADDED = UpdateSettings()

@@ -16,7 +16,6 @@ from rich.syntax import Syntax
 from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
 from trainer_hooks.environments import EnvironmentFailed
-from trainer_hooks.guarded_step import NonFiniteGradientError
 from trainer_hooks.rewards import RewardFunctionError
 from trainer_hooks.train.config_loading import (
     as_plain,
@@ -25,6 +24,7 @@ from trainer_hooks.train.config_loading import (
     load_dataclass,
     unknown_key_error,
 )
+from trainer_hooks.update.guarded_step import NonFiniteGradientError
 
 # What ends a job with its message: for any other exception Hydra prints a traceback below it.
 _FAULTS = (ConfigError, EnvironmentFailed, NonFiniteGradientError, RewardFunctionError)

@@ -24,7 +24,6 @@ from rollout.ranges import (
 )
 from rollout.sampling_params import TrainedTemperature
 from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
-from trainer_hooks.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 from trainer_hooks.losses import POLICY_LOSS_KINDS
 from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.train.config_loading import load_dataclass
@@ -42,6 +41,7 @@ from trainer_hooks.train.settings import (
     WeightSyncSettings,
 )
 from trainer_hooks.train.task import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
+from trainer_hooks.update.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 
 # A link to conf/ in a checkout, a folder in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"

@@ -35,12 +35,12 @@ from trainer_hooks import (
     token_rewards,
 )
 from trainer_hooks.checkpoint import read_own_state
-from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.train.adapter import load_adapter
 from trainer_hooks.train.critic import Columns, Critic
 from trainer_hooks.train.import_paths import import_object
 from trainer_hooks.train.job import AlgorithmSettings, JobSettings, TrainerSettings
 from trainer_hooks.train.settings import ModelSettings
+from trainer_hooks.update.guarded_step import GuardedStep
 from trainer_hooks.weight_sync.fsdp2 import WholeOptimizer, savable, shard
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 

@@ -19,11 +19,11 @@ from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from rollout.text import as_tokenizer, encode_prompt
 from trainer_hooks.evaluate import evaluate
-from trainer_hooks.guarded_step import GuardedStep
 from trainer_hooks.phase import generation_phase
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.train.settings import WarmupSettings
 from trainer_hooks.train.task import Task
+from trainer_hooks.update.guarded_step import GuardedStep
 from trainer_hooks.weight_sync import WeightSync
 
 IGNORED = -100

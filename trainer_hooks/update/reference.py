@@ -15,7 +15,7 @@ from rollout.errors import ConfigError
 from rollout.keyword_hints import refuses_with_hints
 from rollout.ranges import PositiveFraction, PositiveInt, check_fields
 from trainer_hooks.collate import RolloutBatch
-from trainer_hooks.micro_batches import UpdateSettings, compute_logprobs
+from trainer_hooks.update.micro_batches import UpdateSettings, compute_logprobs
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 # Keywords of TRL, and what they are called here.

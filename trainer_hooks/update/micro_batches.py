@@ -19,17 +19,17 @@ from rollout.keyword_hints import refuses_with_hints
 from rollout.ranges import PositiveFloat, PositiveInt, check_fields
 from rollout.sampling_params import TrainedTemperature
 from trainer_hooks.collate import RolloutBatch
-from trainer_hooks.guarded_step import (
-    DEFAULT_MAX_SKIPPED_STEPS,
-    GuardedStep,
-    MaxSkippedSteps,
-)
 from trainer_hooks.losses import PolicyLossConfig, policy_loss
 from trainer_hooks.losses.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.replay_routing import replay_routing
 from trainer_hooks.losses.terms import aggregation_denominator
-from trainer_hooks.packing import require_separate_rollouts
+from trainer_hooks.update.guarded_step import (
+    DEFAULT_MAX_SKIPPED_STEPS,
+    GuardedStep,
+    MaxSkippedSteps,
+)
+from trainer_hooks.update.packing import require_separate_rollouts
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 # Keywords of TRL, verl and OpenRLHF, and what they are called here.
