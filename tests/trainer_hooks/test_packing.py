@@ -17,8 +17,8 @@ from trainer_hooks import PolicyLossConfig, UpdateSettings, accumulate_gradients
 from trainer_hooks.update.micro_batches import compute_logprobs
 from trainer_hooks.update.packing import require_separate_rollouts
 
-PACKED = UpdateSettings(is_packed=True)
-PADDED = UpdateSettings()
+PACKED = UpdateSettings(is_packed=True, share_prefixes=False)
+PADDED = UpdateSettings(share_prefixes=False)
 
 
 def gpt_oss() -> Any:

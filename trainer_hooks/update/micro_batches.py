@@ -6,10 +6,12 @@ rows without padding.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,7 +32,17 @@ from trainer_hooks.update.guarded_step import (
     MaxSkippedSteps,
 )
 from trainer_hooks.update.packing import require_separate_rollouts
+from trainer_hooks.update.token_tree import contiguous_parts, split_into_trees
+from trainer_hooks.update.tree_pass import (
+    max_depth,
+    pair_cost,
+    rows_before_last,
+    tree_fault,
+    tree_logprobs,
+)
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
+
+logger = logging.getLogger(__name__)
 
 # Keywords of TRL, verl and OpenRLHF, and what they are called here.
 UPDATE_HINTS = {
@@ -40,6 +52,7 @@ UPDATE_HINTS = {
     **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"), "max_tokens"),
     **dict.fromkeys(("micro_batch_size", "max_tokens_per_forward"), "max_tokens, of a pass"),
     **dict.fromkeys(("use_remove_padding", "packing"), "is_packed"),
+    **dict.fromkeys(("use_prefix_grouper", "enable_tree_training"), "share_prefixes"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
 }
 
@@ -52,8 +65,13 @@ class UpdateSettings:
     `num_iterations`: passes over the batch. `num_minibatches`: optimizer steps of a pass, on random
     parts of it. `max_tokens`: of a forward pass, padding included where there is any; None takes a
     minibatch at once. `is_packed`: rollouts lie one behind the other in a single row, for models
-    that tell sequences by their position ids; others are refused at the first pass. `temperature`:
-    of the logits. `max_grad_norm`: gradients are scaled to it. `max_skipped_steps`: so many steps
+    that tell sequences by their position ids; others are refused at the first pass.
+    `share_prefixes`: what rows begin with in common, the prompt of a group and a system prompt, is
+    computed once, and logits of trained tokens alone, a few at a time; `max_tokens` then bounds the
+    tokens that are computed. Gradients are those of the plain passes, up to rounding. Models for
+    which they would not be (`tree_fault`), routing replay, and rows beyond a model's sliding window
+    take the plain passes, packed or padded.
+    `temperature`: of the logits. `max_grad_norm`: gradients are scaled to it. `max_skipped_steps`: so many steps
     in a row whose gradient is not finite are an error (`GuardedStep`).
     `replay_routing`: passes use the experts that the rollouts were computed with (`replay_routing`,
     of a batch that was collated with routing=True).
@@ -63,6 +81,7 @@ class UpdateSettings:
     num_minibatches: PositiveInt = 1
     max_tokens: PositiveInt | None = None
     is_packed: bool = False
+    share_prefixes: bool = True
     temperature: TrainedTemperature = 1.0
     max_grad_norm: PositiveFloat = 1.0
     max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
@@ -128,18 +147,94 @@ def split_among_ranks(
         rows = torch.tensor(sorted(own), dtype=torch.long)
         parts = split_micro_batches(lengths_B[rows], settings.max_tokens, settings.is_packed)
         passes.append([rows[part] for part in parts])
+    return _filled(passes)
+
+
+Way = Literal["trees", "packed", "padded"]
+
+
+def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings) -> Way:
+    """Return how the passes on `batch` go.
+
+    Raises ConfigError where `is_packed` would let rollouts attend to each other.
+    """
+    reason = _reason_against_trees(policy, batch, settings)
+    if reason is None:
+        return "trees"
+    if settings.share_prefixes:
+        _log_once(type(policy).__name__, reason)
+    if settings.is_packed:
+        require_separate_rollouts(policy, batch.tokens_BT.device)
+        return "packed"
+    return "padded"
+
+
+def _reason_against_trees(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> str | None:
+    if not settings.share_prefixes:
+        return "share_prefixes=False"
+    if settings.replay_routing:
+        return "rows that share a prompt have routed it each in its own way"
+    if not bool(batch.mask_BT.any()):
+        return "no token is trained"
+    if (fault := tree_fault(policy, batch.tokens_BT.device)) is not None:
+        return fault
+    window = max_depth(policy)
+    if window is not None and int(batch.lengths_B.max()) > window:
+        return f"a rollout is longer than the model's window of {window} tokens"
+    return None
+
+
+@lru_cache(64)
+def _log_once(model: str, reason: str) -> None:
+    logger.info("%s computes each row whole, shared prefixes as well: %s", model, reason)
+
+
+def _split(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    way: Way,
+    num_ranks: int,
+) -> list[list[torch.Tensor]]:
+    """Row indices of the passes of each rank; as many passes for each, the last ones empty."""
+    if way != "trees":
+        return split_among_ranks(batch.lengths_B, settings, num_ranks)
+    rows = rows_before_last(batch.tokens_BT, batch.mask_BT)
+    trained = [index for index, row in enumerate(rows) if row]
+    longest = max(len(rows[index]) for index in trained)
+    if settings.max_tokens is not None and longest > settings.max_tokens:
+        raise ConfigError(
+            f"max_tokens={settings.max_tokens} is less than the {longest} tokens of a rollout"
+        )
+    cost = pair_cost(policy)
+    passes = []
+    for own in contiguous_parts([rows[index] for index in trained], num_ranks):
+        indices = [trained[index] for index in own]
+        trees = split_into_trees([rows[index] for index in indices], settings.max_tokens, cost)
+        passes.append([torch.tensor([indices[i] for i in tree]) for tree in trees])
+    return _filled(passes)
+
+
+def _filled(passes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Return the passes of each rank, with empty ones up to the number of those that have most."""
     most = max(map(len, passes))
     return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
 
 
 def _passes(
-    batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    ranks: TrainerRanks,
+    way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
-    """The rows of each pass of this rank, their batch, and whether they are its own.
+    """Yield the rows of each pass of this rank, their batch, and whether they are its own.
 
     A pass without a row computes the shortest one, of which nothing is trained on.
     """
-    for rows in split_among_ranks(batch.lengths_B, settings, ranks.size)[ranks.rank]:
+    for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
             yield rows, batch.select(rows), True
         else:
@@ -151,7 +246,7 @@ def _passes(
 def _forward(
     policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and tokens of one forward pass, [B, T, ...]; packed, of one row of N tokens."""
+    """Return logits and tokens of one forward pass, [B, T, ...]; packed, of one row of N tokens."""
     if not is_packed:
         # Padding is on the right, where no token of a causal model attends to it.
         return policy(input_ids=batch.tokens_BT).logits, batch.tokens_BT
@@ -162,15 +257,8 @@ def _forward(
     return output.logits, tokens_1N
 
 
-def _check_packing(
-    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
-) -> None:
-    if settings.is_packed:
-        require_separate_rollouts(policy, batch.tokens_BT.device)
-
-
 def _replayed(
-    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings, way: Way
 ) -> AbstractContextManager[None]:
     """Around the passes on this batch, forward and backward."""
     if not settings.replay_routing:
@@ -185,18 +273,42 @@ def _replayed(
     if batch.routing_BTLK is None:  # every rollout failed before a pass of the engine
         return nullcontext()
     is_token_BT = batch.attention_mask_BT
-    routing = batch.routing_BTLK[is_token_BT][None] if settings.is_packed else batch.routing_BTLK
+    routing = batch.routing_BTLK[is_token_BT][None] if way == "packed" else batch.routing_BTLK
     return replay_routing(policy, routing)
 
 
-def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> torch.Tensor:
-    """A column of the forward pass as [B, T]."""
-    if not is_packed:
-        return values
+def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    """Return a column of a packed pass as [B, T]."""
     is_token_BT = batch.attention_mask_BT
     values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
     # The end of the rollout before it has scored a rollout's first token.
     return values_BT.masked_fill(batch.position_ids_BT == 0, 0.0)
+
+
+def _logprobs_and_entropies(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    way: Way,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return those of one pass, [B, T] each; by trees, 0 where no token is trained.
+
+    `entropy_gradient`: a plain pass then keeps another tensor of the logits' size until its
+    backward pass.
+    """
+    if way == "trees" and bool(batch.mask_BT.any()):
+        assert isinstance(policy, nn.Module), "other policies have no trees"
+        return tree_logprobs(policy, batch.tokens_BT, batch.mask_BT, settings.temperature)
+    logits, tokens = _forward(policy, batch, is_packed=way == "packed")
+    if entropy_gradient:
+        columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
+    else:
+        logprobs = token_logprobs(logits, tokens, settings.temperature)
+        columns = logprobs, token_entropies(logits, settings.temperature)
+    if way != "packed":
+        return columns
+    return _unpacked(columns[0], batch), _unpacked(columns[1], batch)
 
 
 @torch.no_grad()
@@ -206,21 +318,20 @@ def compute_logprobs(
     settings: UpdateSettings,
     ranks: TrainerRanks = ALONE,
 ) -> torch.Tensor:
-    """Log-probs [B, T] without a gradient: of a reference, or of the policy before an update.
+    """Return log-probs [B, T] without a gradient, 0 where `mask_BT` is False.
 
-    All `ranks` call it with the same batch, and each gets those of all rows.
+    They are of a reference, or of the policy before an update. All `ranks` call it with the same
+    batch, and each gets those of all rows.
     Raises ConfigError where `is_packed` would let rollouts attend to each other.
     """
-    _check_packing(policy, batch, settings)
+    way = _way_of(policy, batch, settings)
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
-    for rows, part, is_own in _passes(batch, settings, ranks):
-        with _replayed(policy, part, settings):
-            logits, tokens = _forward(policy, part, settings.is_packed)
-        values = token_logprobs(logits, tokens, settings.temperature)
-        own_BT = _unpacked(values, part, settings.is_packed)
+    for rows, part, is_own in _passes(policy, batch, settings, ranks, way):
+        with _replayed(policy, part, settings, way):
+            own_BT, _ = _logprobs_and_entropies(policy, part, settings, way, entropy_gradient=False)
         if is_own:
             logprobs_BT[rows, : part.tokens_BT.shape[1]] = own_BT
-    return ranks.sum(logprobs_BT)
+    return ranks.sum(logprobs_BT).masked_fill(~batch.mask_BT, 0.0)
 
 
 def accumulate_gradients(
@@ -239,16 +350,19 @@ def accumulate_gradients(
     batch is the mean of theirs, which FSDP and DDP take.
     Raises ConfigError where `is_packed` would let rollouts attend to each other.
     """
-    _check_packing(policy, batch, settings)
+    way = _way_of(policy, batch, settings)
     rollout_tokens_B = batch.rollout_tokens_B
     denominator = float(
         aggregation_denominator(batch.mask_BT, config.resolved_aggregation, rollout_tokens_B)
     )
+    entropy_gradient = config.entropy_coefficient > 0.0
     reports = []
-    for rows, part, _ in _passes(batch, settings, ranks):
+    for rows, part, _ in _passes(policy, batch, settings, ranks, way):
         own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
-        with _replayed(policy, part, settings):
-            logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
+        with _replayed(policy, part, settings, way):  # backward as well: layers may run again
+            logprobs_BT, entropies_BT = _logprobs_and_entropies(
+                policy, part, settings, way, entropy_gradient
+            )
             loss, metrics = policy_loss(
                 logprobs_BT,
                 part.behaviour_logprobs_BT,
@@ -265,24 +379,6 @@ def accumulate_gradients(
             (loss * ranks.size).backward()
         reports.append((metrics, int(part.mask_BT.sum())))
     return merged_metrics(ranks.gather(reports))
-
-
-def _logprobs_and_entropies(
-    policy: Callable[..., Any],
-    batch: RolloutBatch,
-    config: PolicyLossConfig,
-    settings: UpdateSettings,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one forward pass, [B, T] each. Entropies have a gradient if there is a bonus for them:
-    it keeps another tensor of the logits' size until the backward pass."""
-    logits, tokens = _forward(policy, batch, settings.is_packed)
-    if config.entropy_coefficient > 0.0:
-        columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
-    else:
-        logprobs = token_logprobs(logits, tokens, settings.temperature)
-        columns = logprobs, token_entropies(logits, settings.temperature)
-    logprobs_BT, entropies_BT = (_unpacked(each, batch, settings.is_packed) for each in columns)
-    return logprobs_BT, entropies_BT
 
 
 def update_policy(

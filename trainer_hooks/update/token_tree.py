@@ -101,6 +101,24 @@ def split_into_trees(
     return trees
 
 
+def contiguous_parts(rows: Sequence[Sequence[int]], num_parts: int) -> list[list[int]]:
+    """Return the row indices of parts with about as many nodes each, cut from the sorted rows.
+
+    Rows with a common prefix stay together where that is even. A part may be empty.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    order = sorted(range(len(rows)), key=lambda index: rows[index])
+    before: Sequence[int] = ()
+    ends = []
+    for index in order:
+        num_new = len(rows[index]) - common_prefix(before, rows[index])
+        ends.append((ends[-1] if ends else 0) + num_new)
+        before = rows[index]
+    for index, end in zip(order, ends, strict=True):
+        parts[(end - 1) * num_parts // ends[-1] if end else 0].append(index)
+    return parts
+
+
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens `first` and `second` begin with in common."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):

@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_hooks.update.token_tree import TokenTree, common_prefix, split_into_trees
+from trainer_hooks.update.token_tree import (
+    TokenTree,
+    common_prefix,
+    contiguous_parts,
+    split_into_trees,
+)
 
 # Few token ids, so that rows share prefixes.
 row_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
@@ -73,3 +78,20 @@ def test_common_prefix_is_the_longest_that_both_begin_with(
     length = common_prefix(first, second)
     assert first[:length] == second[:length]
     assert first[: length + 1] != second[: length + 1] or length in (len(first), len(second))
+
+
+@given(row_lists, st.integers(1, 5))
+def test_contiguous_parts_hold_every_row_in_sorted_order(
+    rows: list[list[int]], num_parts: int
+) -> None:
+    parts = contiguous_parts(rows, num_parts)
+    assert len(parts) == num_parts
+    order = [index for part in parts for index in part]
+    assert sorted(order) == list(range(len(rows)))
+    assert [rows[index] for index in order] == sorted(rows)
+
+
+def test_contiguous_parts_of_two_groups_are_the_groups() -> None:
+    first = [[1, 2, 3, 4, 5, 6, 7, tail] for tail in range(4)]
+    second = [[9, 2, 3, 4, 5, 6, 7, tail] for tail in range(4)]
+    assert contiguous_parts([*first, *second], 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -52,14 +52,16 @@ def both_ways(policy: Any, temperature: float = 1.0) -> list[tuple[torch.Tensor,
         (logprobs_BT * weights_BT)[mask_BT].sum().backward()
         grads = (each.grad for each in policy.parameters() if each.grad is not None)
         results.append(
-            (logprobs_BT[mask_BT].detach(), entropies_BT[mask_BT].detach(), *map(torch.clone, grads))
+            (
+                logprobs_BT[mask_BT].detach(),
+                entropies_BT[mask_BT].detach(),
+                *map(torch.clone, grads),
+            )
         )
     return results
 
 
-def assert_same_values(
-    by_tree: tuple[torch.Tensor, ...], plain: tuple[torch.Tensor, ...]
-) -> None:
+def assert_same_values(by_tree: tuple[torch.Tensor, ...], plain: tuple[torch.Tensor, ...]) -> None:
     """Within 1e-4 of the greatest value or gradient, which float32 sums in another order keep.
 
     A gradient may be 0 but for rounding, such as that of the bias of a key.
