@@ -52,6 +52,17 @@ def head_logprobs(
     return log_probs_M, entropies_R
 
 
+def logits_logprobs(
+    logits_RV: Tensor, rows_M: Tensor, tokens_M: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return what `head_logprobs` returns, from logits that are there already."""
+    logits_RV = logits_RV.float() / temperature
+    logits_RV = logits_RV.clamp(min=torch.finfo(torch.float32).min)  # of excluded tokens
+    normalizers_R = logits_RV.logsumexp(dim=-1)
+    expected_R = torch.linalg.vecdot(logits_RV.softmax(dim=-1), logits_RV)
+    return logits_RV[rows_M, tokens_M] - normalizers_R[rows_M], normalizers_R - expected_R
+
+
 class _HeadLogprobs(torch.autograd.Function):
     """The logits are computed again for the backward pass, chunk by chunk."""
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from trainer_hooks.losses.head_logprobs import Head, head_logprobs
+from trainer_hooks.losses.head_logprobs import Head, head_logprobs, logits_logprobs
 from trainer_hooks.update.model_checks import (
     MAX_NATS_OTHER_SHAPES,
     MAX_NATS_SAME_SHAPES,
@@ -41,13 +42,21 @@ def tree_logprobs(
     order_M = index_M.argsort(stable=True)
     nodes_R, index_M = nodes_R.to(device), index_M[order_M].to(device)
     where = rows_M[order_M].to(device), columns_M[order_M].to(device)
-    body, head = model_parts(policy)
-    hidden_NE = body(**_inputs(policy, tree, device)).last_hidden_state[0]
-    logprobs_M, entropies_R = head_logprobs(
-        hidden_NE[nodes_R], head, index_M, tokens_BT[where], temperature
-    )
+    inputs, pairs = _inputs(policy, tree, device), (index_M, tokens_BT[where], temperature)
+    if _is_sharded(policy):
+        logits_RV = policy(**inputs, logits_to_keep=nodes_R).logits[0]
+        logprobs_M, entropies_R = logits_logprobs(logits_RV, *pairs)
+    else:
+        body, head = model_parts(policy)
+        hidden_NE = body(**inputs).last_hidden_state[0]
+        logprobs_M, entropies_R = head_logprobs(hidden_NE[nodes_R], head, *pairs)
     zeros_BT = torch.zeros(tokens_BT.shape, device=device)
     return zeros_BT.index_put(where, logprobs_M), zeros_BT.index_put(where, entropies_R[index_M])
+
+
+def _is_sharded(policy: nn.Module) -> bool:
+    """Return whether FSDP2 shards the weights: it gathers them in the whole model's pass only."""
+    return any(isinstance(weight, DTensor) for weight in policy.parameters())
 
 
 def rows_before_last(tokens_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
@@ -144,6 +153,9 @@ def _compare(policy: nn.Module, device: torch.device) -> str | None:
 def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device) -> Tensor:
     """Return the logits of the last row's tokens [T, V], by the way that `tree_logprobs` goes."""
     tree = TokenTree.of(rows)
+    inputs, nodes_T = _inputs(policy, tree, device), tree.nodes_BT[-1].to(device)
+    if _is_sharded(policy):
+        logits_TV: Tensor = policy(**inputs, logits_to_keep=nodes_T).logits[0]
+        return logits_TV
     body, head = model_parts(policy)
-    hidden_NE = body(**_inputs(policy, tree, device)).last_hidden_state[0]
-    return head.logits(hidden_NE[tree.nodes_BT[-1]])
+    return head.logits(body(**inputs).last_hidden_state[0, nodes_T])
