@@ -26,13 +26,14 @@ from benchmarks.coordinator_load import (
     registration,
 )
 from rollout.coordinator.client.pending_requests import ACKNOWLEDGE_WITHIN_S, MAX_UNACKNOWLEDGED
-from rollout.coordinator.net.router import RouterSocket
+from rollout.coordinator.net.sockets import RouterSocket
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     Connect,
     ConnectAck,
     EngineReply,
+    Headers,
     RegisterAck,
     Sample,
     SubmitRequest,

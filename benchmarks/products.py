@@ -50,7 +50,7 @@ class Contest:
         self._handles = {
             name: [LinearHandle(weight, None, [product]) for weight in weights]
             for name, product in self.products.items()
-            if product.packs or name == "plain"
+            if product.layout is not None or name == "plain"
         }
         self.weights = weights
 
@@ -73,7 +73,7 @@ class Contest:
 
     def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
         spent: dict[str, float] = {}
-        handles = self._handles[product.name if product.packs else "plain"]
+        handles = self._handles[product.name if product.layout is not None else "plain"]
         for weight, handle in zip(self.weights, handles, strict=True):
             if product.suits(weight):
                 start = time.thread_time()

@@ -1,10 +1,13 @@
-"""A rollout engine that lives inside a reinforcement-learning job for language models."""
+"""A rollout engine that runs inside a reinforcement-learning job for language models.
+
+The names that users import. Each is loaded at its first use.
+"""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
-# Module -> the names that it gives to this package. The stub beside this file has the same.
+# Module -> its names in this package. The stub beside this file has the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM",
     "rollout.apis.arguments": "RolloutGroup",

@@ -1,4 +1,7 @@
-"""Host names and TCP addresses: resolving, formatting, and which address others dial."""
+"""Host names and TCP addresses: resolves and formats them, and finds the address that others dial.
+
+Used by the coordinator, weight transports and launchers.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,39 @@ LOOPBACK = "127.0.0.1"
 
 
 def resolve_host(host: str) -> str:
-    """The IP address of a name or address; one of version 4 if there are several.
+    """Return the IP address of a host name or address, an IPv4 address if there are several.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown name.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as fault:
         raise ConfigError(
-            f"host={host!r} is no IP address and no name that is known here: {fault}"
+            f"host={host!r} is neither an IP address nor a known host name: {fault}"
         ) from fault
     addresses = {family: str(place[0]) for family, _, _, _, place in reversed(found)}
     return addresses.get(socket.AF_INET) or next(iter(addresses.values()))
 
 
 def listening_host(host: str | None, port: int | None) -> str | None:
-    """Return the host at which a coordinator listens: the given one, loopback if there is only a
-    port, or None, without both, for a socket that only this user can reach."""
+    """Return the host at which a coordinator listens.
+
+    It is the given host, loopback if only a port is given, or None without both: a Unix socket that
+    only this user can reach.
+    """
     return LOOPBACK if host is None and port is not None else host
 
 
 def tcp_address(host: str, port: int | str) -> str:
+    """Return tcp://HOST:PORT, with an IPv6 address in brackets."""
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def advertised_host(bound: str, advertise_host: str | None) -> str:
-    """Return the host that others dial: without another one, loopback where all interfaces are
-    bound."""
+    """Return the host that others dial to reach a socket bound to the address `bound`.
+
+    It is `advertise_host` if given, loopback if all interfaces are bound, else `bound`.
+    """
     if advertise_host is not None:
         return advertise_host
     address = ipaddress.ip_address(bound)
@@ -47,8 +56,11 @@ def advertised_host(bound: str, advertise_host: str | None) -> str:
 
 
 def own_host(host: str | None, advertise_host: str | None) -> str:
-    """The host at which others reach this machine, where they dial a coordinator on it that listens
-    at `host`; the loopback without one."""
+    """Return the host at which others reach this machine, whose coordinator listens at `host`.
+
+    `host` None: no coordinator listens on TCP. The host is loopback then, unless `advertise_host`
+    is given.
+    """
     if host is None or advertise_host is not None:
         return advertise_host or LOOPBACK
     try:
@@ -58,8 +70,10 @@ def own_host(host: str | None, advertise_host: str | None) -> str:
 
 
 def host_towards(address: str) -> str:
-    """The address of this machine on its way to tcp://HOST:PORT; the loopback's for any other
-    address, and where there is no way."""
+    """Return this machine's address on the route to tcp://HOST:PORT.
+
+    It is loopback for any other kind of address, and if there is no route.
+    """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://"):
         return LOOPBACK

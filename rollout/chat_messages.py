@@ -1,4 +1,7 @@
-"""Chat messages as templates expect them, whoever sent or stored them."""
+"""plain_message: a chat message of any client or data set in the form that chat templates expect.
+
+Used by the chat API, by prompts from files and by chat environments.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ _MAX_SHOWN = 60  # characters of a refused value
 def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> dict[str, Any]:
     """Return a message as chat templates expect it.
 
-    Keys that are null are left out, parts of text become one text, and arguments of tool calls that
-    are the JSON of an object become the object. reads_parts: parts stay, for a template that reads
-    them. Raises ValueError, whose text says what is wrong with the message.
+    Null values are left out, content in parts becomes one text, and a tool call's arguments in JSON
+    become the object. reads_parts: parts stay, because the template reads them. Raises ValueError
+    that describes the fault.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
@@ -25,7 +28,7 @@ def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> d
         plain["content"] = content if reads_parts else text
     elif content is not None and not isinstance(content, str):
         raise ValueError(
-            f"a message whose content is {_shown(content)}; give it a text, or parts of type text"
+            f"a message has the content {_shown(content)}; it must be a text, or parts of type text"
         )
     if isinstance(calls := plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_object(call) for call in calls]
@@ -33,7 +36,7 @@ def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> d
 
 
 def joined_parts(parts: Sequence[Any]) -> str:
-    """Return the text of content in parts. Raises ValueError for a part that is no text."""
+    """Return the text of content in parts. Raises ValueError for a part that is not text."""
     return "".join(map(_text_of, parts))
 
 
@@ -45,13 +48,13 @@ def _text_of(part: Any) -> str:
         if isinstance(text, str):
             return text
     raise ValueError(
-        f"a message has a part that is no text, {_shown(part)}; the engine has models of text "
-        "only: give the message a text, or parts of type text"
+        f"a message has a part that is not text, {_shown(part)}; the engine serves models of "
+        "text only: give the message a text, or parts of type text"
     )
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, where they are the JSON of one."""
+    """Return a tool call with its arguments as an object, if they are the JSON of an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

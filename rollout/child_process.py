@@ -1,6 +1,7 @@
 """ChildProcess: runs `python -m MODULE --child`. The child gets its arguments from its parent and
 ends with it.
 
+Used to start engines, coordinators, tensor-parallel ranks and reward workers.
 The child's stdin is a socket in both directions. The parent sends pickled arguments; the child
 answers when it is ready, or sends the error that keeps it from starting. Unlike a process of
 multiprocessing, the child imports the parent's main module only if the arguments need it: importing
@@ -41,8 +42,8 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 class ChildProcess:
-    """A child process, started by the constructor. `pipe` is the parent's end; `send` sends the
-    arguments, and `receive` returns the first answer."""
+    """A child process, started by the constructor. `send` sends the arguments, and `receive`
+    returns the first answer. `pipe` is the parent's end of the connection."""
 
     def __init__(self, module: str, environment: Mapping[str, str] = _NO_CHANGES) -> None:
         """`environment`: environment variables that differ from this process's. Raises RuntimeError
@@ -50,7 +51,7 @@ class ChildProcess:
         self._preparation = get_preparation_data(module)
         self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
         self.pipe, theirs = Pipe()
-        # The child must find what this process finds; it puts the variable back.
+        # The child must find the modules of this process; it restores the variable.
         environment = {**os.environ, **environment, _PATH: os.pathsep.join(sys.path)}
         with theirs, _no_interrupt():
             self._process = subprocess.Popen(
@@ -61,7 +62,7 @@ class ChildProcess:
 
     def send(self, *arguments: bytes) -> None:
         """Send the arguments, each made by `pickled`. Waits until the child has imported its module
-        and reads them. Raises OSError if the child is gone.
+        and reads them. Raises OSError if the child has ended.
         """
         preparation = self._preparation
         if not any(b"__main__" in argument for argument in arguments):
@@ -78,15 +79,15 @@ class ChildProcess:
         if not self.pipe.poll(timeout_s):
             raise ConfigError(f"{self.name} did not start within {timeout_s:g} s")
         try:
-            word = self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError):
             end = end_of(self.wait())
             raise ConfigError(
                 f"{self.name} died while it started ({end}); its log says why"
             ) from None
-        if isinstance(word, dict):
-            raise decode_error(word)
-        return word
+        if isinstance(answer, dict):
+            raise decode_error(answer)
+        return answer
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait for the child's end and return its exit code. Raises subprocess.TimeoutExpired."""
@@ -97,11 +98,12 @@ class ChildProcess:
         self._process.terminate()
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         self._process.kill()
 
 
 def end_of(exit_code: int) -> str:
-    """Return an exit code in words."""
+    """Return an exit code as text: the number, or the name of the signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):
@@ -137,12 +139,12 @@ def run_child(work: Callable[..., object]) -> None:
         parent_pid, path, preparation, num_arguments = pipe.recv()
         arguments = [pipe.recv_bytes() for _ in range(num_arguments)]
     except (EOFError, OSError):
-        sys.exit(1)  # the parent has gone
+        sys.exit(1)  # the parent has ended
     _end_with(parent_pid)
     try:
         _prepare(path, preparation)
         work(pipe, *map(pickle.loads, arguments))
-    except Exception as error:  # the parent waits for it; then it is raised as it was
+    except Exception as error:  # the parent waits for the first answer
         with contextlib.suppress(OSError):
             pipe.send(encode_error(error))
         raise

@@ -1,4 +1,4 @@
-"""InferenceConfig: every setting of an engine, checked when the config is made.
+"""InferenceConfig: all settings of an engine, checked when the config is made.
 
 Values that no device supports are refused here. Values that a particular device does not support
 are refused by `backends.select.create_backend`, once the device is known.
@@ -45,8 +45,8 @@ class KVCacheManagementMode(str, Enum):
 
 
 class PrefixCachingEvictionPolicy(str, Enum):
-    """When a cached block leaves the prefix index: with its last user (REF_ZERO), or when its space
-    is needed (LRU).
+    """Eviction of a cached block from the prefix index: with its last user (REF_ZERO), or when its
+    space is needed (LRU).
     """
 
     REF_ZERO = "ref_zero"
@@ -54,10 +54,10 @@ class PrefixCachingEvictionPolicy(str, Enum):
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
-    """How a coordinator chooses an engine for a request, among the engines that have room.
+    """Choice of a coordinator among the engines that have room for a request.
 
-    LOAD_BALANCED prefers the engine that holds the prompt's prefix while its load is bounded, else
-    the least loaded engine.
+    LOAD_BALANCED prefers the engine that holds the prompt's prefix as long as its load is bounded,
+    else the least loaded engine.
     """
 
     LONGEST_PREFIX = "longest_prefix"
@@ -84,7 +84,7 @@ STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver", UNIFIED)
 MEMORY_KINDS = ("auto", "device", *STABLE_MEMORY_KINDS)
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
-MAX_THREADS = 1024  # no more than the processors of the machine are of use
+MAX_THREADS = 1024  # more threads than CPUs do not help
 MAX_BLOCK_SIZE_TOKENS = 2**20
 _PositiveGib = Annotated[float, Interval(0.0, 2**33, is_low_open=True, unit="GiB")]
 _NonNegativeGib = Annotated[float, Interval(0.0, 2**33, unit="GiB")]
@@ -117,31 +117,34 @@ class InferenceConfig:
     buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
         full sequences need, whichever is least.
     paused_buffer_size_gb: KV that paused requests, which found no block, may hold together;
-    requests beyond it are preempted, newest first. None: the newest request is preempted at once.
+        requests beyond it are preempted, newest first. None: the newest request is preempted at
+        once.
     max_sequence_length: most tokens of prompt and output together. None: the model's number of
-    positions, or the capacity of the KV pool if that is less.
-    kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
+        positions, or the capacity of the KV pool if that is less.
+    kv_cache_management_mode: treatment of the KV by suspend: persist, offload or recompute.
     static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
-    memory_kind: how KV and weights are reserved. On a CPU: device, or reserved, which keeps
-        addresses. On CUDA: device; vmm, which keeps addresses; torch_memory_saver, the package,
-        which also keeps them, and ends the process where CUDA refuses memory; or unified, CUDA's
-        unified memory, which keeps them too: while released, KV and weights lie in host memory,
-        which must have room for all of them, and are copied out and back. auto: vmm where suspends
-        release the KV, reserved where its addresses must stay, else device.
+    memory_kind: allocation of KV and weights. On a CPU: device, or reserved, which keeps
+        addresses. On CUDA: device; vmm, which keeps addresses; torch_memory_saver, a package that
+        also keeps addresses, and ends the process if CUDA has no memory; or unified, CUDA's unified
+        memory, which keeps addresses too: released KV and weights are copied to host memory, which
+        must have room for all of them, and back. auto: vmm if suspends release the KV, reserved if
+        its addresses must stay, else device.
     unified_memory_level: 1 is the same as memory_kind="unified".
     max_kv_staleness_versions: bound on the age of KV, in versions. After an update, requests with
-    older KV are prefilled again, and older blocks of the prefix index do not match. None: no bound.
+        older KV are prefilled again, and older blocks of the prefix index do not match. None: no
+        bound.
 
     max_requests: most requests that run at once. None: 1024, or fewer where the pool is small.
     max_tokens: most tokens of one step. None: 16384.
     enable_chunked_prefill: long prompts are prefilled in pieces, beside rows that decode.
     schedule_conservativeness: fraction of the running requests' expected growth that admission
-    keeps free, from 0.0 to 1.0. None: 1.0, or 0.0 if paused_buffer_size_gb is given.
+        keeps free, from 0.0 to 1.0. None: 1.0, or 0.0 if paused_buffer_size_gb is given.
     materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
-    seed: the seed from which requests without a seed derive theirs. None: drawn from the system for
-    each engine, so that no two engines repeat each other, and logged; `LLM.seed` returns it.
+    seed: the seed from which requests without a seed derive theirs. None: each engine draws its own
+        from the system, and logs it; `LLM.seed` returns it.
     deterministic: tokens and log-probs are bitwise equal however requests are scheduled. Supported
-    on a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is slower.
+        on a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is
+        slower.
 
     enable_prefix_caching: requests share the KV of common prefixes.
     prefix_caching_eviction_policy: ref_zero drops a block with its last user, lru when its space is
@@ -150,37 +153,38 @@ class InferenceConfig:
         registered policy, or "package.module:Class".
     prefix_reuse_across_versions: a prefix written under older weights may be used.
 
-    device: auto, cpu, cuda or cuda:N. With auto and cuda, engines of a fleet get a device each of
-        those that are visible; with cuda:N all get that one.
-    dtype: of weights and KV: auto, float32, bfloat16 or float16.
+    device: auto, cpu, cuda or cuda:N. With auto and cuda, each engine of a fleet gets a visible
+        device of its own; with cuda:N all engines get that device.
+    dtype: dtype of weights and KV: auto, float32, bfloat16 or float16.
     num_threads: threads of torch and of the compiled kernels. None: torch's number.
     num_cuda_graphs: most step shapes that are captured, up to half of them for steps that also
-    prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows apart. Steps
-    that score prompts have up to four more shapes, captured when they are first needed.
+        prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows apart.
+        Steps that score prompts have up to four more shapes, captured when they are first needed.
     cuda_graph_mixed_prefill_count: captured shapes of steps that also prefill. None: 16.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
     use_flashinfer_fused_rope: refused unless False; the engine has a fused kernel of its own.
     tensor_parallel_size: the number of processes that run the engine together, each with a part of
-        every layer; the sizes above are those of all of them together. See docs/tensor_parallel.md.
+        every layer; the sizes above are totals of all processes. See docs/tensor_parallel.md.
     tensor_parallel_timeout_s: seconds for which the ranks wait for each other before the engine
-    ends.
+        ends.
     tensor_parallel_start_timeout_s: seconds in which the ranks must load the model and, with
-    pg_collection, call a method that another rank has called.
+        pg_collection, call a method that another rank has called.
     pg_collection: process groups of a trainer. The processes of its group `tp` are the ranks of the
-    engine; each of them makes an LLM and calls the same methods.
+        engine; each of them makes an LLM and calls the same methods.
 
     mamba_memory_ratio: refused; models with recurrent states are not served yet.
     mamba_inference_state_config: refused, as above.
 
     reject_non_finite_weights: an update with NaN or infinity is refused.
 
-    record_routing: requests say which experts of a mixture computed their tokens
+    record_routing: requests record the experts of a mixture that computed their tokens
         (`routing_indices`).
     track_paused_request_events: requests get a PAUSE event for each step that they are paused.
     track_generated_token_events: requests get an event for each token.
     metrics_writer: an object with `log(metrics)`: wandb, a wandb run or a MetricsLogger.
     logging_step_interval: steps between two writes to it; 0 writes nothing.
-    request_metadata_types: refused unless None; each request declares its tracked metadata itself.
+    request_metadata_types: refused unless None; tracked metadata is fixed, see
+        DynamicInferenceRequest.get_metadata_types.
     """
 
     # KV cache
@@ -233,7 +237,7 @@ class InferenceConfig:
     # Weights
     reject_non_finite_weights: bool = True
 
-    # What is reported
+    # Reports
     record_routing: bool = False
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
@@ -244,7 +248,7 @@ class InferenceConfig:
     )
 
     def __post_init__(self) -> None:
-        # By its name: a config is made without torch.
+        # Compared by name, because a config is made without importing torch.
         if str(type(self.device)) == "<class 'torch.device'>":
             object.__setattr__(self, "device", str(self.device))
         check_fields(self, ConfigError)
@@ -317,7 +321,7 @@ class InferenceConfig:
         return dataclasses.replace(self, **changes)
 
 
-# Every device refuses these fields unless they have their defaults. The values are the reasons.
+# Fields that no device supports unless they have their defaults, with the reasons.
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
@@ -330,6 +334,8 @@ def _default(name: str) -> Any:
 
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
-    """Return the member of `kind` that `value` is or names. Raises ConfigError for others."""
+    """Return `value` as a member of `kind`, given as the member or its value. Raises
+    ConfigError.
+    """
     member: _E = check_value(name, value, kind, ConfigError)
     return member

@@ -1,19 +1,22 @@
-"""deferred_signals: a signal whose handler may raise waits for the end of a block."""
+"""deferred_signals: defers signals whose handlers may raise to the end of a block.
+
+Used by calls that change an engine's state, which an exception halfway would break.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 
-# The functions behind those of `signal`, which look numbers up in enums: a step would take longer.
+# The functions of `signal` look numbers up in enums, which would make a step longer.
 from _signal import getsignal
 from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# Those whose handlers raise in practice: Ctrl-C, an end that was asked for, a deadline, a user's
-# own. A profiler's and a child's end are left alone.
+# Signals whose handlers raise in practice: Ctrl-C, termination, deadlines, user signals. SIGPROF
+# and SIGCHLD are not deferred.
 _NUMBERS = tuple(
     number
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -22,7 +25,8 @@ _NUMBERS = tuple(
 
 
 class deferred_signals:  # a context manager, used as a function
-    """Run the Python handlers of signals at the end of the block; of a second signal, at once.
+    """Run the Python handlers of signals at the end of the block. A second signal is handled at
+    once.
 
     Does nothing outside the main thread, where no handler runs. Blocks may be nested.
     """

@@ -1,10 +1,10 @@
-"""The one exception tree of the engine, and how an error travels between processes.
+"""The exception tree of the engine, and the encoding of errors between processes.
 
 RolloutError
 ├── ConfigError (ValueError)            a configuration that cannot work
 ├── InvalidRequestError (ValueError)    a malformed request, refused before anything is queued
 ├── EventPayloadError (ValueError)      a payload that the event's type does not take
-├── EngineStateError                    a command that the engine's state does not allow
+├── EngineStateError                    a call that the engine's state does not allow
 ├── WeightUpdateError                   an update that was rolled back
 ├── ModelError                          an unknown model type, or a checkpoint that does not fit
 ├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
@@ -50,7 +50,7 @@ class EventPayloadError(RolloutError, ValueError):
 
 
 class EngineStateError(RolloutError):
-    """A command that the engine's state does not allow; names the state and the legal commands."""
+    """A call that the engine's state does not allow; names the state and the legal commands."""
 
 
 class WeightUpdateError(RolloutError):
@@ -66,7 +66,7 @@ class NonFiniteLogitsError(RolloutError):
 
 
 class DetokenizeError(RolloutError):
-    """The tokenizer raised on generated tokens: there is no text of them; the tokens are kept."""
+    """The tokenizer raised on generated tokens. The request keeps its tokens and has no text."""
 
 
 class ProtocolError(RolloutError):
@@ -88,7 +88,7 @@ class CoordinatorLostError(RolloutError):
 
 
 class ClientStateError(RolloutError):
-    """A client was used before its start, after its end, or in another event loop than its own."""
+    """A client was used before its start, after its end, or outside of its event loop."""
 
 
 class RequestAbortedError(RolloutError):
@@ -96,7 +96,9 @@ class RequestAbortedError(RolloutError):
 
 
 class ContextOverflowError(RolloutError):
-    """Request `request_id` does not fit the context. `message` says what is missing, if known."""
+    """Request `request_id` does not fit the context. `message`: what is missing; None if
+    unknown.
+    """
 
     def __init__(
         self, request_id: int | None, message: str | None = None, *, is_transient: bool = True
@@ -137,7 +139,7 @@ class MaxSequenceLengthOverflowError(ContextOverflowError):
 
 
 class RemoteError(RolloutError):
-    """Stands for an error of another process; `type_name` is the type it had there."""
+    """An error of another process whose type is unknown here. `type_name`: its type there."""
 
     def __init__(self, type_name: str, message: str, *, is_transient: bool = False) -> None:
         super().__init__(type_name, message)
@@ -156,22 +158,23 @@ def _subtree(error_type: type[RolloutError]) -> Iterator[type[RolloutError]]:
         yield from _subtree(subtype)
 
 
-# Built when only the classes above exist: a peer's message can never name any other type.
+# Built while only the classes above exist, so a peer's message can name no other type.
 _ERROR_TYPES: Mapping[str, type[RolloutError]] = MappingProxyType(
     {error_type.__name__: error_type for error_type in _subtree(RolloutError)}
 )
 
 
 def utf8_text(text: str) -> str:
-    """Escape lone surrogates, as odd file names have them: UTF-8 cannot carry them."""
+    """Return `text` with lone surrogates escaped, which UTF-8 cannot encode. File names may have
+    them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_error(error: BaseException, *, is_transient: bool = False) -> dict[str, Any]:
     """Return `error` as type name, message and transient flag, for the wire.
 
-    `is_transient` is the flag of errors that carry none of their own. A ContextOverflowError also
-    keeps its `request_id`; a RemoteError keeps the type name it had at its origin.
+    `is_transient`: the flag for errors without one of their own. A ContextOverflowError also keeps
+    its `request_id`; a RemoteError keeps its original type name.
     """
     encoded: dict[str, Any] = {
         "type": type(error).__name__,

@@ -1,4 +1,4 @@
-"""Settings of other projects' config classes: those that no engine can follow, and unknown ones."""
+"""Checks of other projects' config objects (TRL, verl) whose settings are translated to ours."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RefusedSetting:
-    """A setting that no engine can follow. `neutral`: values that ask for nothing, beside None."""
+    """A setting that an engine cannot honour. `neutral`: values, beside None, that change
+    nothing.
+    """
 
     neutral: tuple[Any, ...]
     remedy: str
 
     def is_asked_by(self, value: Any) -> bool:
-        """Return whether `value` asks for what is refused."""
+        """Return whether `value` asks for the refused behaviour."""
         return value is not None and value not in self.neutral
 
 
 def unknown_changes(config: Any, known: Container[str]) -> list[str]:
-    """Return the fields of a config dataclass that are not `known` and not at their defaults.
+    """Return the names of unknown fields of a config dataclass that are not at their defaults.
 
-    They are settings of a newer version of the other project. Returns [] for another object.
+    Such fields come with newer versions of the other project. Returns [] unless `config` is a
+    dataclass instance.
     """
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [

@@ -1,4 +1,7 @@
-"""The text of generated tokens: stop strings, streams of text, and the text of a record."""
+"""The text of generated tokens: stop strings, streamed text, and the text of a finished record.
+
+Used by the scheduler's stop rules, by clients that stream, and where records are returned.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ _logger = logging.getLogger(__name__)
 
 
 class StopStrings:
-    """Looks for stop strings in the text of one request's tokens, as they come.
+    """Finds stop strings in the text of one request's tokens, as they are generated.
 
-    The state is that of the text so far; the work per token does not grow with it.
+    It keeps the end of the text so far; the work per token does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, words: Sequence[str]) -> None:
@@ -38,8 +41,8 @@ class StopStrings:
     def word_at_end(self, tokens: Sequence[int], start: int) -> str | None:
         """Return the stop string that the last token completes in the text of `tokens[start:]`.
 
-        Of several it is the one that begins first, as the text is cut there; None without any.
-        Each call brings tokens that follow those of the call before. Raises DetokenizeError.
+        If there are several, return the one that begins first; None if there is none. `tokens` must
+        begin with the tokens of the last call. Raises DetokenizeError.
         """
         detokenizer = self._detokenizer
         if detokenizer is None:
@@ -54,10 +57,10 @@ class StopStrings:
 
 
 class StreamedText:
-    """The text of one request's tokens as they come, without what may belong to a stop word.
+    """Streams the text of one request's tokens, and holds back text that may begin a stop word.
 
-    A stop word is found in the text, and by its own ids, whose text may be another. A tokenizer
-    that raises ends the text; `finish` then has nothing to add. prompt: the ids before the tokens.
+    A stop word is found in the text, and by its own ids, which may decode to another text. The text
+    ends if the tokenizer raises. prompt: the ids before the tokens.
     """
 
     def __init__(
@@ -110,23 +113,23 @@ class StreamedText:
         return text[:end]
 
     def _num_clear(self, text: str) -> int:
-        """How many characters of `text` belong to no stop word that may have begun."""
+        """Return how many first characters of `text` cannot belong to a stop word."""
         begun_at = self._word_matches.first_start()
         num_clear = len(text) - self._num_undecided(text)
         return num_clear if begun_at is None else min(num_clear, begun_at - self._num_decided)
 
     def _num_undecided(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """Return how many last characters of `text` may begin a stop string."""
         longest = max(map(len, self._words), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if any(w.startswith(text[-n:]) for w in self._words)), 0)
 
 
 class TextOffsets:
-    """Character offsets of generated tokens in the generated text.
+    """Computes the offsets of generated tokens in the generated text, in characters.
 
-    A token that ends a character begins where the character does. start: of the first token.
-    Without a tokenizer tokens have no text.
+    A token that completes a character has the offset of that character. start: offset of the first
+    token. Without a tokenizer the text stays empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
@@ -144,21 +147,23 @@ class TextOffsets:
 
 
 class _WordMatches:
-    """Which stop words the newest ids spell, or begin to; each with the place it starts at."""
+    """Finds stop words by their token ids: which words the newest ids complete or begin, and
+    where.
+    """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
-        self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, ids found of it, start
+        self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, number of ids found, start
 
     def push(self, token_id: int, place: int) -> int | None:
-        """Return where the longest word starts that this id completes, None without one."""
+        """Return the start of the longest word that this id completes; None if there is none."""
         tried = [*self._begun, *((word, 0, place) for word in self._words)]
         found = [(word, n + 1, start) for word, n, start in tried if word[n] == token_id]
         self._begun = [(word, n, start) for word, n, start in found if n < len(word)]
         return min((start for word, n, start in found if n == len(word)), default=None)
 
     def first_start(self) -> int | None:
-        """Return where the first incomplete word starts; None if no word has begun."""
+        """Return the start of the first incomplete word; None if no word has begun."""
         return min((start for _, _, start in self._begun), default=None)
 
 
@@ -171,15 +176,14 @@ def generated_text(
     stop_word_ids: Sequence[Sequence[int]] = (),
     stop_token_ids: Sequence[int] = (),
 ) -> str:
-    """Return the text that generated tokens add to the prompt's text, up to the stop at their end.
+    """Return the text that generated tokens add to the prompt's text, without the stop at its end.
 
-    Give stops only for a request that ended by one which its text must not show. Raises
-    DetokenizeError.
+    Pass stops only if the request ended by a stop. Raises DetokenizeError.
     """
     decoded = _Decoded(tokenizer, prompt)
     text = decoded.text(tokens)
     if stop_words:
-        # Earlier tokens may hold one, too: they were kept by min_tokens.
+        # Earlier tokens may contain stop words, too, within min_tokens.
         num_before = complete_length(decoded.text(tokens[:-1]))
         found = _find_stop(text, stop_words, num_before)
         if found is not None:
@@ -201,9 +205,9 @@ def shown_text(
     stop_word_ids: Sequence[Sequence[int]] | None,
     sampling_params: Mapping[str, Any],
 ) -> str:
-    """Return the text that a user gets of a request: without its stop, unless that is asked for.
+    """Return the text of a request for its user, without its stop unless the params keep it.
 
-    `sampling_params` are as SamplingParams.serialize gives them. Raises DetokenizeError.
+    `sampling_params`: as SamplingParams.serialize returns them. Raises DetokenizeError.
     """
     if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
         return generated_text(tokenizer, tokens, prompt)
@@ -219,7 +223,7 @@ def shown_text(
 
 def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, str] | None:
     """Return (start, word) of the first stop string that ends after the first `num_before`
-    characters; of several with one start the first in `words`. None without any.
+    characters, or None. At equal starts the first of `words` wins.
     """
     starts = (text.find(word, max(0, num_before - len(word) + 1)) for word in words)
     found = [(start, index) for index, start in enumerate(starts) if start >= 0]
@@ -230,7 +234,7 @@ def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, s
 
 
 class _Decoded:
-    """Texts of tokens that follow a prompt. Its errors are DetokenizeErrors."""
+    """Decodes tokens that follow a prompt. Errors of the tokenizer become DetokenizeErrors."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: PromptIds) -> None:
         self._tokenizer, self._context = tokenizer, _context_of(tokenizer, prompt)
@@ -249,7 +253,7 @@ def _detokenizer_after(tokenizer: Tokenizer, prompt: PromptIds) -> IncrementalDe
 
 
 def _context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
-    """Return the context that `prompt` gives; none where the tokenizer cannot decode it."""
+    """Return the last ids of `prompt` as context; [] if the tokenizer cannot decode them."""
     try:
         return context_of(tokenizer, prompt)
     except Exception:  # the tokenizer is the user's: it may raise anything
@@ -264,11 +268,11 @@ def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
 
 
 def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None) -> None:
-    """Set `generated_text` of the segments, which `merge` joins, unless it is there already.
+    """Set `generated_text` of the segments, which `merge` joins, unless it is set already.
 
-    A stop word, or a stop token, is left out of the text, not of the tokens, unless
-    `detokenize_stop_sequence`. A tokenizer that raises leaves the record without a text, and with
-    the error among its events. Without a tokenizer nothing is done.
+    The stop word or stop token is left out of the text, unless `detokenize_stop_sequence`; it stays
+    in the tokens. If the tokenizer raises, the record gets no text, and the error is among its
+    events. Does nothing without a tokenizer.
     """
     segments, last = record.requests, record.current
     written = [s for s in segments if s.num_generated_tokens] or [last]
@@ -288,8 +292,7 @@ def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None)
         _logger.warning("request %d has no text: %s", record.request_id, error)
         last.add_text_error(error)
         return
-    # The text of the whole is not that of its segments, one after the other: a character may lie
-    # across two of them.
+    # The text is not a join of the segments' texts: two segments may share a character.
     for segment in written:
         segment.generated_text = ""
     written[-1].generated_text = text

@@ -1,4 +1,4 @@
-"""JSON files of a model directory that hold an object."""
+"""Reads JSON files that hold an object, such as those of a model directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.errors import ConfigError, RolloutError
 
 
 def read_object(path: Path, error: type[RolloutError] = ConfigError) -> dict[str, Any]:
-    """Return the object in `path`. Raises `error`, naming the file, where something else is."""
+    """Return the object in `path`. Raises `error`, naming the file, if it holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as fault:
@@ -20,6 +20,6 @@ def read_object(path: Path, error: type[RolloutError] = ConfigError) -> dict[str
     return content
 
 
-def object_if_there(path: Path) -> dict[str, Any]:
-    """Return the object in `path`, empty if there is no such file. Raises ConfigError."""
+def read_optional_object(path: Path) -> dict[str, Any]:
+    """Return the object in `path`, or {} if there is no such file. Raises ConfigError."""
     return read_object(path) if path.is_file() else {}

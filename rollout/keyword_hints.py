@@ -1,4 +1,7 @@
-"""Names of settings: fields and their types, the nearest name, and names in other systems."""
+"""Hints for unknown and former names of settings: the nearest name, other systems' names.
+
+Used by the constructors of configs and by everything that reads settings by name.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,23 @@ def is_union(kind: Any) -> bool:
 
 
 def remedy_of_unknown(name: str, known: Iterable[str], otherwise: str, *, cutoff: float) -> str:
-    """Return a question for the known name nearest to an unknown one, else `otherwise`. `cutoff`:
-    least ratio of difflib.
+    """Return "did you mean X?" for the known name nearest to `name`; `otherwise` if none is near.
+
+    `cutoff`: smallest similarity, as difflib defines it.
     """
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {nearest[0]}?" if nearest else otherwise
 
 
 def hint_of(name: str, value: Any, hints: Mapping[str, str]) -> str:
-    """Return the message for a keyword that stands in `hints`, the names of other systems."""
+    """Return the error message for a keyword with a name of another system, a key of `hints`."""
     return f"{name}={value!r} is unknown; {name} is {hints[name]} here"
 
 
 def refuses_with_hints(
     hints: Mapping[str, str], error: type[Exception]
 ) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator: a keyword that stands in `hints` raises `error` with our name."""
+    """Return a class decorator: keywords that are keys of `hints` raise `error` with our name."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__
@@ -59,9 +63,9 @@ def refuses_with_hints(
 
 
 def renamed_keywords(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that takes keywords by their former names, with a warning.
+    """Return a class decorator that accepts keywords by their former names, with a warning.
 
-    `names`: former name -> name. Giving both raises TypeError.
+    `names`: former name -> name. A call with both raises TypeError.
     """
 
     def decorate(kind: type[T]) -> type[T]:

@@ -1,4 +1,4 @@
-"""lazy_names: names of a package whose modules are imported at the first use of the name."""
+"""lazy_names: makes a package import the module of each of its names at the name's first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The range of a setting, declared by its field's type, and the check of all fields against theirs.
+"""Ranges of settings, declared by the types of their fields, and the check of all fields.
 
     @dataclass(frozen=True)
     class PoolSettings:
@@ -8,9 +8,10 @@
         def __post_init__(self) -> None:
             check_fields(self, ConfigError)
 
-A `bool`, a `Literal`, an enum and a dataclass are ranges by themselves. A number, a text and what
-else could hold anything needs one of the types below, or `Annotated[kind, range]`: `check_fields`
-refuses to work on a dataclass with a field that declares none.
+Used by every config, by SamplingParams and by command line options. A `bool`, a `Literal`, an enum
+and a dataclass are ranges by themselves. A field of any other type, such as a number or a text,
+needs one of the types below, or `Annotated[kind, range]`: `check_fields` raises TypeError for a
+dataclass with a field that declares no range.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ _MAX_SHOWN_BITS = 512  # of an integer; Python refuses to print very long ones
 
 
 class Refused(Exception):
-    """A value is outside of a range. The message, if any, goes on after the range's own `text`."""
+    """Raised for a value outside of a range. A message is appended to the range's own `text`."""
 
 
 @runtime_checkable
 class ValueRange(Protocol):
-    """Which values a field may have."""
+    """The values that a field may have."""
 
     def take(self, value: Any, /) -> Any:
-        """Return `value`, or the same in the field's own type. Raises Refused."""
+        """Return `value`, converted to the field's type if needed. Raises Refused."""
         ...
 
     def text(self) -> str:
-        """The range, as it continues "num_blocks=0 must be ..."."""
+        """Return the range in words, to follow "num_blocks=0 must be "."""
         ...
 
 
@@ -54,7 +55,7 @@ class ValueRange(Protocol):
 class Interval:
     """Numbers from `low` to `high`, both included unless they are `open`; never NaN or infinity.
 
-    `unit`: shown in the message. Integers of a field of type `int` also fit into 64 bits.
+    `unit`: shown in the message. In a field of type `int`, integers must also fit into 64 bits.
     """
 
     low: float
@@ -66,29 +67,29 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Values that are listed, such as names."""
+    """The values of a list, such as names."""
 
     known: tuple[Any, ...]
 
     def take(self, value: Any, /) -> Any:
-        """Return `value`, which is in the list, and of the same type: 1 is not True."""
+        """Return `value` if the list has it, with the same type: 1 is not True. Raises Refused."""
         if not any(type(each) is type(value) and each == value for each in self.known):
             raise Refused
         return value
 
     def text(self) -> str:
-        """All choices."""
+        """Return the list in words."""
         return f"one of {list(self.known)}"
 
 
 @dataclass(frozen=True, slots=True)
 class PowersOfTwo:
-    """1, 2, 4, ..., up to `high`."""
+    """Powers of two: 1, 2, 4, ..., up to `high`."""
 
     high: int
 
     def take(self, value: Any, /) -> Any:
-        """Return `value` as an int."""
+        """Return `value` as an int. Raises Refused, with the nearest power."""
         number = _as_int(value)
         if not 1 <= number <= self.high or number & (number - 1):
             nearest = 1 << round(math.log2(min(max(1, number), self.high)))
@@ -102,34 +103,34 @@ class PowersOfTwo:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Strings that are not empty, unless they `may_be_empty`. `meaning`: what the string is."""
+    """Strings, not empty unless `may_be_empty`. `meaning`: the range in words."""
 
     meaning: str = "a non-empty string"
     may_be_empty: bool = False
 
     def take(self, value: Any, /) -> Any:
-        """Return `value`, a string."""
+        """Return `value` if it is such a string. Raises Refused."""
         if not isinstance(value, str) or not (value or self.may_be_empty):
             raise Refused
         return value
 
     def text(self) -> str:
-        """The range: `meaning`."""
+        """Return `meaning`."""
         return self.meaning
 
 
 @dataclass(frozen=True, slots=True)
 class AnyValue:
-    """Values of every kind. `reason`: what makes a range impossible, or who checks the value."""
+    """All values. `reason`: why there is no range, or where the value is checked."""
 
     reason: str
 
     def take(self, value: Any, /) -> Any:
-        """Return `value`."""
+        """Return `value` unchanged."""
         return value
 
     def text(self) -> str:
-        """Why there is no range."""
+        """Return the reason in words."""
         return f"anything: {self.reason}"
 
 
@@ -137,7 +138,7 @@ PositiveInt = Annotated[int, Interval(1)]
 NonNegativeInt = Annotated[int, Interval(0)]
 PositiveFloat = Annotated[float, Interval(0.0, is_low_open=True)]
 NonNegativeFloat = Annotated[float, Interval(0.0)]
-AnyNumber = Annotated[float, Interval(-math.inf)]  # but NaN and infinity
+AnyNumber = Annotated[float, Interval(-math.inf)]  # except NaN and infinity
 Fraction = Annotated[float, Interval(0.0, 1.0)]
 PositiveFraction = Annotated[float, Interval(0.0, 1.0, is_low_open=True)]
 PositiveSeconds = Annotated[float, Interval(0.0, MAX_SECONDS, is_low_open=True, unit="s")]
@@ -145,17 +146,18 @@ NonNegativeSeconds = Annotated[float, Interval(0.0, MAX_SECONDS, unit="s")]
 # The widest integers that msgpack can carry.
 Seed = Annotated[int, Interval(MIN_INT64, MAX_UINT64)]
 Name = Annotated[str, Text()]
-# Empty text is a value like any other: text that is only shown, say, or put before a prompt.
+# Text that may be empty, such as text that is shown or put before a prompt.
 AnyText = Annotated[str, Text("a string", may_be_empty=True)]
-# Arguments of a function that the user names: only it knows their ranges.
+# Arguments of a function that the user names, and that checks them itself.
 Options = Mapping[str, Annotated[Any, AnyValue("an argument of a function that the user names")]]
 
 
 def check_fields(settings: Any, error: type[Exception]) -> None:
-    """Raise `error`, naming field, value and range, for the first field that is outside of its own.
+    """Check all fields of a dataclass instance, and convert values to the fields' types.
 
-    Values are brought to the field's type: an enum's value becomes its member, a list a tuple, a
-    number of numpy one of Python. Raises TypeError for a field that declares no range.
+    An enum's value becomes its member, a list a tuple, a NumPy number a Python number. Raises
+    `error`, naming field, value and range, for the first field outside of its range, and TypeError
+    for a field that declares no range.
     """
     kind: Any = type(settings)
     for name, value_range in ranges_of(kind).items():
@@ -166,7 +168,10 @@ def check_fields(settings: Any, error: type[Exception]) -> None:
 
 
 def check_value(name: str, value: Any, kind: Any, error: type[Exception]) -> Any:
-    """Return `value`, an argument of a type such as PositiveInt. Raises as `check_fields`."""
+    """Return `value`, an argument of a type such as PositiveInt, converted to that type.
+
+    Raises `error`, naming argument, value and range.
+    """
     return _taken(name, value, range_of(kind), error)
 
 
@@ -180,7 +185,7 @@ def _taken(name: str, value: Any, value_range: ValueRange, error: type[Exception
 
 @functools.cache
 def ranges_of(kind: type) -> Mapping[str, ValueRange]:
-    """The range of each field of a dataclass. Raises TypeError for a field that declares none."""
+    """Return the range of each field of a dataclass. Raises TypeError for a field without one."""
     hints = typing.get_type_hints(kind, include_extras=True)
     found = {}
     for field in dataclasses.fields(kind):
@@ -192,7 +197,7 @@ def ranges_of(kind: type) -> Mapping[str, ValueRange]:
 
 
 def range_of(kind: Any) -> ValueRange:
-    """The range that a type declares. Raises TypeError for a type that declares none."""
+    """Return the range that a type declares. Raises TypeError for a type without one."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated(*arguments)
@@ -216,7 +221,7 @@ def range_of(kind: Any) -> ValueRange:
 
 
 def _annotated(kind: Any, *metadata: Any) -> ValueRange:
-    """The range among the metadata of an Annotated type."""
+    """Return the range in the metadata of an Annotated type, else the range of `kind`."""
     for each in metadata:
         if isinstance(each, Interval):
             return _Integers(each) if kind is int else _Numbers(each)
@@ -226,7 +231,7 @@ def _annotated(kind: Any, *metadata: Any) -> ValueRange:
 
 
 def _items(origin: Any, arguments: tuple[Any, ...]) -> ValueRange:
-    """The range of a list, a tuple of any length, or a tuple of these items."""
+    """Return the range of a list, a tuple of any length, or a tuple with these item types."""
     if origin is list or arguments[1:] == (Ellipsis,):
         return _Items(origin, range_of(arguments[0]))
     return _Row(tuple(range_of(each) for each in arguments))
@@ -334,7 +339,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Either:
-    """A value of any of several ranges, of the first that takes it."""
+    """Values of any of several ranges. The first range that accepts a value converts it."""
 
     options: tuple[ValueRange, ...]
 
@@ -353,7 +358,7 @@ class _Either:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """A tuple or list of any length, of items of one range. A tuple is also given as a list."""
+    """Lists or tuples of any length, with items of one range. Either type is accepted for both."""
 
     kind: type
     item: ValueRange
@@ -370,7 +375,7 @@ class _Items:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A tuple of items, each of its own range."""
+    """Tuples with one range per item. A list is accepted, too."""
 
     items: tuple[ValueRange, ...]
 
@@ -386,7 +391,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A mapping from names to values of one range."""
+    """Mappings from names to values of one range."""
 
     item: ValueRange
 
@@ -401,7 +406,9 @@ class _Table:
 
 
 def _as_int(value: Any) -> int:
-    """An integer of Python or numpy as an int; True is none. Raises Refused."""
+    """Return a Python or NumPy integer as an int. Raises Refused for anything else, and for
+    bools.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise Refused
     return value if isinstance(value, int) else int(value)
@@ -416,7 +423,7 @@ def _unit(interval: Interval) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A refused value for a message, cut short if it is long."""
+    """Return a refused value as text for a message, shortened if it is long."""
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} and more"
     text = repr(value)

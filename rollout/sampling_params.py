@@ -1,4 +1,4 @@
-"""How one request wants its tokens sampled, stopped and reported."""
+"""SamplingParams: how the tokens of one request are sampled, stopped and reported."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rollout.ranges import (
 )
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
-# Below it a float32 logit divided by the temperature may overflow. Far lower than any that tells
-# two draws apart: at 1e-5 a logit 1e-3 below the highest has a probability under e^-100.
+# Below it a float32 logit divided by the temperature may overflow. Sampling is greedy long before:
+# at 1e-5 a logit 1e-3 below the highest has a probability under e^-100.
 MIN_TEMPERATURE = 1e-5
-# Far above any vocabulary, and what all arrays of it can hold.
+# Far above any vocabulary; fits the int32 arrays of token ids.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
 _MAX_BIAS = 100.0
-_MAX_STOP_TOKEN_IDS = 1024  # each drawn token is looked up among them
+_MAX_STOP_TOKEN_IDS = 1024  # each sampled token is compared with them
 _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
 
 
 class _Temperatures:
-    """0, which is greedy, and what logits can be divided by without an overflow."""
+    """The range of `temperature`: 0, which is greedy, or large enough to divide logits by."""
 
     def take(self, value: Any, /) -> Any:
         """Return `value`. Raises Refused."""
@@ -52,12 +52,12 @@ class _Temperatures:
 
 
 Temperature = Annotated[float, _Temperatures()]
-# Greedy tokens have no probability that could be trained.
+# Temperatures above 0: training needs the probabilities of sampled tokens.
 TrainedTemperature = Annotated[float, Interval(MIN_TEMPERATURE)]
 
 
 class _StopWords:
-    """A string or strings, which become a tuple."""
+    """The range of `stop_words`: a string or several, which become a tuple."""
 
     def take(self, value: Any, /) -> Any:
         """Return the strings as a tuple. Raises Refused."""
@@ -73,7 +73,7 @@ class _StopWords:
 
 @dataclass(frozen=True, slots=True)
 class _TokenIds:
-    """From `least` to `most` token ids, which become a tuple, ascending, each once."""
+    """Ranges of token ids: `least` to `most` different ids, which become an ascending tuple."""
 
     least: int
     most: int
@@ -96,7 +96,7 @@ class _TokenIds:
 
 
 class _Biases:
-    """The range of `logit_bias`: a bias by token id, taken as pairs sorted by id."""
+    """The range of `logit_bias`: a mapping or pairs, which become pairs sorted by id."""
 
     def take(self, value: Any, /) -> Any:
         """Return (id, bias) pairs by id. Raises Refused."""
@@ -128,43 +128,50 @@ SAMPLING_HINTS = {
 @refuses_with_hints(SAMPLING_HINTS, InvalidRequestError)
 @dataclass(frozen=True)
 class SamplingParams:
-    """Immutable sampling settings of one request. Raises InvalidRequestError (a ValueError) on a
-    value outside its range, and when both token limits are given.
+    """Immutable sampling settings of one request.
+
+    Raises InvalidRequestError (a ValueError) for a value outside of its range, and for two token
+    limits.
 
     temperature: 0 is greedy; otherwise at least MIN_TEMPERATURE.
-    top_k: only the k most likely tokens are drawn; 0 switches it off.
-    top_p: only the most likely tokens that make up this probability are drawn; 0 switches it off.
-    min_p: only tokens of this share of the highest probability are drawn; 0 switches it off.
+    top_k: only the k most likely tokens can be sampled; 0 switches it off.
+    top_p: only the most likely tokens that make up this probability can be sampled; 0 switches it
+        off.
+    min_p: only tokens with at least this fraction of the highest probability can be sampled; 0
+        switches it off.
     num_tokens_to_generate: limit on new tokens, at least 1. A caller that only scores a prompt
         generates one token and drops it.
-    num_tokens_total: limit on prompt and new tokens. Neither: up to the engine's longest sequence.
-    termination_id: the end token. None takes the tokenizer's, -1 matches none.
-    stop_words: a string or strings, which are looked for in the generated text and among its
-        tokens; they are kept as a tuple and need a tokenizer.
-    ignore_eos: the request runs on past `termination_id`.
+    num_tokens_total: limit on prompt and new tokens. Without a limit a request ends at the engine's
+        longest sequence.
+    termination_id: the end token. None: the tokenizer's end token; -1: none.
+    stop_words: a string or several, which end the request when they occur in the generated text or
+        among its tokens. They need a tokenizer, and are kept as a tuple.
+    ignore_eos: the end token does not end the request.
     seed: the request's seed. None lets the engine derive one.
-    return_log_probs: each generated token brings its log-prob.
-    skip_prompt_log_probs: False brings log-probs of the prompt as well.
-    top_n_logprobs: so many of the most likely tokens are reported with each token.
+    return_log_probs: report the log-prob of each generated token.
+    skip_prompt_log_probs: False also reports the log-probs of the prompt.
+    top_n_logprobs: number of most likely tokens reported with each token.
     logprobs_mode: `raw` = log_softmax(logits); `temperature` = log_softmax(logits / temperature);
         `processed` = after biases, penalties, temperature and truncation.
-    add_BOS: a text prompt begins with the BOS token, also where the tokenizer adds none.
+    add_BOS: a text prompt begins with the BOS token even if the tokenizer does not add it.
     detokenize_stop_sequence: the text keeps the stop word that ended it.
     return_prompt_tokens: False leaves the prompt out of the finished request.
     streaming: tokens are reported while the request runs.
     streaming_interval: tokens between two such reports.
     stop_token_ids: further ids that end the request, at most 1024, also with `ignore_eos`. The
-        request's `stop_reason` says which one did, or which stop word.
-    min_tokens: so many tokens are generated before anything but the length may end the request.
-    logit_bias: {token id: what is added to its logit}; it is kept as pairs, by id.
-    allowed_token_ids: no other ids are drawn.
-    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, and
-        multiplied otherwise; 1 is off. As vLLM defines it, like the next two.
-    presence_penalty: taken once from the logits of tokens in the output; 0 is off.
-    frequency_penalty: taken once per occurrence from the logits of tokens in the output; 0 is off.
-    return_ranks: each generated token brings its rank, and each prompt token whose log-prob is
-        asked for: 1 + the number of tokens to which the model gave a larger logit. What is done to
-        the logits before the draw does not change it.
+        request's `stop_reason` is the stop token id or stop word that ended it.
+    min_tokens: number of tokens that are generated before anything but the length may end the
+        request.
+    logit_bias: {token id: number added to its logit}, kept as pairs sorted by id.
+    allowed_token_ids: the only ids that can be sampled.
+    repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative
+        ones multiplied; 1 is off. Defined as in vLLM, like the next two.
+    presence_penalty: subtracted once from the logits of tokens in the output; 0 is off.
+    frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence; 0 is
+        off.
+    return_ranks: report the rank of each generated token, and of each prompt token whose log-prob
+        is reported: 1 + the number of tokens to which the model gave a larger logit. Biases,
+        penalties and truncation do not change it.
     cache_salt: requests find cached prefixes only of requests with the same salt. Samples of one
         prompt share their prefill in any case.
     """
@@ -219,12 +226,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a draw depends on the tokens before it."""
+        """Whether sampling depends on the tokens so far."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1.0, 0.0, 0.0)
 
     def serialize(self) -> dict[str, Any]:
-        """Return the fields as a dictionary that msgpack can carry."""
+        """Return the fields as a dictionary for msgpack."""
         encoded = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _TUPLES:
             if encoded[name] is not None:
@@ -233,7 +240,9 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, encoded: Mapping[str, Any]) -> SamplingParams:
-        """Return what `serialize` wrote. Raises InvalidRequestError on unknown fields."""
+        """Return the params that `serialize` wrote. Raises InvalidRequestError for unknown
+        fields.
+        """
         unknown = sorted(set(encoded) - {field.name for field in fields(cls)})
         if unknown:
             raise InvalidRequestError(f"unknown sampling parameters: {', '.join(unknown)}")
@@ -245,7 +254,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _is_bias(pair: object) -> bool:
-    """Whether `pair` is a token id and a bias within the limits, which NaN is not."""
+    """Return whether `pair` is a token id and a bias within the limits; NaN is not."""
     if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not _is_token_id(pair[0]):
         return False
     is_number = isinstance(pair[1], (int, float)) and not isinstance(pair[1], bool)

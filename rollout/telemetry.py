@@ -1,7 +1,7 @@
-"""Measurements of an engine: SchedulerCounts, StepStats, RankUse, and the MetricsWriter that
-records them.
+"""Measurements of an engine: SchedulerCounts, StepStats, RankUse, and the MetricsWriter protocol.
 
-ObserverGuard logs exceptions of observers, so that they do not reach the engine.
+ObserverGuard keeps exceptions of observers away from the engine. Scheduler and worker fill in the
+measurements; EngineCounters and trainer_hooks write them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ObserverGuard:
             self.num_failures += 1
             if self.num_failures == 1:
                 _logger.exception(
-                    "%s failed and may miss what it was told; what it observes goes on. Further "
+                    "%s failed and may have missed a report; the work it observes goes on. Further "
                     "failures of it are not logged",
                     self._subject,
                 )
@@ -52,12 +52,11 @@ class ObserverGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCounts:
-    """Counts of a scheduler: requests that wait, run and are paused; blocks of the KV pool that
-    requests use, blocks in the prefix index, and all blocks. A block in the index may be in use or
-    not.
+    """Counts of a scheduler: requests by phase, and blocks of the KV pool.
 
     num_without_room: waiting requests for which the last step had no room. The other waiting
-    requests came later, or wait for the prefill of their group's prompt.
+    requests came later, or wait for the prefill of their group's prompt. num_blocks_used: blocks
+    that requests hold. num_blocks_indexed: blocks in the prefix index, in use or not.
     """
 
     num_waiting: int

@@ -1,10 +1,11 @@
-"""FakeLLM and FakeAsyncLLM: LLMs without a model, for tests of a training loop.
+"""FakeLLM and FakeAsyncLLM: LLMs without a model, for users' tests of their training loops.
 
     llm = FakeLLM(lambda prompt, seed: [seed % 7, 2])
     request = llm.generate([5, 6], SamplingParams(return_log_probs=True))
 
-It returns real requests, with a weights version for each token, keeps the weights that it is given
-by name, and refuses a call in the wrong state with the errors of LLM. It serves no HTTP.
+FakeLLM is an LLM whose runtime answers prompts by a script. It returns real requests, with a
+weights version for each token, keeps the weights of the latest update by name, and refuses a call
+in the wrong state with the errors of LLM. It serves no HTTP.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from rollout.apis.arguments import Groups, RolloutGroup, SamplingArgument, as_groups
+from rollout.apis.arguments import SamplingArgument, as_groups
+from rollout.apis.llm import LLM
 from rollout.config import KVCacheManagementMode, as_enum
-from rollout.control.commands import AsyncControlCalls, Command, ControlCalls, R
+from rollout.control.commands import AsyncControlCalls, Command, R
 from rollout.control.reports import (
     EngineStats,
     ResumeReport,
@@ -37,7 +39,7 @@ from rollout.control.state import (
     StateMachine,
     Transition,
 )
-from rollout.engine.suspension import KV_CACHE, OWNERS, WEIGHTS
+from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS, check_resources
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -76,10 +78,6 @@ Script = Callable[[list[int], int], Completion | Sequence[int]]
 def echo(prompt: list[int], seed: int) -> list[int]:
     """Return the prompt: the default script."""
     return prompt
-
-
-def _mode_of(value: KVCacheManagementMode | str) -> KVCacheManagementMode:
-    return as_enum("mode", KVCacheManagementMode, value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,93 +125,168 @@ class _Sample:
         request.add_event_fail()
 
 
-@dataclass(slots=True, kw_only=True)
-class _FakeEngine:
-    """The engine of a FakeLLM: its control methods, and the requests in generation.
+class ScriptedRuntime:
+    """Runs the requests and control calls of a FakeLLM, as InProcessRuntime runs those of an LLM.
 
-    released: names of the resources whose memory is released. samples: by request id. take_ended:
-    called with each request that ends.
+    weights: the tensors of the latest update, by name. calls: the names of the control calls that
+    did something, in order. released: names of the resources whose memory is released.
     """
 
-    tokenizer: Tokenizer | None
-    weights_version: int
-    mode: KVCacheManagementMode  # of the latest suspend
-    take_ended: Callable[[DynamicInferenceRequest], None]
-    default_mode: KVCacheManagementMode = field(init=False)
-    machine: StateMachine = field(default_factory=StateMachine)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
-    released: set[str] = field(default_factory=set)
-    samples: dict[int, _Sample] = field(default_factory=dict)
-    ended: list[DynamicInferenceRequest] = field(default_factory=list)
+    def __init__(
+        self,
+        script: Script,
+        tokenizer: Tokenizer | None,
+        weights_version: int,
+        seed: int,
+        default_mode: KVCacheManagementMode | str,
+    ) -> None:
+        self._script, self.tokenizer, self.seed = script, tokenizer, seed
+        self.weights_version = weights_version
+        self.weights: dict[str, torch.Tensor] = {}
+        self.calls: list[str] = []
+        self.released: set[str] = set()
+        # The KV mode of a suspend without one, and that of the latest suspend.
+        self._default_mode = self._mode = as_enum("mode", KVCacheManagementMode, default_mode)
+        self._machine = StateMachine()
+        self._samples: dict[int, _Sample] = {}  # unfinished ones, by request id
+        self._ended: list[DynamicInferenceRequest] = []
+        self._num_taken = self._num_submitted = 0  # of `_ended`; of all requests
 
-    def __post_init__(self) -> None:
-        self.default_mode = self.mode
+    @property
+    def state(self) -> EngineState:
+        return self._machine.state
 
-    def step(self) -> None:
-        self.machine.require(EngineState.RUNNING, to="step")
-        for request_id, sample in list(self.samples.items()):
+    # ---- requests
+
+    def submit(
+        self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
+    ) -> list[list[int]]:
+        """Queue all groups or none. Returns the request ids of each. Raises InvalidRequestError."""
+        encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
+        return [
+            [self._add(ids, prompt, each) for each in params] for ids, prompt, params in encoded
+        ]
+
+    def _ids_of(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("a text prompt needs a tokenizer, and there is none")
+            return encode_prompt(self.tokenizer, prompt)
+        ids = [int(token) for token in prompt]
+        if not ids:
+            raise InvalidRequestError("the prompt is empty; give it at least one token")
+        if min(ids) < 0:
+            raise InvalidRequestError(f"token id {min(ids)} is not in [0, 2**31)")
+        return ids
+
+    def _add(self, ids: list[int], prompt: Prompt, params: SamplingParams) -> int:
+        """Queue one sample. Returns its request id."""
+        request_id = self._num_submitted
+        seed = mix_seed(self.seed, request_id) if params.seed is None else params.seed
+        answer = self._script(ids, seed)
+        completion = answer if isinstance(answer, Completion) else Completion(tokens=answer)
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_tokens=torch.tensor(ids, dtype=torch.int64),
+            sampling_params=params,
+            seed=seed,
+            status=Status.ACTIVE_AND_GENERATING_TOKENS,
+            weights_version=self.weights_version,
+        )
+        num_wanted = len(completion.tokens[: params.num_tokens_to_generate])
+        self._samples[request_id] = _Sample(
+            request=request, completion=completion, num_wanted=num_wanted
+        )
+        self._num_submitted += 1
+        return request_id
+
+    def advance(self, timeout_s: float | None) -> None:
+        """Generate one token of each unfinished request. Raises EngineStateError unless RUNNING."""
+        self._machine.require(EngineState.RUNNING, to="step")
+        for request_id, sample in list(self._samples.items()):
             if not sample.is_complete:
                 sample.add_token(self.weights_version)
             if sample.is_complete:
-                self.end(request_id)
+                self._end(request_id)
 
-    def end(self, request_id: int, error: RolloutError | None = None) -> None:
+    def take_ended(self) -> list[DynamicInferenceRequest]:
+        """Return the requests that ended since the last call."""
+        ended = self._ended[self._num_taken :]
+        self._num_taken = len(self._ended)
+        return ended
+
+    def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
+        """End requests now, in any state; return them."""
+        for request_id in request_ids:
+            self._end(request_id, RequestAbortedError("aborted by its owner"))
+        return self.take_ended()
+
+    def drop(self, request_ids: Sequence[int]) -> None:
+        """End requests now, without a result."""
+        for request_id in request_ids:
+            self._samples.pop(request_id, None)
+
+    def _end(self, request_id: int, error: RolloutError | None = None) -> None:
         """Complete a request; `error`: fail it."""
-        sample = self.samples.pop(request_id)
+        sample = self._samples.pop(request_id)
         sample.end(self.weights_version, error, self.tokenizer)
-        self.ended.append(sample.request)
-        self.take_ended(sample.request)
+        self._ended.append(sample.request)
+
+    # ---- control calls: the methods that commands call
+
+    def do(self, command: Command[R]) -> R:
+        """Do a control call. Raises as Engine.do does."""
+        self._machine.require_legal(command.transition)
+        return command.run(self)
 
     def pause(self) -> None:
-        self._run(PAUSE)
+        self._enter(PAUSE)
 
     def unpause(self) -> None:
-        self._run(UNPAUSE)
+        self._enter(UNPAUSE)
 
-    def _run(self, transition: Transition) -> None:
-        with self.machine.command(transition) as must_run:
+    def _enter(self, transition: Transition) -> None:
+        with self._machine.command(transition) as must_run:
             if must_run:
                 self.calls.append(transition.name)
 
     def suspend(
         self, mode: str | None, release: Sequence[str], discard_weights: bool
     ) -> SuspendReport:
-        with self.machine.command(SUSPEND) as is_first:
-            if isinstance(release, str) or not set(release) <= set(OWNERS):
-                raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
-            if discard_weights and WEIGHTS not in release:
-                raise ConfigError(f"discard_weights=True needs 'weights' in release={release!r}")
-            chosen = self.default_mode if mode is None else _mode_of(mode)
+        with self._machine.command(SUSPEND) as is_first:
+            check_resources(release, discard=discard_weights)
+            wanted = self._default_mode if mode is None else mode
+            chosen = as_enum("mode", KVCacheManagementMode, wanted)
         if is_first:
-            self.mode = chosen
+            self._mode = chosen
             self.calls.append("suspend")
-        drops_kv = KV_CACHE in release and self.mode is KVCacheManagementMode.RECOMPUTE
+        drops_kv = KV_CACHE in release and self._mode is KVCacheManagementMode.RECOMPUTE
         if drops_kv:
-            for sample in self.samples.values():
+            for sample in self._samples.values():
                 sample.kv.clear()
         if discard_weights:
             self.weights = {}
-        released = [owner for owner in release if owner not in self.released]
+        released = [resource for resource in release if resource not in self.released]
         self.released.update(release)
         return SuspendReport(
-            mode=self.mode.value,
+            mode=self._mode.value,
             released_by_owner=dict.fromkeys(released, 1),
             bytes_released=len(released),
-            num_requests_requeued=len(self.samples) if drops_kv else 0,
+            num_requests_requeued=len(self._samples) if drops_kv else 0,
         )
 
     def resume(self, only: str | None) -> ResumeReport:
-        if only is not None and only not in OWNERS:
-            raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}")
+        if only is not None and only not in RESOURCES:
+            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}")
         restored = self.released if only is None else self.released & {only}
-        if self.released - restored and self.machine.state is EngineState.SUSPENDED:
+        if self.released - restored and self.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")
         else:
-            self._run(RESUME)
+            self._enter(RESUME)
         self.released = self.released - restored
         return ResumeReport(
-            mode=self.mode.value,
+            mode=self._mode.value,
             bytes_restored=len(restored),
             restored_by_owner=dict.fromkeys(sorted(restored), 1),
         )
@@ -221,7 +294,7 @@ class _FakeEngine:
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        self.machine.require_update(in_flight=in_flight)
+        self._machine.require_update(in_flight=in_flight)
         if WEIGHTS in self.released:
             raise EngineStateError(
                 "cannot update weights: the weights' memory is released; "
@@ -246,35 +319,44 @@ class _FakeEngine:
     def weight_checksums(self, start: int) -> WeightChecksums:
         raise ConfigError("FakeLLM computes no checksums; they need an LLM with a model")
 
+    def weights_checksum(self) -> str:
+        raise ConfigError("FakeLLM computes no checksums; they need an LLM with a model")
+
     def stats(self) -> EngineStats:
         """Return counters of requests and control calls. Fields that a fake does not have are 0."""
         values: dict[str, Any] = {
             f.name: () if "tuple" in str(f.type) else 0 for f in fields(EngineStats)
         }
         values |= {
-            "state": self.machine.state,
+            "state": self.state,
             "weights_version": self.weights_version,
-            "num_running": len(self.samples),
-            "num_finished": sum(request.succeeded() for request in self.ended),
-            "num_failed": sum(request.failed() for request in self.ended),
-            "num_generated_tokens": sum(request.num_generated_tokens for request in self.ended),
+            "num_running": len(self._samples),
+            "num_finished": sum(request.succeeded() for request in self._ended),
+            "num_failed": sum(request.failed() for request in self._ended),
+            "num_generated_tokens": sum(request.num_generated_tokens for request in self._ended),
             "num_suspends": self.calls.count("suspend"),
             "num_weight_updates": self.calls.count("update_weights"),
         }
         return EngineStats(**values)
 
+    def use_weight_transport(self, transport: object) -> None:
+        raise ConfigError("FakeLLM keeps the tensors of an update; it needs no weight transport")
+
+    def serve(self, config: object) -> tuple[str, int]:
+        raise ConfigError("FakeLLM serves no HTTP; serve an LLM with a model")
+
     def shutdown(self) -> None:
-        for request_id in list(self.samples):
-            self.end(request_id, RequestAbortedError("the engine was shut down"))
-        self.machine.state = EngineState.STOPPED
+        for request_id in list(self._samples):
+            self._end(request_id, RequestAbortedError("the engine was shut down"))
+        self._machine.state = EngineState.STOPPED
 
 
-class FakeLLM(ControlCalls):
-    """An LLM whose completions a script gives. Has LLM's methods for a training loop.
+class FakeLLM(LLM):
+    """An LLM whose completions a script gives.
 
     Each step generates a token of every unfinished request, under the version that is served then:
-    `submit`, `step`, an update and `collect` make requests of several versions. One thread at a
-    time may call it. A suspend with mode "recompute" lets later steps write all KV anew.
+    `submit`, `step`, an update and `collect` make requests of several versions. A suspend with mode
+    "recompute" lets later steps write all KV anew.
     """
 
     def __init__(
@@ -287,170 +369,30 @@ class FakeLLM(ControlCalls):
         kv_cache_management_mode: KVCacheManagementMode | str = KVCacheManagementMode.PERSIST,
     ) -> None:
         """`script` answers prompts. The other arguments are those of LLM."""
-        self.tokenizer, self.seed = tokenizer_of(None, tokenizer), seed
-        self._script, self._groups = script, Groups()
-        self._engine = _FakeEngine(
-            tokenizer=self.tokenizer,
-            weights_version=weights_version,
-            mode=_mode_of(kv_cache_management_mode),
-            take_ended=self._groups.add_finished,
-        )
-        self._num_submitted = 0
-
-    @property
-    def state(self) -> EngineState:
-        """The state after the latest control call."""
-        return self._engine.machine.state
-
-    @property
-    def weights_version(self) -> int:
-        """The version that new tokens get."""
-        return self._engine.weights_version
+        own = tokenizer_of(None, tokenizer)
+        mode = kv_cache_management_mode
+        self._scripted = ScriptedRuntime(script, own, weights_version, seed, mode)
+        self._set_up(self._scripted)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the latest update, by name."""
-        return self._engine.weights
+        return self._scripted.weights
 
     @property
     def calls(self) -> list[str]:
         """The names of the control calls that did something, in order."""
-        return self._engine.calls
+        return self._scripted.calls
 
     @property
     def released(self) -> set[str]:
         """The resources whose memory is released: "kv_cache", "weights"."""
-        return set(self._engine.released)
-
-    # ---- generation
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        n: int = 1,
-        progress: bool = False,
-        *,
-        priority: int = 0,
-    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end, as LLM.generate does."""
-        groups, is_single = as_groups(prompts, sampling_params, n)
-        group_ids = self._queue(groups)
-        try:
-            while self.has_unfinished(group_ids):
-                self.step()
-        except BaseException:
-            for request_id in [i for group_id in group_ids for i in self._groups.forget(group_id)]:
-                del self._engine.samples[request_id]
-            raise
-        requests = [r for group_id in group_ids for r in self._groups.take(group_id).requests]
-        return requests[0] if is_single and n == 1 else requests
-
-    def submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        n: int = 1,
-        *,
-        priority: int = 0,
-    ) -> list[int]:
-        """Queue n samples of each prompt. Returns one group id per prompt."""
-        groups, _ = as_groups(prompts, sampling_params, n)
-        return self._queue(groups)
-
-    def _queue(self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]]) -> list[int]:
-        """Queue groups: all or none. Returns their ids."""
-        encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
-        return [
-            self._groups.open([self._add(ids, prompt, params) for params in each])
-            for ids, prompt, each in encoded
-        ]
-
-    def collect(
-        self, num_groups: int | None = None, timeout_s: float | None = None
-    ) -> list[RolloutGroup]:
-        """Step until `num_groups` submitted groups are finished (None: all), and return those.
-
-        A fake step takes no time: `timeout_s` of 0 returns what is finished, any other waits.
-        """
-        wanted = self._groups.num_wanted(num_groups)
-        while self._groups.num_finished < wanted and timeout_s != 0:
-            self.step()
-        return self._groups.take_finished(wanted)
-
-    def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
-        """End groups now, in any state. Their requests are FAILED and keep the tokens they have."""
-        group_ids = list(dict.fromkeys(group_ids))
-        for request_id in self._groups.unfinished_requests(group_ids):
-            self._engine.end(request_id, RequestAbortedError("aborted by its owner"))
-        return [self._groups.take(group_id) for group_id in group_ids]
-
-    def has_unfinished(self, group_ids: Sequence[int]) -> bool:
-        """Return whether one of these submitted groups is unfinished."""
-        return self._groups.has_unfinished(group_ids)
+        return set(self._scripted.released)
 
     def step(self) -> None:
         """Generate one token of each unfinished request. Raises EngineStateError unless RUNNING."""
-        self._engine.step()
-
-    def _ids_of(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError("a text prompt needs a tokenizer, and there is none")
-            return encode_prompt(self.tokenizer, prompt)
-        ids = [int(token) for token in prompt]
-        if not ids:
-            raise InvalidRequestError("the prompt is empty; give it at least one token")
-        if min(ids) < 0:
-            raise InvalidRequestError(f"token id {min(ids)} is not in [0, 2**31)")
-        return ids
-
-    def _add(self, ids: list[int], prompt: Prompt, params: SamplingParams) -> int:
-        """Queue one sample. Returns its request id."""
-        request_id = self._num_submitted
-        seed = mix_seed(self.seed, request_id) if params.seed is None else params.seed
-        answer = self._script(ids, seed)
-        completion = answer if isinstance(answer, Completion) else Completion(tokens=answer)
-        limit = params.num_tokens_to_generate
-        request = DynamicInferenceRequest(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_tokens=torch.tensor(ids, dtype=torch.int64),
-            sampling_params=params,
-            seed=seed,
-            status=Status.ACTIVE_AND_GENERATING_TOKENS,
-            weights_version=self.weights_version,
-        )
-        self._engine.samples[request_id] = _Sample(
-            request=request,
-            completion=completion,
-            num_wanted=len(completion.tokens[:limit]),
-        )
-        self._num_submitted += 1
-        return request_id
-
-    # ---- control calls, beside those of ControlCalls
-
-    def do(self, command: Command[R]) -> R:
-        """Do a control call. Raises as LLM.do does."""
-        self._engine.machine.require_legal(command.transition)
-        return command.run(self._engine)
-
-    def update_weights(
-        self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
-    ) -> WeightUpdateReport:
-        """Keep the tensors in `weights`, and serve `version` (None: the next one)."""
-        return self._engine.update_weights(named_tensors, version, in_flight)
-
-    def shutdown(self) -> None:
-        """End, from any state. Unfinished requests are FAILED, and later calls are refused."""
-        self._engine.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
+        self._scripted.advance(None)
+        self._take_ended()
 
 
 class FakeAsyncLLM(AsyncControlCalls):
@@ -486,19 +428,21 @@ class FakeAsyncLLM(AsyncControlCalls):
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them."""
         groups, is_single = as_groups(prompts, sampling_params, n)
-        group_ids = self.llm._queue(groups)
-        try:
-            while self.llm.has_unfinished(group_ids):
+        with self.llm._submitted(groups, priority) as group_ids:
+            while self._has_unfinished(group_ids):
                 await self._token_wait()
-                while self.state is not EngineState.RUNNING and self.llm.has_unfinished(group_ids):
+                while self.state is not EngineState.RUNNING and self._has_unfinished(group_ids):
                     self._has_changed.clear()
                     await self._has_changed.wait()
-                if self.llm.has_unfinished(group_ids):
+                if self._has_unfinished(group_ids):
                     self.llm.step()
-        finally:
-            ended = self.llm.abort(group_ids)  # finished ones are returned as they are
+        ended = self.llm.abort(group_ids)  # finished ones are returned as they are
         requests = [request for group in ended for request in group.requests]
         return requests[0] if is_single and n == 1 else requests
+
+    def _has_unfinished(self, group_ids: Sequence[int]) -> bool:
+        self.llm._take_ended()
+        return self.llm._groups.has_unfinished(group_ids)
 
     async def do(self, command: Command[R]) -> R:
         """Do a control call. Raises as AsyncLLM.do does."""

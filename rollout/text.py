@@ -1,4 +1,7 @@
-"""Between token ids and text: the Tokenizer protocol, a Hugging Face adapter, streaming."""
+"""Tokenizers: the Tokenizer protocol, the Hugging Face adapter, and incremental detokenization.
+
+Used wherever prompts are encoded and generated tokens are decoded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rollout.errors import ConfigError
-from rollout.json_files import object_if_there
+from rollout.json_files import read_optional_object
 
 INSTALL_TEXT = "pip install transformers jinja2"
 
@@ -32,17 +35,17 @@ _VOCABULARY_FILES = (
 )
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _REPLACEMENT = "\ufffd"
-# A UTF-8 character has at most 4 bytes, so at most 3 can be waiting for the next one.
+# A UTF-8 character has at most 4 bytes, so at most 3 bytes can wait for the rest of it.
 _MAX_PENDING_BYTES = 3
 _MANY_IDS = 2000  # decoding them takes a millisecond or so
-# Ids of a window that a text of broken characters, which ends nowhere, may hold.
+# Most ids of a window whose text consists of broken characters only.
 _MAX_WINDOW = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CONTEXT_IDS = 4  # of a prompt; most often they have text
+_CONTEXT_IDS = 4  # last ids of a prompt; they nearly always have text
 
 
 class RenderedText(str):
-    """A prompt that a chat template wrote, with its special tokens: encoding it adds none."""
+    """A prompt rendered by a chat template, with its special tokens: encoding adds none."""
 
     __slots__ = ()
 
@@ -61,16 +64,16 @@ class PromptIds(Protocol):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """A tokenizer, as the engine uses it."""
+    """The methods of a tokenizer that the engine uses."""
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a sequence; None if the tokenizer has none."""
+        """Id that ends a sequence; None if the tokenizer has none."""
         ...
 
     @property
     def bos_id(self) -> int | None:
-        """The id that begins a sequence; None if the tokenizer has none."""
+        """Id that begins a sequence; None if the tokenizer has none."""
         ...
 
     @property
@@ -90,14 +93,14 @@ class Tokenizer(Protocol):
 class HFTokenizer:
     """Wraps a transformers tokenizer, or a `tokenizers.Tokenizer`, which transformers wraps first.
 
-    Ids and texts are what transformers makes. `eos_id` and `bos_id` override the tokenizer's own.
-    A copy in another process imports transformers when it is first used.
+    Ids and texts equal those of transformers. `eos_id` and `bos_id` override the tokenizer's own.
+    A pickled copy imports transformers at its first use.
     """
 
     def __init__(
         self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
     ) -> None:
-        """Raises ConfigError for one of `tokenizers` where transformers is not installed."""
+        """Raises ConfigError for a `tokenizers.Tokenizer` if transformers is not installed."""
         if not hasattr(tokenizer, "eos_token_id"):
             tokenizer = _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         self._loaded, self._pickled = tokenizer, b""
@@ -107,10 +110,10 @@ class HFTokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> HFTokenizer:
-        """Load the tokenizer of a model directory as transformers' AutoTokenizer does.
+        """Load the tokenizer of a model directory with transformers' AutoTokenizer.
 
-        Raises ConfigError for a directory without one, for a file that cannot be read, and where
-        transformers is not installed.
+        Raises ConfigError for a directory without a tokenizer, for a file that cannot be read, and
+        if transformers is not installed.
         """
         root = Path(directory)
         if not has_tokenizer(root):
@@ -123,7 +126,7 @@ class HFTokenizer:
             return cls(auto.from_pretrained(root, local_files_only=True, trust_remote_code=False))
         except Exception as error:  # the package raises no narrower class
             for name in ("tokenizer.json", *_SETTINGS_FILES):
-                object_if_there(root / name)
+                read_optional_object(root / name)
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ConfigError(
                 f"{root}: AutoTokenizer cannot load the tokenizer: {reason}"
@@ -150,26 +153,27 @@ class HFTokenizer:
 
     @property
     def max_token_length(self) -> int:
-        """Number of characters of the longest token, as the vocabulary writes it; of tokenizers on
-        bytes it is a bound, since no character has less than a byte.
+        """Number of characters of the longest token in the vocabulary.
+
+        For byte-level tokenizers it is an upper bound of a token's characters.
         """
         return max(map(len, self.hf_tokenizer.get_vocab()), default=0)
 
     @property
     def verbatim(self) -> Tokenizer:
-        """This tokenizer, but its texts have special tokens."""
+        """This tokenizer with special tokens in its texts."""
         return _Verbatim(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of `text`, without adding special tokens unless it is asked for."""
+        """Return the ids of `text`; special tokens are added only with `add_special_tokens`."""
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Return the ids of each text, as `encode` does. Other threads run meanwhile."""
+        """Return the ids of each text, as `encode` does. The GIL is released meanwhile."""
         if (backend := self._encoding_backend()) is not None:
-            # It keeps no spans and texts of tokens, whose end takes the GIL.
+            # It keeps no spans and texts of tokens, whose deletion would hold the GIL.
             encodings = backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
@@ -184,9 +188,9 @@ class HFTokenizer:
         return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, special tokens left out unless they are asked for.
+        """Return the text of `ids`, without special tokens unless `skip_special_tokens` is False.
 
-        Spaces are never cleaned up: that would change text which has been streamed already.
+        Spaces are never cleaned up: that would change text that was streamed already.
         """
         backend = self._decoding_backend
         if backend is None:
@@ -205,12 +209,13 @@ class HFTokenizer:
         return text
 
     def tokens_of(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens of `ids` as the vocabulary writes them; "" for an unknown id."""
+        """Return the tokens of `ids` as in the vocabulary; "" for an unknown id."""
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token of bytes stands for, as GPT-2's alphabet or `<0xE2>` writes
-        them; of another token its UTF-8 bytes in the vocabulary.
+        """Return the bytes of a token.
+
+        A byte-level token is in GPT-2's alphabet, or like `<0xE2>`; another token is UTF-8 text.
         """
         (token,) = self.tokens_of([token_id])
         if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -222,15 +227,17 @@ class HFTokenizer:
 
     @cached_property
     def replaces_byte_runs(self) -> bool:
-        """Whether one broken byte makes U+FFFD of all bytes beside it, as in byte fallback."""
+        """Whether one broken byte turns all adjacent bytes into U+FFFD, as byte fallback does."""
         backend = self._decoding_backend
         if backend is None:
             return True
         return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
 
     def _encoding_backend(self) -> Any:
-        """The `tokenizers.Tokenizer` that encodes as the transformers tokenizer does, in two thirds
-        of the time; None where it does not, or was left with settings of an earlier call.
+        """Return the `tokenizers.Tokenizer` behind the transformers tokenizer, to encode with.
+
+        It takes two thirds of the time. Returns None if it encodes differently: a class of
+        transformers encodes in its own way, or an earlier call left settings in it.
         """
         if not self._encodes_plainly:
             return None
@@ -249,8 +256,9 @@ class HFTokenizer:
 
     @cached_property
     def _decoding_backend(self) -> Any:
-        """The `tokenizers.Tokenizer` that decodes as the transformers tokenizer does, in a third of
-        the time; None where a class of transformers decodes in its own way.
+        """The `tokenizers.Tokenizer` behind the transformers tokenizer, to decode with.
+
+        It takes a third of the time. None if a class of transformers decodes in its own way.
         """
         is_plain = self._is_plain("decode", "_decode")
         return self.hf_tokenizer.backend_tokenizer if is_plain else None
@@ -264,7 +272,7 @@ class HFTokenizer:
 
 
 class _Verbatim:
-    """A tokenizer whose texts have special tokens."""
+    """An HFTokenizer with special tokens in its texts."""
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -286,7 +294,7 @@ class _Verbatim:
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of GPT-2's alphabet (Radford et al. 2019, byte-level BPE).
 
-    Visible characters of Latin-1 stand for themselves, other bytes for those from U+0100 on.
+    Visible Latin-1 characters stand for their own bytes, U+0100 and later for the other bytes.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
@@ -309,9 +317,9 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 
 def as_tokenizer(source: Any) -> Tokenizer:
-    """Return `source` as a Tokenizer: one already, a model directory, or a Hugging Face tokenizer.
+    """Return a Tokenizer, a model directory or a Hugging Face tokenizer as a Tokenizer.
 
-    Raises TypeError for anything else, ConfigError where transformers is needed and not installed.
+    Raises TypeError for anything else, and ConfigError if transformers is needed and not installed.
     """
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
@@ -319,14 +327,14 @@ def as_tokenizer(source: Any) -> Tokenizer:
         return source
     if hasattr(source, "encode") and hasattr(source, "decode"):
         return HFTokenizer(source)
-    raise TypeError(f"{type(source).__name__} is no tokenizer: it lacks encode() or decode()")
+    raise TypeError(f"{type(source).__name__} is not a tokenizer: it lacks encode() or decode()")
 
 
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
-    """Return `tokenizer` as a Tokenizer; for None the tokenizer in the directory `model`, if any.
+    """Return `tokenizer` as a Tokenizer; if it is None, the tokenizer in the directory `model`.
 
-    Without transformers a directory's tokenizer is not loaded, which is logged: prompts must be
-    token ids.
+    Returns None if there is none. Without transformers a directory's tokenizer is not loaded, which
+    is logged: prompts must be token ids then.
     """
     if tokenizer is not None:
         return as_tokenizer(tokenizer)
@@ -341,9 +349,8 @@ def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
     """Encode a text prompt as transformers' `tokenizer(text)` does, with special tokens.
 
-    A RenderedText gets no special tokens. A tokenizer of another kind decides by its `encode`.
-
-    add_bos: begin with the BOS token also where the tokenizer does not add it.
+    A RenderedText gets no special tokens. The `encode` of a user's own tokenizer decides for
+    itself. add_bos: the ids begin with the BOS token even if the tokenizer does not add it.
     """
     (ids,) = encode_prompts(tokenizer, [text])
     if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -352,7 +359,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> 
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of prompts that are text, each as `encode_prompt` does, in few calls."""
+    """Return the ids of text prompts, each as `encode_prompt` does, in at most two calls."""
     if not isinstance(tokenizer, HFTokenizer):
         return [list(tokenizer.encode(text)) for text in texts]
     ids: list[list[int]] = [[]] * len(texts)
@@ -368,10 +375,10 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]
 
 
 def context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
-    """Return the last ids of `prompt`, enough for the text of the ids that follow it.
+    """Return as many last ids of `prompt` as the text of the ids after it depends on.
 
     A decoder may strip the first space of a text, so the text of a completion depends on whether
-    text is before it. The context parts no character, unless `prompt` ends within one.
+    text precedes it. The context begins at a character, unless `prompt` ends within one.
     """
     sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
     for size in sizes:
@@ -390,22 +397,22 @@ def _doubled(size: int) -> Iterator[int]:
 
 
 class IncrementalDetokenizer:
-    """Turns a growing list of ids into text, piece by piece.
+    """Decodes a growing list of ids piece by piece.
 
-    No piece holds half a UTF-8 character and no text is returned twice; all pieces together are the
+    No piece has half a UTF-8 character, and no text is returned twice. All pieces together are the
     text that the ids add to the text of `context`, the ids before them. The work per call does not
     grow with the text: only the ids since the last-but-one complete character are decoded again, in
-    broken text some dozens.
+    broken text a few dozen ids.
 
-    Some decoders replace a run of bytes as a whole if its end is broken. What was complete before
-    stays here, as in all streams.
+    Some decoders replace a whole run of bytes if its end is broken. Text that was returned before
+    is not changed then.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
-        self._num_context_ids = len(context)  # leading ids of the window that only give context
-        # The part of the window's text that was given out.
+        self._num_context_ids = len(context)  # first ids of the window, which only give context
+        # The part of the window's text that was returned.
         self._emitted = tokenizer.decode(self._window) if context else ""
         self._emitted = self._emitted[: complete_length(self._emitted)]
 
@@ -437,7 +444,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return what is still held back; bytes that never became a character are U+FFFD."""
+        """Return the text that is still held back; incomplete characters are U+FFFD."""
         text = self._tokenizer.decode(self._window)
         if _REPLACEMENT in text and not text.startswith(self._emitted):
             piece = self._tokenizer.decode(self._window[self._num_context_ids :])
@@ -447,8 +454,9 @@ class IncrementalDetokenizer:
         return piece
 
     def _push_alone(self) -> str:
-        """Return the text that is complete without the context, and forget the context then: bytes
-        that are no character replaced text that was given out.
+        """Return the text that is complete without the context, and drop the context.
+
+        Called when broken bytes have replaced text that was returned already.
         """
         text = self._tokenizer.decode(self._window[self._num_context_ids :])
         num_complete = complete_length(text)
@@ -461,14 +469,14 @@ class IncrementalDetokenizer:
         return text[:num_complete]
 
     def _slide(self) -> None:
-        """Forget the old context; the ids after it become the context of the next piece."""
+        """Drop the old context. The ids after it become the context of the next piece."""
         # A decoder may treat the first token specially (a stripped space), so one piece stays.
         del self._window[: self._num_context_ids]
         self._num_context_ids = len(self._window)
         self._emitted = self._tokenizer.decode(self._window)
 
     def _cut(self, text: str) -> None:
-        """Forget ids up to a point that parts no character, if there is one in the middle."""
+        """Drop the first half of the window, up to the end of a character near its middle."""
         middle = len(self._window) // 2
         for end in range(middle, middle + _MAX_PENDING_BYTES + 1):
             head = self._tokenizer.decode(self._window[:end])
@@ -481,7 +489,7 @@ class IncrementalDetokenizer:
 
 
 def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text that `ids` add to the `context`'s, as an IncrementalDetokenizer does."""
+    """Return the text that `ids` add to the text of `context`, as IncrementalDetokenizer does."""
     before, whole = tokenizer.decode(context), tokenizer.decode([*context, *ids])
     if _REPLACEMENT not in whole or not getattr(tokenizer, "replaces_byte_runs", True):
         return whole[complete_length(before) :]

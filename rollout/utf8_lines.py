@@ -1,4 +1,7 @@
-"""Lines of files that must be UTF-8, and strings that UTF-8 cannot hold."""
+"""Decodes lines of files that must be UTF-8, and finds strings that UTF-8 cannot encode.
+
+Used by everything that reads prompts from files.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def decode_line(line: bytes) -> str:
-    """Return the text of a line, without a byte order mark at its start, as Windows writes one.
+    """Return the text of a line, without the byte order mark that Windows writes.
 
-    Raises ValueError, whose text says what is wrong and the remedy, for what is no UTF-8.
+    Raises ValueError, with the place and the remedy, for bytes that are not UTF-8.
     """
     try:
         return line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
@@ -25,9 +28,9 @@ def decode_line(line: bytes) -> str:
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Return a string in `value`, of JSON's types, that holds half a surrogate pair; else None.
+    """Return the first string in a JSON value that has half a surrogate pair; None if none has.
 
-    Python's JSON reads the escape \\ud83d as such a string. No tokenizer and no file takes it.
+    Python's JSON reads the escape \\ud83d as such a string. Tokenizers and files refuse it.
     """
     if isinstance(value, str):
         return None if value.isascii() or _is_unicode(value) else value

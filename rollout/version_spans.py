@@ -1,4 +1,7 @@
-"""Run-length record of which version made each entry of a sequence."""
+"""VersionSpans: the weights version of each entry of a sequence, stored as runs.
+
+Requests and the scheduler keep one for the sampled tokens and one for the KV of each request.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import numpy.typing as npt
 
 
 class VersionSpans:
-    """Entries 0..len-1 of a sequence, each made under one integer version, stored as runs.
+    """The integer version of each entry 0 .. len-1 of a sequence, stored as runs.
 
-    Iteration yields `(start, end, version)` per run, in order and without gaps; neighbouring runs
-    have different versions, so two equal sequences compare equal however they were appended.
+    Iteration yields `(start, end, version)` per run, in order and without gaps. Neighbouring runs
+    have different versions, so equal sequences compare equal however they were appended.
     """
 
-    # All runs but the last one are closed. Copies share their list: each knows how many of it are
-    # its own, and takes a list of its own before it would write over another's.
+    # All runs but the last one are closed. Copies share the list of closed runs: each counts how
+    # many of them are its own, and copies the list before it would overwrite another's run.
     __slots__ = ("_closed", "_length", "_num_closed", "_version", "last_run")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
@@ -25,10 +28,11 @@ class VersionSpans:
         self._closed: list[tuple[int, int]] = []  # (end, version)
         self._num_closed = 0
         self._length = 0
-        self._version: int | None = None  # of the last run; None without entries
-        # (start, version, oldest, before): of the last run; the oldest version of all runs; the sum
-        # of the versions of all entries before the last run. Means nothing without entries. So the
-        # first n entries, n > start, have the mean (before + (n - start) * version) / n.
+        self._version: int | None = None  # version of the last run; None without entries
+        # (start, version, oldest, before): start and version of the last run, the oldest version of
+        # all runs, and the sum of the versions of all entries before the last run. Undefined
+        # without entries. So the first n entries, n > start, have the mean (before + (n - start) *
+        # version) / n.
         self.last_run = (0, 0, 0, 0)
         for count, version in runs:
             self.append(count, version)
@@ -94,7 +98,7 @@ class VersionSpans:
         return self._closed[run][1] if run < num_closed else self._version
 
     def slice(self, start: int, end: int) -> VersionSpans:
-        """Return a copy of entries [start, end); bounds beyond the entries are cut to them."""
+        """Return a copy of entries [start, end); bounds beyond the entries are clipped."""
         part = VersionSpans()
         for run_start, run_end, version in self:
             part.append(max(0, min(run_end, end) - max(run_start, start)), version)

@@ -1,9 +1,12 @@
-"""The building blocks of messages: bounded fields, columns of numbers, packed plain values."""
+"""Field types of messages: bounded numbers, columns of numbers, packed plain values.
+
+The structs of commands, token runs and coordinator messages are built of them.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -17,21 +20,21 @@ from rollout.errors import ProtocolError
 from rollout.ranges import MAX_SECONDS
 
 DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
-# A value of any type takes up to 85 bytes of memory per byte received: an empty map is one byte. So
-# the size of plain values is bounded, in messages with a PlainMap and in `unpack`. All other fields
-# are typed, and msgspec refuses a length that is above its bound, or above the bytes received,
-# before it builds anything.
+# A plain value takes up to 85 bytes of memory per byte received: an empty map is one byte. So the
+# size of plain values is bounded, in messages with a PlainMap and in `unpack`. All other fields are
+# typed, and msgspec refuses a length above its bound, or above the bytes received, before it builds
+# anything.
 MAX_PLAIN_BYTES = 2**20
 MAX_PLAIN_DEPTH = 8
 MAX_ITEMS = 2**17
-# What msgspec raises; malformed UTF-8 is a ValueError.
+# Exceptions of msgspec; malformed UTF-8 is a ValueError.
 FAULTS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63))]  # msgpack has no integer above 2**64 - 1
 Version = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # which excludes NaN
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # the bounds exclude NaN
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=1024)]
 # None, bool, int, float, str, bytes, lists and maps with string keys, nested.
@@ -40,7 +43,7 @@ PlainMap = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A type of column: little-endian numbers, negative ones only if `is_signed`."""
+    """The number format of a column: little-endian, negative numbers only if `is_signed`."""
 
     dtype: np.dtype[Any]
     is_signed: bool
@@ -49,17 +52,17 @@ class Column:
         """Return a read-only view of received bytes. Raises ProtocolError."""
         itemsize = self.dtype.itemsize
         if len(packed) % itemsize:
-            raise ProtocolError(f"{len(packed)} bytes are no {itemsize}-byte numbers")
+            raise ProtocolError(f"{len(packed)} bytes are not a multiple of {itemsize}")
         array_N = np.frombuffer(packed, self.dtype)
-        # The last byte of a little-endian number that is not negative is below 128: NumPy's
-        # minimum of a few numbers takes longer than all else that is done for a message.
+        # The last byte of a non-negative little-endian number is below 128. NumPy's minimum of a
+        # few numbers would take longer than the rest of a message.
         if not self.is_signed and not packed[itemsize - 1 :: itemsize].isascii():
             raise ProtocolError(f"holds {array_N.min()}, which is below 0")
         return array_N
 
     def convert(self, values: Any) -> npt.NDArray[Any]:
         """Return a sender's numbers as an array of the dtype. Raises ProtocolError if they do not
-        fit. The numbers of an array that has the dtype already are not looked at."""
+        fit. An array that has the dtype already is not checked."""
         array_N = np.asarray(values)
         if array_N.ndim != 1:
             raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")
@@ -75,12 +78,12 @@ class Column:
 
 
 def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
-    """Return the annotation of a column: bytes to msgspec, which would accept any value for a type
-    that it does not know."""
+    """Return the annotation of a column: bytes for msgspec, which accepts any value for a type that
+    it does not know."""
     return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 
-# One-dimensional arrays. They are received as bytes; the struct's constructor makes arrays of them.
+# One-dimensional arrays, received as bytes, which the struct's constructor converts to arrays.
 if TYPE_CHECKING:
     Flags = npt.NDArray[np.uint8]
     Int32s = npt.NDArray[np.int32]
@@ -91,14 +94,14 @@ if TYPE_CHECKING:
 else:
     Flags = _packed_as("u1")
     Int32s = _packed_as("<i4")
-    TokenIds = _packed_as("<i4", is_signed=False)  # any numbers that are not negative
+    TokenIds = _packed_as("<i4", is_signed=False)  # also counts and ranks
     Ids = _packed_as("<i8", is_signed=False)
     Float32s = _packed_as("<f4")
     Float64s = _packed_as("<f8")
 
 
 class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
-    """Base of messages and their parts. Equal if their types and their bytes are; not hashable."""
+    """Base of messages and their parts. Equal if types and packed bytes are equal; not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -109,14 +112,14 @@ class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Message(WireData, frozen=True):
-    """Base of the messages, each of which is a frame. The tag of a class is its header."""
+    """Base of messages. Each message is one frame; the tag of its class is the header."""
 
 
 class WithColumns(WireData, frozen=True):
-    """Base of messages and parts with columns, which are received as bytes or given as numbers."""
+    """Base of messages and parts with columns, given as numbers or received as bytes."""
 
     def __post_init__(self) -> None:
-        """Make arrays of the columns. Raises ProtocolError naming the field."""
+        """Convert the columns to arrays. Raises ProtocolError naming the field."""
         for name, column in columns_of(type(self)).items():
             value = getattr(self, name)
             if value is None:
@@ -135,32 +138,34 @@ class WithColumns(WireData, frozen=True):
 
 @cache
 def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
-    """Return the columns of a struct, by name."""
+    """Return the format of each column of a struct, by name."""
     found: dict[str, Column] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
-        for annotation in (hint, *get_args(hint)):  # of `Float32s | None`, too
+        for annotation in (hint, *get_args(hint)):  # also the parts of `Float32s | None`
             for rule in getattr(annotation, "__metadata__", ()):
                 if rule.extra is not None:
                     found[name] = rule.extra["column"]
     return found
 
 
-def check_plain(name: str, value: Any, depth_left: int = MAX_PLAIN_DEPTH) -> None:
+def check_plain(name: str, value: Any) -> None:
     """Raise ProtocolError unless `value` consists of plain values and is not nested too deep."""
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return
-    if depth_left == 0:
-        raise ProtocolError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH}")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if type(key) is not str:
-                raise ProtocolError(f"{name}: a map's key is {type(key).__name__}, not a string")
-            check_plain(name, item, depth_left - 1)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            check_plain(name, item, depth_left - 1)
-    else:
-        raise ProtocolError(f"{name}: {type(value).__name__} is no plain value")
+    pending = [(value, MAX_PLAIN_DEPTH)]
+    while pending:
+        value, depth_left = pending.pop()
+        if value is None or type(value) in (bool, int, float, str, bytes):
+            continue
+        if not isinstance(value, (Mapping, list, tuple)):
+            raise ProtocolError(f"{name}: {type(value).__name__} is no plain value")
+        if depth_left == 0:
+            raise ProtocolError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH}")
+        items: Iterable[Any] = value
+        if isinstance(value, Mapping):
+            for key in value:
+                if type(key) is not str:
+                    raise ProtocolError(f"{name}: a map's key is {type(key).__name__}, not str")
+            items = value.values()
+        pending += [(item, depth_left - 1) for item in items]
 
 
 def pack(value: Any) -> bytes:
@@ -187,7 +192,7 @@ def _built_in(value: Any) -> Any:
         return value.tobytes()
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no value of a message")
+    raise TypeError(f"{type(value).__name__} cannot be part of a message")
 
 
 assert sys.byteorder == "little", "columns are sent as they lie in memory"

@@ -18,7 +18,7 @@ from rollout import (
     SamplingParams,
     ServeConfig,
 )
-from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.errors import RolloutError
 from rollout.models.checkpoints.reader import Checkpoint
 from rollout.step.seeds import mix_seed, params_of_sample
@@ -181,12 +181,12 @@ class EngineServer:
         """
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             discards = self._mode is RolloutMode.HYBRID
-            await self._suspend(OWNERS, discard_weights=discards)
+            await self._suspend(RESOURCES, discard_weights=discards)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Restore the memory of `tags` ("weights", "kv_cache"), None: all."""
         if self._mode is not RolloutMode.STANDALONE:
-            await self._restore(tags or OWNERS)
+            await self._restore(tags or RESOURCES)
 
     async def release_kv_cache(self) -> None:
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:

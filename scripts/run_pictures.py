@@ -1,9 +1,9 @@
-"""Makes the docs' pictures of a run: the demo in a terminal, its report in a browser, its curves.
+"""Makes the docs' pictures of a run: the demo in a terminal, its report in a browser.
 
 python scripts/run_pictures.py [overrides of the demo]
 
 It runs the demo as it is (some minutes), reads the screen of its terminal, and writes to
-docs/images: dashboard.svg, report.png, report-samples.png and run.png.
+docs/images: dashboard.svg, report.png and report-samples.png.
 Needs pyte (pip install pyte), and chromium for the report.
 """
 
@@ -55,7 +55,6 @@ def main() -> None:
         report = (run / "report.html").as_uri()
         screenshot(browser, report, IMAGES / "report.png", 1100)
         screenshot(browser, report, IMAGES / "report-samples.png", 570, is_end=True)
-        shrink(run / "reward_curve.png", IMAGES / "run.png")
 
 
 def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:

@@ -140,8 +140,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Exclude what was imported, which is most of all objects, from later garbage collections."""
-    gc.enable()
-    freeze_heap()
+    gc.freeze()
+    gc.enable()  # after freeze(), else the next object starts a collection of a million others
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,12 +152,8 @@ def frozen_imports() -> Iterator[None]:
     num_modules = len(sys.modules)
     yield
     if len(sys.modules) > num_modules:
-        freeze_heap()
-
-
-def freeze_heap() -> None:
-    gc.collect()
-    gc.freeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

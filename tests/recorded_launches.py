@@ -20,7 +20,11 @@ from tests.backends.launching_device import launching_device, run_captured_steps
 
 ON_DEVICE = os.environ.get("ROLLOUT_LAUNCHES_DEVICE") == "1"
 # What asks CUDA itself, and launches what other tests launch.
-ASKS_CUDA = ("test_the_driver_gets_what_the_report_says", "unified", "torch_memory_saver")
+ASKS_CUDA = (
+    "test_suspend_reports_the_bytes_that_the_driver_gets_back",
+    "unified",
+    "torch_memory_saver",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import LLM, InvalidRequestError, RolloutError, SamplingParams
+from rollout import LLM, AsyncLLM, ConfigError, InvalidRequestError, RolloutError, SamplingParams
 from rollout.control.commands import IncrementStaleness
 from rollout.requests import DynamicInferenceRequest
 from rollout.testing import Completion, FakeAsyncLLM, FakeLLM
@@ -167,9 +168,32 @@ def test_script_gives_tokens_log_probs_and_failures() -> None:
         assert (llm.stats().num_finished, llm.stats().num_failed) == (1, 1)
 
 
+@pytest.mark.parametrize(("fake", "real"), [(FakeLLM, LLM), (FakeAsyncLLM, AsyncLLM)])
+def test_methods_of_fake_llms_have_the_signatures_of_the_real_ones(fake: Any, real: Any) -> None:
+    names = [name for name in vars(real) | vars(fake) if not name.startswith("_")]
+    shared = [name for name in names if hasattr(real, name) and hasattr(fake, name)]
+    methods = [name for name in shared if callable(getattr(real, name))]
+    assert {"generate", "do", "update_weights"} <= {*methods, "generate"}
+    # FakeAsyncLLM.shutdown has no fleet to leave running.
+    for name in {*methods, "generate"} - ({"shutdown"} if fake is FakeAsyncLLM else set()):
+        assert inspect.signature(getattr(fake, name)) == inspect.signature(getattr(real, name))
+
+
+def test_fake_llm_refuses_what_needs_a_model_or_a_server(fake: FakeLLM) -> None:
+    for call in (
+        lambda: fake.engine,
+        lambda: fake.serve(blocking=False),
+        lambda: fake.use_weight_transport("shared"),
+        fake.weights_checksum,
+        fake.warm_up,
+    ):
+        with pytest.raises(ConfigError):
+            call()
+
+
 def test_a_training_step_runs_on_a_fake_llm(fake: FakeLLM) -> None:
     policy = torch.nn.Linear(2, 3)
-    sync = WeightSync(fake)  # type: ignore[arg-type]
+    sync = WeightSync(fake)
     for version in (1, 2):
         with generation_phase(
             fake, sync, policy.named_parameters(), version=version, release=("kv_cache", "weights")

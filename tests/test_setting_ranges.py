@@ -29,19 +29,21 @@ from rollout.ranges import (
     ranges_of,
 )
 from trainer_hooks import PolicyLossConfig, clip_gradients
-from trainer_hooks.train import (
+from trainer_hooks.train.job import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
+from trainer_hooks.train.settings import (
+    CurriculumSettings,
     DataSettings,
     EvaluationSettings,
     FunctionSettings,
     LoggerSettings,
+    LoraSettings,
     ModelSettings,
     ProducerSettings,
     RewardSettings,
+    RewardTerm,
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.train.job import AlgorithmSettings, CriticSettings, JobSettings, TrainerSettings
-from trainer_hooks.train.settings import CurriculumSettings, LoraSettings, RewardTerm
 
 SUFFIXES = ("Config", "Settings", "Params", "Limits", "Load", "Correction", "Bound", "RangeFilter")
 # Dataclasses with such a name that nobody sets: the engine computes them.

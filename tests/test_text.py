@@ -157,7 +157,7 @@ def test_tokenizer_of_ours_is_taken_as_it_is():
 
 
 def test_other_object_is_refused():
-    with pytest.raises(TypeError, match="int is no tokenizer"):
+    with pytest.raises(TypeError, match="int is not a tokenizer"):
         as_tokenizer(3)
 
 

@@ -1,4 +1,4 @@
-"""What a training loop calls, in the order of a loop.
+"""The functions and classes that a training loop calls, listed in the order of a loop.
 
     prompts    PromptItem, PromptLedger, Curriculum; files: trainer_hooks.prompts.sources
     generate   generation_phase around LLM.submit and LLM.collect, or AsyncRolloutProducer, which
@@ -161,7 +161,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-# Names of the version before: the module and the name that took their place. They go in 0.2.
+# Deprecated names, with the module and the name that replace them. They go in 0.2.
 _RENAMED = {
     "take_part": ("trainer_hooks", "join_push"),
     "fixed_logprobs": ("trainer_hooks", "compute_logprobs"),

@@ -1,4 +1,8 @@
-"""Checkpoints of a training run, and versions for its weights that are never used twice."""
+"""Checkpoints of a training run, and a counter whose weights versions are never used twice.
+
+Used by training loops and by the training job. It writes step_<step> directories and a file with
+the highest version.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from rollout.errors import ConfigError
 from trainer_hooks.files import replace_directory, replace_text, restore_directory
 
 _DIRECTORY_NAME = re.compile(r"step_(\d+)")
-NUM_KEPT = 2  # checkpoints that stay, unless the caller says otherwise
+NUM_KEPT = 2  # default number of checkpoints to keep
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.pt"
-_PARAMETERS_FILE = "optimizer.json"  # what kind of optimizer that is, and of which parameters
+_PARAMETERS_FILE = "optimizer.json"  # the optimizer's class and the shapes of its parameters
 _RNG_FILE = "rng_state.pt"
 _SCHEDULER_FILE = "scheduler.pt"
 _OWN_FILE = "own_state.pt"
-# What torch.load raises for files that were cut short, by where they end.
+# Errors of torch.load for truncated files, which depend on where a file ends.
 _TORN = (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError)
 
 
@@ -39,7 +43,9 @@ class SavesPretrained(Protocol):
 
 
 class Stateful(Protocol):
-    """A scheduler of torch.optim.lr_scheduler, or anything else with a state."""
+    """An object whose state is saved and loaded, such as a scheduler of
+    torch.optim.lr_scheduler.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,7 +53,7 @@ class Stateful(Protocol):
 
 
 class StatefulOptimizer(Stateful, Protocol):
-    """An optimizer of torch, or what gathers the state of one whose parameters are sharded."""
+    """An optimizer of torch, or a `WholeOptimizer`, which gathers the state of a sharded one."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -55,10 +61,11 @@ class StatefulOptimizer(Stateful, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Where a run stands. `step` training steps are done; `weights_version` is the last one used.
+    """The position of a run.
 
-    `prompts`: the state of the prompt source, its position and what was given out unfinished; it
-    must be JSON.
+    `step`: number of training steps done.
+    `weights_version`: highest weights version used.
+    `prompts`: JSON-able state of the prompt source: its position and the prompts in progress.
     """
 
     step: int
@@ -77,17 +84,20 @@ def save_checkpoint(
     scheduler: Stateful | None = None,
     own_state: Any = None,
 ) -> Path:
-    """Write `root`/step_<step>: a Hugging Face directory with the trainer's state beside it.
+    """Write the checkpoint `root`/step_<step>: a Hugging Face directory with the trainer's state in
+    it.
 
-    It is complete or absent: everything is written to a hidden directory that is then renamed.
-    The random states of torch, with those of accelerators, of numpy and of Python are saved too.
-    `own_state`: what else a run needs, in tensors, numbers, text, lists and dicts; see
-    `read_own_state`. Of the checkpoints up to this step the `keep` newest stay, this one among
-    them; those of later steps are left alone. Returns the checkpoint's directory.
-    Raises ConfigError for `keep` below 1, and for an `own_state` that could not be read again.
+    A checkpoint is complete or absent: the files are written to a hidden directory that is then
+    renamed. They include the random states of torch (with accelerators), numpy and Python.
+    `own_state`: further state of the run as tensors, numbers, text, lists and dicts; see
+    `read_own_state`.
+    `keep`: number of checkpoints up to this step that remain, with this one. Older ones are
+    deleted; checkpoints of later steps are not touched.
+    Returns the checkpoint's directory. Raises ConfigError for `keep` below 1, and for an
+    `own_state` that could not be read back.
     """
     if keep < 1:
-        raise ConfigError(f"keep={keep} must be at least 1, for the checkpoint that is written")
+        raise ConfigError(f"keep={keep} must be at least 1: the new checkpoint itself is kept")
     root = Path(root)
     target = root / f"step_{state.step:06d}"
     staging = root / f".{target.name}.tmp"
@@ -117,24 +127,27 @@ def save_checkpoint(
 
 
 def restore_checkpoints(root: Path | str) -> None:
-    """Bring back checkpoints that a kill has left half replaced, as `save_checkpoint` does.
+    """Restore checkpoints whose replacement was interrupted by a kill, as `save_checkpoint` also
+    does.
 
-    For whoever writes under `root` and wants to resume: it would disturb another writer.
+    Only the process that writes under `root` may call this.
     """
     for replaced in Path(root).glob(".step_*.old"):
         restore_directory(replaced.with_name(replaced.name[1:].removesuffix(".old")))
 
 
 def find_checkpoint(root: Path | str) -> Path | None:
-    """The checkpoint of the highest step under `root`; None if there is none."""
+    """Return the checkpoint of the highest step under `root`, or None."""
     return next(iter(reversed(_checkpoints(Path(root)))), None)
 
 
 def read_trainer_state(checkpoint: Path | str) -> TrainerState:
-    """The state saved in a checkpoint. Raises ConfigError if the directory is none, or torn."""
+    """Return the state in a checkpoint. Raises ConfigError for another directory or a truncated
+    file.
+    """
     path = Path(checkpoint) / _STATE_FILE
     if not path.exists():
-        raise ConfigError(f"{checkpoint} is no checkpoint of a trainer: it has no {_STATE_FILE}")
+        raise ConfigError(f"{checkpoint} is not a trainer's checkpoint: it has no {_STATE_FILE}")
     try:
         return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -142,10 +155,10 @@ def read_trainer_state(checkpoint: Path | str) -> TrainerState:
 
 
 def read_own_state(checkpoint: Path | str) -> Any:
-    """The `own_state` saved in a checkpoint; None if there is none.
+    """Return the `own_state` in a checkpoint, or None.
 
-    Raises ConfigError for objects of classes of their own, which are never unpickled, and for a
-    file that was cut short.
+    Raises ConfigError for objects of other classes, which are never unpickled, and for a truncated
+    file.
     """
     path = Path(checkpoint) / _OWN_FILE
     if not path.exists():
@@ -166,11 +179,12 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | StatefulOptimizer,
     scheduler: Stateful | None = None,
 ) -> TrainerState:
-    """Restore `optimizer`, `scheduler` and all random states; returns the state.
+    """Load the states of `optimizer`, `scheduler` and all random generators. Returns the run's
+    state.
 
-    The policy is loaded by `from_pretrained(checkpoint)`, before its optimizer is made.
-    Raises ConfigError, and restores nothing, if the directory is no checkpoint, one of a run with
-    another optimizer or other parameters, one without a scheduler, or if a file was cut short.
+    Load the policy by `from_pretrained(checkpoint)` before creating its optimizer.
+    Raises ConfigError, and changes nothing, if the directory is not a checkpoint, belongs to a run
+    with another optimizer, other parameters or without a scheduler, or has a truncated file.
     """
     root = Path(checkpoint)
     state = read_trainer_state(root)
@@ -190,11 +204,10 @@ def load_checkpoint(
 def _require_same_parameters(
     root: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer | StatefulOptimizer
 ) -> None:
-    """Raise ConfigError for the state of another optimizer, or of one of other parameters.
-
-    Checkpoints that were saved before their shapes were compare the numbers of parameters alone.
+    """Raise ConfigError if the saved state is from another kind of optimizer or other
+    parameters.
     """
-    remedy = "resume with the settings that the run began with, or start a run of its own"
+    remedy = "resume with the settings of that run, or start a new run in another directory"
     own, theirs = (
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, saved["param_groups"])
@@ -224,14 +237,16 @@ def _require_same_parameters(
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
-    """Kind and shapes of parameters, in the order of the optimizer's state."""
+    """Return the optimizer's kind and the shapes of its parameters, in the order of its state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind = getattr(optimizer, "kind", type(optimizer).__name__)
     return {"kind": kind, "shapes": [[*each.shape] for each in parameters]}
 
 
 def _read_tensors(path: Path) -> Any:
-    """What torch.save wrote. Raises ConfigError naming a file that is missing or cut short."""
+    """Return what torch.save wrote to `path`. Raises ConfigError for a missing or truncated
+    file.
+    """
     try:
         return torch.load(path, weights_only=True)
     except _TORN as error:
@@ -244,12 +259,12 @@ def _torn(path: Path, error: Exception) -> ConfigError:
 
 
 class WeightsVersionCounter:
-    """Hands out weights versions and remembers the highest in a file.
+    """Reserves increasing weights versions and keeps the highest in a file.
 
-    A trainer that resumes from an older checkpoint must not use a version again that an engine has
-    seen with other weights: rollouts of the lost steps may still carry it.
-    `floor`: the highest version known from elsewhere, of a checkpoint say. Raises ConfigError for
-    a file that holds no number.
+    After a resume from an older checkpoint, a version that engines have already seen must not name
+    other weights: rollouts of the discarded steps may still carry it.
+    `floor`: highest version known from elsewhere, such as a checkpoint. Raises ConfigError for a
+    file without a number.
     """
 
     def __init__(self, path: Path | str, floor: int = 0) -> None:
@@ -265,18 +280,18 @@ class WeightsVersionCounter:
 
     @property
     def highest(self) -> int:
-        """The highest version handed out so far."""
+        """The highest version reserved so far."""
         return self._highest
 
     def reserve(self) -> int:
-        """The next version; it is on the disk before anyone can use it."""
+        """Return the next version, after writing it to the file."""
         self._highest += 1
         replace_text(self._path, f"{self._highest}\n")
         return self._highest
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, by step."""
+    """Return the complete checkpoints under `root`, by step."""
     found = [path for path in root.glob("step_*") if _DIRECTORY_NAME.fullmatch(path.name)]
     return sorted(found, key=_step_of)
 
@@ -286,7 +301,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _random_states() -> dict[str, Any]:
-    """Tensors, numbers and tuples only, so that they load with `weights_only`."""
+    """Return all random states as tensors, numbers and tuples, which load with `weights_only`."""
     algorithm, keys, *rest = np.random.get_state()
     devices = torch.get_device_module()  # torch.cpu where there is no accelerator
     # A process that has not used its accelerator has drawn nothing there; asking would begin to.

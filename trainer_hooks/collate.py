@@ -1,7 +1,9 @@
-"""Finished rollouts as the padded tensors a trainer computes with.
+"""collate_rollouts: makes the padded tensors of a RolloutBatch from finished rollouts.
 
-Shape letters: R rollouts, B rows, each a token sequence of a rollout (most rollouts have one),
-T positions of prompt + completion, right padded, L layers with experts, K experts of a token.
+Used by training loops, by the producer for its batches, and by the doctor. It changes nothing.
+
+Shape letters: R rollouts, B rows, each a token sequence of a rollout (most rollouts have one), T
+positions of prompt + completion, right padded, L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -20,28 +22,31 @@ from rollout.requests.routing import UNKNOWN, first_known
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.rollouts import Rollout, as_rollout, sequence_tokens
 
-# The distribution of the behaviour log-probs: the one a trainer recomputes, or that of the draw.
+# Distribution of the behaviour log-probs: the one that a trainer recomputes, or the sampled one.
 TrainedLogprobs = Literal["temperature", "processed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutBatch:
-    """One row per token sequence, those of a rollout one after another; CPU tensors.
+    """CPU tensors of a batch, one row per token sequence; the rows of a rollout are adjacent.
 
-    Most rollouts are one token sequence, and B = R. See `Rollout` for those that are several.
-    `mask_BT` is True on the generated tokens, of all turns, of rollouts that did not fail; not on
-    prompts and tool output. Log-probs, lags and staleness are 0 where it is False; column t belongs
-    to token t.
-    `rewards_R`: of each rollout, NaN for a failed one. `rollout_index_B`: whose sequence a row is.
-    `prompt_lengths_B`: tokens before the first generated one. `completion_lengths_B`: generated
-    tokens, of all turns, also of failed rollouts, without tool output. `lengths_B`: all tokens.
+    Most rollouts are one token sequence, and B = R. See `Rollout` for rollouts of several.
+    `mask_BT`: True on the tokens to train on: generated ones, of all turns, of rollouts that did
+    not fail. Prompts and tool output are False. Log-probs, lags and staleness are 0 where the mask
+    is False. Column t belongs to token t.
+    `rewards_R`: reward of each rollout, NaN for a failed one.
+    `rollout_index_B`: index of the rollout of each row.
+    `prompt_lengths_B`: number of tokens before the first generated one.
+    `completion_lengths_B`: number of generated tokens, also of failed rollouts, without tool
+    output.
+    `lengths_B`: number of all tokens.
     `policy_lag_BT`: train_version - version that sampled the token.
-    `kv_lag_BT`: version that sampled the token - mean version of the KV it attended to then.
+    `kv_lag_BT`: version that sampled the token - mean version of the KV entries it attended to.
     `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
-    `is_truncated_B`: a limit cut the rollout, such as that of its last turn's length.
-    `routing_BTLK`: the experts that computed each token, for `replay_routing`; those of the turn
-    that knew them first. -1 where none does: on padding, and on the last token, which no pass of
-    the engine computed. None unless it was asked for, and where no rollout has any: all failed.
+    `is_truncated_B`: True if a limit ended the rollout, such as the length limit of its last turn.
+    `routing_BTLK`: experts that computed each token, for `replay_routing`, from the first turn that
+    recorded them. -1 on padding and on a sequence's last token, which no pass of the engine
+    computed. None if routing was not requested or all rollouts failed before a pass.
     """
 
     tokens_BT: torch.Tensor  # int64
@@ -95,11 +100,11 @@ class RolloutBatch:
         return last_R.scatter_reduce(0, self.rollout_index_B, rows_B, "amin")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, of which `RolloutBatch(**fields)` makes the batch again."""
+        """Return the fields by name. `RolloutBatch(**fields)` makes an equal batch."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
-        """What belongs to each rollout, [R] or [P, G] of groups, as one value per row, [B].
+        """Return values of rollouts, [R] or [P, G], as one value per row, [B].
 
         Raises ConfigError for another number of values.
         """
@@ -111,21 +116,22 @@ class RolloutBatch:
         return values_R.reshape(-1)[self.rollout_index_B]
 
     def per_rollout(self, values_B: torch.Tensor) -> torch.Tensor:
-        """The sum of the values of each rollout's rows, [R]."""
+        """Return the sums of `values_B` over the rows of each rollout, [R]."""
         return values_B.new_zeros(self.num_rollouts).index_add(0, self.rollout_index_B, values_B)
 
     @property
     def rollout_tokens_B(self) -> torch.Tensor:
-        """How many trained tokens the rollout of each row has, in all its rows, int64."""
+        """Number of trained tokens in all rows of each row's rollout, int64."""
         return self.per_row(self.per_rollout(self.mask_BT.sum(dim=1)))
 
     def split_rollouts(
         self, num_parts: int, kept_R: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """The rows of `num_parts` random parts of the rollouts, of those that `kept_R` names.
+        """Return the row indices of `num_parts` random parts of the rollouts.
 
-        All rows of a rollout are in one part; rollouts without a trained token are in none. Drawn
-        from torch's generator; fewer parts where there are fewer rollouts.
+        All rows of a rollout are in one part. Rollouts without a trained token, or with False in
+        `kept_R`, are left out. Draws from torch's generator. With fewer rollouts there are fewer
+        parts.
         """
         is_trained_R = self.per_rollout(self.mask_BT.sum(dim=1)) > 0
         rollouts = (is_trained_R if kept_R is None else is_trained_R & kept_R).nonzero().flatten()
@@ -135,15 +141,17 @@ class RolloutBatch:
         return [match.nonzero()[:, 1] for match in matches]
 
     def without_truncated(self) -> RolloutBatch:
-        """The same rollouts, of which those that were cut are not trained on.
+        """Return the batch with a mask that leaves out truncated rollouts.
 
-        Their rewards stay, for the baseline of their group. Source: DAPO, "overlong filtering" (Yu
-        et al. 2025), arXiv 2503.14476, sec. 3.4; TRL's `mask_truncated_completions`.
+        Their rewards still count for the baseline of their group. Source: DAPO, "overlong
+        filtering" (Yu et al. 2025), arXiv 2503.14476, sec. 3.4; TRL's `mask_truncated_completions`.
         """
         return replace(self, mask_BT=self.mask_BT & ~self.is_truncated_B[:, None])
 
     def select(self, rows: torch.Tensor) -> RolloutBatch:
-        """The rows that an index or bool tensor names, cut to the longest, with their rollouts."""
+        """Return the rows of an index or bool tensor, with their rollouts, cut to the longest
+        row.
+        """
         lengths_B = self.lengths_B[rows]
         num_positions = int(lengths_B.max()) if len(lengths_B) else 0
         kept_R, index_B = self.rollout_index_B[rows].unique(return_inverse=True)
@@ -166,18 +174,19 @@ def collate_rollouts(
     logprobs_mode: TrainedLogprobs | None = None,
     routing: bool = False,
 ) -> RolloutBatch:
-    """The batch of merged `requests` and their `rewards`, to be trained on at `train_version`.
+    """Return the batch of `requests` and their `rewards`, to be trained on at `train_version`.
 
-    A sample of several turns is a Rollout of their requests. `temperature` is the one the trainer
-    divides its logits by. `logprobs_mode`: what the engine's log-probs have to be; None takes those
-    of the mode sampled with. `temperature`: what the trainer recomputes, so that ratios start from
-    1. `processed`: the true probability of the draw; with truncation (top_k, top_p, min_p) ratios
-    to it start below 1, and the loss wants proximal log-probs. A reward of None or NaN, like a
-    rollout that failed, marks a failed rollout: it is masked out, never scored 0. `routing`: the
-    batch has `routing_BTLK`; the engine was made with record_routing=True.
-    Raises ConfigError if log-probs are missing or of another mode or temperature, naming both, if
-    prompt tokens or routing are missing, if there is not one reward per rollout, and for a token
-    sampled after `train_version`.
+    `requests`: finished requests; a sample of several turns is a Rollout.
+    `rewards`: None or NaN marks a failed rollout, which is masked out rather than scored 0.
+    `temperature`: divisor of the trainer's logits.
+    `logprobs_mode`: required kind of the engine's log-probs. `temperature`: the log-probs that the
+    trainer recomputes, so that ratios start at 1. `processed`: the true probability of the draw.
+    With truncated sampling (top_k, top_p, min_p) ratios to it start below 1, and the loss needs
+    proximal log-probs. None requires the mode of the rollouts' sampling.
+    `routing`: True adds `routing_BTLK`; the engine needs record_routing=True.
+    Raises ConfigError if log-probs are missing or have another mode or temperature, if prompt
+    tokens or routing are missing, unless there is one reward per rollout, and for a token sampled
+    after `train_version`.
     """
     rollouts = [as_rollout(request) for request in requests]
     rewards_R = _valid_rewards(rollouts, rewards)
@@ -213,7 +222,9 @@ def collate_rollouts(
 def _valid_rewards(
     rollouts: Sequence[Rollout], rewards: Sequence[float | None] | torch.Tensor
 ) -> torch.Tensor:
-    """The rewards [R], NaN where the rollout failed. Raises ConfigError unless each has one."""
+    """Return the rewards [R], NaN where the rollout failed. Raises ConfigError unless each has
+    one.
+    """
     if not rollouts or len(rollouts) != len(rewards):
         raise ConfigError(
             f"{len(rollouts)} requests and {len(rewards)} rewards; one reward per request, and at "
@@ -230,7 +241,7 @@ def _valid_rewards(
 def _routing(
     sequences: Sequence[Sequence[DynamicInferenceRequest]], num_positions: int
 ) -> torch.Tensor | None:
-    """The experts of all tokens, padded with -1; None if no turn has any."""
+    """Return the experts of all tokens, padded with -1; None if no turn has any."""
     rows = [
         first_known([turn.routing_indices for turn in turns], num_positions) for turns in sequences
     ]
@@ -270,7 +281,7 @@ def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
 
 
 def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
-    """One token sequence without padding; its mask is still empty."""
+    """Return one token sequence without padding; its mask is still empty."""
     tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {
@@ -314,12 +325,12 @@ def _mark_turn(
 def check_logprobs_match(
     params: SamplingParams, temperature: float, logprobs_mode: TrainedLogprobs = "temperature"
 ) -> None:
-    """Refuse log-probs that are not what the trainer, dividing its logits by `temperature`, wants.
+    """Raise ConfigError unless sampling with `params` gives the log-probs that the trainer needs.
 
-    Without truncation, biases and penalties both modes are the same number, and at temperature 1
-    `raw` is too. With them the mode sampled with must be the one wanted; `raw` does not say which
-    is meant.
-    Raises ConfigError naming the mode and temperature of both sides.
+    `temperature`: divisor of the trainer's logits. Without truncation, biases and penalties the
+    modes `temperature` and `processed` are equal, and at temperature 1 `raw` is, too. With any of
+    them, the mode of the sampling must be `logprobs_mode`. The error names the mode and temperature
+    of both sides.
     """
     if logprobs_mode not in get_args(TrainedLogprobs):
         known = ", ".join(map(repr, get_args(TrainedLogprobs)))
@@ -347,15 +358,17 @@ def check_logprobs_match(
 
 
 def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogprobs:
-    """The mode of the log-probs of rollouts sampled with `params`, checked."""
+    """Return the log-prob mode of rollouts sampled with `params`. Raises ConfigError if it cannot
+    train.
+    """
     mode: TrainedLogprobs = "processed" if params.logprobs_mode == "processed" else "temperature"
     check_logprobs_match(params, temperature, mode)
     return mode
 
 
 def reshaping_text(params: SamplingParams) -> str:
-    """The settings that draw from another distribution than that of the logits at the temperature,
-    as they were given; empty if there are none.
+    """Return the sampling settings that change the distribution beyond the temperature, as text, or
+    "".
     """
     settings = {
         "top_k": params.top_k > 0,
@@ -372,12 +385,12 @@ def reshaping_text(params: SamplingParams) -> str:
 
 
 def _reward_or_nan(reward: float | None) -> float:
-    """A reward as a number; None, which means the rollout failed, as NaN."""
+    """Return a reward as a number; None, which means the rollout failed, as NaN."""
     return math.nan if reward is None else float(reward)
 
 
 def _behaviour_logprobs(request: DynamicInferenceRequest) -> torch.Tensor:
-    """Log-probs of the generated tokens, float32; refused if one is missing."""
+    """Return log-probs of the generated tokens, float32; refused if one is missing."""
     logprobs = request.generated_log_probs
     if logprobs is None or len(logprobs) != len(request.generated_tokens):
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""evaluate: the reward of the present weights on a set of prompts."""
+"""evaluate: measures the mean reward of the current weights on a set of prompts.
+
+Used by training loops and by the training job, also while a producer works. It samples through the
+engines and changes no weights.
+"""
 
 from __future__ import annotations
 
@@ -59,19 +63,24 @@ async def evaluate(
     answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
     source_column: str = "data_source",
 ) -> dict[str, float]:
-    """Sample and score each prompt `n` times; flat metrics under `prefix`.
+    """Sample and score each prompt `n` times. Returns metrics whose names begin with `prefix`.
 
     It may run while a producer works and weights are updated: its requests share the engines and
     continue after pauses. `version_min` and `version_max` are the versions that sampled its tokens;
-    they are equal if the weights did not change meanwhile. `reward`: mean over all samples that did
-    not fail. `reward_best_of_n`: mean over prompts of the best sample. `sampling_params` with a
-    seed give each prompt a seed of its own. `reward_fn`, `rollout_fn`: as a producer's.
-    `pass_at`: `pass@k` for each of these k, the chance that one of k samples has a reward of at
-    least `success_reward`. `answer_fn`: what a completion answers, None for nothing; `maj@n` is the
-    reward of the answer that most of the n samples gave. Where rows have the column
-    `source_column`, all metrics but the versions also come as `<prefix>/<source>/*`.
+    they are equal if the weights did not change meanwhile.
+    `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over prompts of the
+    best sample.
+    `sampling_params`: with a seed, each prompt gets its own seed derived from it.
+    `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
+    `pass_at`: for each k, `pass@k` is the chance that one of k samples has a reward of at least
+    `success_reward`.
+    `answer_fn`: returns the answer in a completion, or None. `maj@n` is the reward of the most
+    frequent answer.
+    `source_column`: where rows have this column, all metrics but the versions also come per value,
+    as `<prefix>/<source>/*`.
     Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
-    function that never succeeds, TimeoutError after `timeout_s` seconds, with everything aborted.
+    function that never succeeds, and TimeoutError after `timeout_s` seconds, with all requests
+    aborted.
     """
     loop = asyncio.get_running_loop()
     _check_counts(n, max_concurrent, pass_at)
@@ -105,13 +114,16 @@ async def evaluate(
 
 
 def _seed_of(params: SamplingParams, rollout_fn: RolloutFunction | None) -> int | None:
-    """Return the seed that those of the prompts follow from; None leaves seeds to the engine. A
-    RolloutLLM makes the seeds of turns, and needs one: a new one if `params` have none."""
+    """Return the base of the prompts' seeds; None lets the engine choose seeds.
+
+    Turns of a RolloutLLM derive their seeds from a base, so `rollout_fn` gets a new one if `params`
+    has none.
+    """
     return system_seed() if params.seed is None and rollout_fn is not None else params.seed
 
 
 def _of_prompt(params: SamplingParams, seed: int | None, index: int) -> SamplingParams:
-    """Return `params` with a seed of the prompt's own, unless `seed` is None."""
+    """Return `params` with the seed of prompt `index`, unless `seed` is None."""
     return params if seed is None else replace(params, seed=mix_seed(seed, index))
 
 
@@ -123,7 +135,7 @@ def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:
 
 
 def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
-    """All rows, as PromptLedger reads them."""
+    """Return all rows, as PromptLedger reads them."""
     ledger, items = PromptLedger(prompts, shuffle=False, num_epochs=1), []
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))
@@ -157,7 +169,7 @@ async def _rewards_or_nan(
 def _metrics_by_source(
     scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float, column: str
 ) -> dict[str, float]:
-    """The metrics of all prompts, and with a prefix those of each value of the column."""
+    """Return the metrics of all prompts, and of the prompts of each source under its name."""
     metrics = _metrics(scored, pass_at, success_reward)
     sources = [each.item.columns.get(column) for each in scored]
     for source in dict.fromkeys(sources):
@@ -201,7 +213,7 @@ def _versions(scored: Sequence[_Scored]) -> dict[str, float]:
 
 
 def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
-    """1 - C(n - c, k) / C(n, k), for c successes of n samples, of which failed ones are none.
+    """Return 1 - C(n - c, k) / C(n, k) for c successes in n samples; a failed sample is no success.
 
     Source: Chen et al. 2021 (Codex), arXiv 2107.03374, eq. 1.
     """
@@ -210,8 +222,10 @@ def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
 
 
 def _majority_reward(scored: _Scored) -> float:
-    """The mean reward of the samples with the most frequent answer, of equals the first; 0 without
-    an answer. Source: self-consistency (Wang et al. 2023), arXiv 2203.11171, sec. 2.
+    """Return the mean reward of the samples with the most frequent answer, or 0 without an answer.
+
+    Of equally frequent answers the first counts. Source: self-consistency (Wang et al. 2023), arXiv
+    2203.11171, sec. 2.
     """
     assert scored.answers is not None
     votes = Counter(answer for answer in scored.answers if answer is not None)

@@ -1,6 +1,8 @@
-"""Atomic replacement of files: after a kill there is the old one or the new one, whole.
+"""Atomic replacement of files and directories: after a kill, the old or the new one is there,
+whole.
 
-What a user may want to keep is never deleted: `set_aside` renames it.
+Used by checkpoints, metrics files and run files. `set_aside` renames files that a user may want to
+keep.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Make `path` what `write` writes: beside it, flushed to the disk, then renamed."""
+    """Replace `path` by the file that `write` writes: beside it, flushed to the disk, then
+    renamed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
     write(staging)
@@ -26,7 +30,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_directory(staging: Path, target: Path) -> None:
-    """Rename the finished directory `staging` to `target`, in place of what was there."""
+    """Replace the directory `target` by the finished directory `staging`, by renames."""
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)
@@ -39,7 +43,7 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def restore_directory(target: Path) -> None:
-    """Bring back what was at `target` if a kill came amid `replace_directory`; delete it if not."""
+    """Restore `target` if a kill interrupted `replace_directory`, else delete its outdated copy."""
     outdated = _outdated(target)
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)

@@ -1,4 +1,8 @@
-"""The part of a training step in which the engine generates."""
+"""generation_phase: runs the engine within a block of a training step and suspends it afterwards.
+
+Used by trainers that share their device with the engine (colocated training). It pauses, suspends,
+resumes and unpauses the LLM, and pushes weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _RESUMES = "resume_weights", "resume"
 
 
 class Suspendable(Protocol):
-    """The control methods of LLM; an asynchronous LLM's return awaitables."""
+    """The control methods of an LLM that a phase calls. An asynchronous LLM returns awaitables."""
 
     @property
     def state(self) -> EngineState:
@@ -37,8 +41,7 @@ class Suspendable(Protocol):
         ...
 
     def resume(self, only: str | None = None) -> Any:
-        """SUSPENDED -> PAUSED, or stay SUSPENDED with only this memory back; returns a
-        ResumeReport."""
+        """SUSPENDED -> PAUSED; with `only`, restore this memory alone. Returns a ResumeReport."""
         ...
 
     def unpause(self) -> Any:
@@ -47,7 +50,7 @@ class Suspendable(Protocol):
 
 
 class PushesWeights(Protocol):
-    """The two ways to push of a weight sync."""
+    """The push methods of a WeightSync."""
 
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
@@ -58,7 +61,7 @@ class PushesWeights(Protocol):
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """As `push`, awaitable."""
+        """Commit the weights, awaitable."""
         ...
 
 
@@ -73,9 +76,9 @@ class PhaseTimings:
 
 
 class GenerationPhase:
-    """A context manager in which the engine runs; outside it, the engine is suspended.
+    """A context manager: the engine runs in its block and is suspended outside.
 
-    Made by `generation_phase`. After the phase `timings()` and the reports say what it cost.
+    Made by `generation_phase`. After the block, `timings()` and the reports tell the cost.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class GenerationPhase:
         self._generate_start_s = 0.0
 
     def timings(self) -> PhaseTimings:
-        """Seconds of each part; call it after the phase."""
+        """Return the seconds of each part. Call it after the block."""
         seconds = self._seconds
         return PhaseTimings(
             update_s=seconds.get("update", 0.0),
@@ -121,8 +124,8 @@ class GenerationPhase:
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """The report of the resume, of the weights' and the rest's together where they came apart;
-        None if the engine was not suspended.
+        """Report of the resume; None if the engine was not suspended. A resume in two parts is
+        summed.
         """
         reports = [self._reports[name] for name in _RESUMES if name in self._reports]
         return _together(reports) if reports else None
@@ -164,12 +167,12 @@ class GenerationPhase:
         await self._arun(self._exit_commands())
 
     def _entry_commands(self, *, asynchronous: bool) -> Iterator[Command]:
-        """The commands from the engine's present state to RUNNING under the new weights."""
+        """Yield the commands from the engine's current state to RUNNING with the new weights."""
         if self._push is not None:
             weight_sync, named_parameters = self._push
             if self._llm.state is EngineState.RUNNING:
                 yield "pause", self._llm.pause
-            # Weights can be written only where they have memory. The rest waits for the push.
+            # The push needs the weights' memory. Other memory is restored after it.
             if self._llm.state is EngineState.SUSPENDED and "weights" in self._release:
                 yield "resume_weights", lambda: self._llm.resume(only="weights")
             push = weight_sync.apush if asynchronous else weight_sync.push
@@ -180,14 +183,16 @@ class GenerationPhase:
             yield "unpause", self._llm.unpause
 
     def _exit_commands(self) -> Iterator[Command]:
-        """The commands from the engine's present state to SUSPENDED; none once it is stopped."""
+        """Yield the commands from the engine's current state to SUSPENDED; none if it is
+        stopped.
+        """
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
         if self._llm.state is EngineState.PAUSED:
             yield "suspend", self._suspend
 
     def _undo_commands(self) -> Iterator[Command]:
-        """The commands after an entry that failed: whatever it has brought back is released."""
+        """Yield the commands that suspend the engine again after an entry failed."""
         if self._llm.state is EngineState.SUSPENDED and "resume_weights" in self._reports:
             yield "suspend", self._suspend
         yield from self._exit_commands()
@@ -212,7 +217,7 @@ class GenerationPhase:
 
 
 def _together(reports: Sequence[ResumeReport]) -> ResumeReport:
-    """Return what several resumes, one after the other, did together."""
+    """Return the sum of the reports of successive resumes."""
     owners = sorted({owner for report in reports for owner in report.restored_by_owner})
     return ResumeReport(
         mode=reports[-1].mode,
@@ -235,21 +240,21 @@ def generation_phase(
     mode: KVCacheManagementMode | None = None,
     release: Sequence[str] = ("kv_cache",),
 ) -> GenerationPhase:
-    """Run the engine for the length of a `with` or `async with` block.
+    """Return a context manager that runs the engine in a `with` or `async with` block.
 
-    Entry pushes the weights, if given, while the engine is still suspended, then resumes and
-    unpauses it; exit pauses and suspends it. Requests that are unfinished by then stay in the
-    engine and go on in the next phase, under its weights. Whatever is raised, in the block or by a
-    refused push, leaves the engine suspended. It may be running, paused or suspended before.
-    `mode`: the KVCacheManagementMode of the suspend; None takes the engine's. `release`: what the
-    suspend gives back, "kv_cache" and "weights". With "weights", which is for an engine that an
-    earlier phase of this `release` left suspended too, entry resumes the weights before the push
-    and the rest after it.
+    On entry the weights, if given, are pushed while the engine is still suspended; then it is
+    resumed and unpaused. On exit it is paused and suspended. Unfinished requests stay in the engine
+    and continue in the next phase with the new weights. After an exception, in the block or from a
+    refused push, the engine is suspended. Before the phase it may be running, paused or suspended.
+    `mode`: KVCacheManagementMode of the suspend; None takes the engine's.
+    `release`: resources that the suspend releases, "kv_cache" and "weights". With "weights", the
+    engine must already be suspended with the same `release`; entry restores the weights before the
+    push and the rest after it.
 
         with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)
 
-    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, and at a plain
-    `with` for an asynchronous LLM.
+    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, and for a plain
+    `with` on an asynchronous LLM.
     """
     return GenerationPhase(llm, weight_sync, named_parameters, version, mode, release)

@@ -1,4 +1,7 @@
-"""Hugging Face checkpoints that settings name: loaded, or one clear error."""
+"""load_pretrained: loads a Hugging Face checkpoint that a setting names, or raises one clear error.
+
+Used by the training job, the doctor and RewardModel.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from rollout.errors import ConfigError
 
 
 def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
-    """`kind.from_pretrained(path, **options)`, for an Auto class of transformers.
+    """Return `kind.from_pretrained(path, **options)`; `kind` is an Auto class of transformers.
 
-    Raises ConfigError, which names `setting`, where it finds nothing that it can load.
+    Raises ConfigError, which names `setting`, if there is nothing at `path` that it can load.
     """
     try:
         return kind.from_pretrained(path, **options)

@@ -1,4 +1,7 @@
-"""Rollout: one sample of a prompt, made in one turn or in several, as tokens, with its reward."""
+"""Rollout: one sample of a prompt, of one or several turns, with its tokens and its reward.
+
+Used by the producer, environments, reward functions and collate_rollouts.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,22 @@ from rollout.requests import DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """The requests of one sample, a turn each, in order, and what its environment made of it.
+    """The requests of one sample, one per turn in order, and the results of its environment.
 
-    Each turn's prompt is all tokens of the turn before, as they were sampled, and what a tool or a
-    user added to them; then the rollout is one token sequence, that of its last turn. A turn whose
-    prompt does not extend the one before (chat templates drop earlier thinking) begins another
-    token sequence. `sequence_starts`: the indices of the turns that begin one, 0 first.
-    Every generated token stands where it stood when it was sampled, in the sequence of its turn.
-    `reward`: the rollout's own; None leaves it to the reward function, a number is added to what
-    that function gives, NaN marks a failed rollout. `reward_terms`: its named parts, for metrics.
-    `state`: JSON-able, for people: it goes to completions.jsonl.
-    `columns`: for the reward function, beside the columns of the prompt and before those of the
-    same name.
-    `failure`: the kind of fault that ended it, such as "step_timeout"; it is then a failed rollout
-    whatever its turns are, and may have none. `is_truncated`: a limit ended it between two turns.
+    The prompt of each turn is all tokens of the previous turn, as sampled, plus the text that a
+    tool or user added. The rollout is then one token sequence, the one of its last turn. A turn
+    whose prompt does not extend the previous turn (chat templates drop earlier thinking) starts
+    another token sequence. In the sequence of its turn, every generated token stands at the
+    position where it was sampled.
+    `sequence_starts`: indices of the turns that start a token sequence, 0 first.
+    `reward`: the rollout's own reward. None leaves the reward to the reward function; a number is
+    added to the function's result; NaN marks a failed rollout.
+    `reward_terms`: named parts of the reward, for metrics.
+    `state`: JSON-able notes for people, written to completions.jsonl.
+    `columns`: columns for the reward function; they override the prompt's columns of the same name.
+    `failure`: kind of fault that ended the rollout, such as "step_timeout". The rollout then counts
+    as failed and may have no turns.
+    `is_truncated`: True if a limit ended the rollout between two turns.
     """
 
     requests: Sequence[DynamicInferenceRequest]
@@ -42,8 +47,8 @@ class Rollout:
     is_truncated: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ConfigError without a turn, for starts that are not turns in order, and for a
-        prompt that does not extend its turn.
+        """Raises ConfigError for a rollout without turns, starts that are not turns in order, and a
+        prompt that does not extend the previous turn.
         """
         if not self.requests and self.failure is None:
             raise ConfigError("a rollout needs at least one request")
@@ -84,8 +89,8 @@ class Rollout:
 
     @property
     def completion_ids(self) -> list[int]:
-        """All tokens after the first prompt, tool output included; those of a further token
-        sequence follow from its first generated one on.
+        """All tokens after the first prompt, with tool output. Each further token sequence is
+        appended from its first generated token on.
         """
         ids = []
         for turns in self.sequences:
@@ -111,20 +116,20 @@ class Rollout:
 
     @property
     def finish_reason(self) -> str | None:
-        """That of the last turn, or "length" if a limit ended the rollout after it; None without a
-        turn.
+        """The last turn's finish reason, or "length" if a limit ended the rollout after it; None
+        without a turn.
         """
         if self.is_truncated:
             return "length"
         return self.requests[-1].finish_reason if self.requests else None
 
     def succeeded(self) -> bool:
-        """Whether nothing failed, neither a turn nor its environment."""
+        """Return whether nothing failed, neither a turn nor its environment."""
         return self.failure is None and all(turn.succeeded() for turn in self.requests)
 
 
 def sequence_tokens(turns: Sequence[DynamicInferenceRequest]) -> torch.Tensor:
-    """All tokens of one token sequence, int64: those of its last turn."""
+    """Return all tokens of one token sequence, int64. Its last turn has them all."""
     if not turns:
         return torch.zeros(0, dtype=torch.int64)
     generated = torch.tensor(turns[-1].generated_tokens, dtype=torch.int64)
@@ -132,7 +137,7 @@ def sequence_tokens(turns: Sequence[DynamicInferenceRequest]) -> torch.Tensor:
 
 
 def as_rollout(source: Rollout | DynamicInferenceRequest) -> Rollout:
-    """`source` as a Rollout; a request is a rollout of one turn."""
+    """Return `source`, or a Rollout of one turn if `source` is a request."""
     return source if isinstance(source, Rollout) else Rollout([source])
 
 
@@ -141,7 +146,7 @@ def _tokens_of(request: DynamicInferenceRequest) -> list[int]:
 
 
 def _difference(turn: int, earlier: Sequence[int], prompt: Sequence[int]) -> str:
-    """The message for a prompt that does not extend the turn before: where they differ."""
+    """Return the error message for a prompt that does not extend the previous turn."""
     remedy = (
         "append to the token ids of the turn before and never decode and encode them again, or "
         "name the turn in sequence_starts"

@@ -1,4 +1,8 @@
-"""TRLRollouts: TRL's GRPOTrainer generates with an LLM of ours, and corrects by its log-probs."""
+"""TRLRollouts: lets TRL's GRPOTrainer generate with an LLM of this package.
+
+Used in a TRL script as `rollout_func`. It pushes the trainer's weights into the LLM, and the
+trainer corrects its loss by the LLM's log-probs.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ class TRLRollouts:
         trainer = GRPOTrainer(..., rollout_func=rollouts)
         rollouts.attach(trainer)
 
-    The trainer's weights are pushed once per training step, when it first generates in it; between
-    two generations the engine is suspended, its KV memory given back. Attached, the trainer takes
-    it for its vLLM: `vllm_importance_sampling_correction` and `sampling/*` metrics then compare its
-    own log-probs with those of the engine's tokens.
+    The trainer's weights are pushed once per training step, at the first generation in it. Between
+    two generations the engine is suspended and its KV memory released. An attached trainer treats
+    this object as its vLLM: `vllm_importance_sampling_correction` and the `sampling/*` metrics then
+    compare the trainer's log-probs with the engine's.
 
-    Seeds follow from the engine's `seed`, the trainer's process and its step. So processes draw
-    differently with one seed, and a trainer that resumes repeats no noise.
+    Seeds derive from the engine's `seed`, the trainer's process index and its step. So processes
+    with one seed draw different samples, and a resumed trainer repeats no noise.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -40,7 +44,8 @@ class TRLRollouts:
         self._latest_call = (-1, -1)  # the trainer's step, and the calls within it before this one
 
     def attach(self, trainer: Any) -> None:
-        """Make `trainer` push weights and use the behaviour log-probs. Call it before training.
+        """Make `trainer` push its weights and use the engine's log-probs. Call this before
+        training.
 
         Raises ConfigError for settings of the trainer that this engine cannot follow.
         """
@@ -49,13 +54,15 @@ class TRLRollouts:
         trainer._last_loaded_step = -1
 
     def sync_weights(self) -> None:
-        """Called by the trainer when its weights have changed; the next generation pushes them."""
+        """Mark the weights as changed; the next generation pushes them. Called by the trainer."""
         self._are_weights_old = True
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """One completion for each of `prompts`, text or chat messages; neighbours that are equal
-        share their prompt's KV. Raises RolloutError if one cannot run, and ConfigError for settings
-        of the trainer that this engine cannot follow: `trl_settings` has the table.
+        """Return one completion for each of `prompts`, which are text or chat messages.
+
+        Adjacent equal prompts share their KV. Raises RolloutError if a request fails, and
+        ConfigError for settings of the trainer that this engine cannot follow (tables in
+        `trl_settings`).
         """
         check_trainer(trainer)
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]

@@ -1,6 +1,7 @@
 """Tables of a TRL GRPOTrainer's settings: used, without effect, or refused.
 
-The tables hold every field of GRPOConfig of TRL 1.16 and every setting of `generation_kwargs`.
+Used by TRLRollouts. The tables hold every field of GRPOConfig in TRL 1.16 and every setting of
+`generation_kwargs`.
 """
 
 from __future__ import annotations

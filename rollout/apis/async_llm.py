@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollout.addresses import host_towards, own_host
-from rollout.apis.arguments import SamplingArgument, as_groups, config_with
+from rollout.apis.arguments import config_with
 from rollout.apis.fleet_processes import FleetProcesses, coordinator_arguments, engine_arguments
 from rollout.apis.serving import Serving
-from rollout.apis.streaming import (
-    LOST,
-    failed_request,
-    finished_request,
-    streamed_items,
-    wait_for_requests,
-)
+from rollout.apis.streaming import LOST, AsyncGeneration
 from rollout.apis.weight_push import WeightPush
 from rollout.config import InferenceConfig
 from rollout.control.commands import AsyncControlCalls, Command, R, fleet_stats
@@ -28,29 +22,26 @@ from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateRep
 from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import Group, InferenceClient
 from rollout.coordinator.client.streams import RequestFuture, RequestStream
-from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.security import CurveKeys
+from rollout.coordinator.net.sockets import address_of
 from rollout.errors import (
     ConfigError,
     CoordinatorLostError,
     EngineStateError,
-    InvalidRequestError,
     RolloutError,
 )
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
-from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
-from rollout.text import Prompt, Tokenizer, tokenizer_of
+from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
 _NOTICE_S = 1.0  # between the end of a connection and that of the coordinator's process
 
 
-class AsyncLLM(AsyncControlCalls):
+class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     """A model in `data_parallel_size` engine processes behind a coordinator. An async context
     manager: leaving it ends all processes.
 
@@ -210,6 +201,9 @@ class AsyncLLM(AsyncControlCalls):
         client = self._client
         return self._weights_version if client is None else client.weights_version
 
+    async def _connect(self) -> None:
+        await self.start()
+
     async def start(self) -> InferenceClient:
         """Connect, unless connected. All methods begin with it. Returns the client."""
         async with self._start_turn:
@@ -244,6 +238,9 @@ class AsyncLLM(AsyncControlCalls):
             return EngineStateError("this AsyncLLM was shut down before the answer came")
         return None if self._lost is None else CoordinatorLostError(*self._lost.args)
 
+    def _fails_batch(self, error: BaseException) -> bool:
+        return isinstance(error, LOST) or self._cut_short() is not None
+
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[None]:
         """Raise the end of this AsyncLLM or of its coordinator in place of what follows from it."""
@@ -264,34 +261,6 @@ class AsyncLLM(AsyncControlCalls):
 
     # ---- generation
 
-    async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        n: int = 1,
-        *,
-        priority: int = 0,
-    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
-
-        The list is prompt-major, in input order. A higher `priority` goes first. Raises
-        InvalidRequestError for a malformed prompt, before anything of the batch is queued. What
-        only an engine can refuse, such as an id beyond the vocabulary, fails its own request, which
-        comes back FAILED with its error event.
-        """
-        client = await self.start()
-        groups, is_single = as_groups(prompts, sampling_params, n)
-        samples = [(prompt, params) for prompt, each in groups for params in each]
-        added = client.add_groups(groups, priority=priority)
-        futures = [future for group in added for future in group]
-        async with self._named_errors():
-            await wait_for_requests(futures, cut_short=self._cut_short)
-        requests = [
-            self.request_of(future, *sample)
-            for future, sample in zip(futures, samples, strict=True)
-        ]
-        return requests[0] if is_single and n == 1 else requests
-
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
@@ -308,6 +277,9 @@ class AsyncLLM(AsyncControlCalls):
         """Abort a request; its future resolves to the record with the tokens so far."""
         self.client.abort(future.request_id)
 
+    def _unfinished(self) -> list[RequestFuture]:
+        return list(self.client.completion_futures.values())
+
     async def lost(self) -> RolloutError:
         """Wait until the client has ended, as it does when this process stood still for longer than
         its lease: a client does not come back. Returns the reason.
@@ -320,55 +292,6 @@ class AsyncLLM(AsyncControlCalls):
         except RolloutError as error:
             return error
         return CoordinatorLostError("the client of the engines has ended")
-
-    def request_of(
-        self, future: RequestFuture, prompt: Prompt, params: SamplingParams
-    ) -> DynamicInferenceRequest:
-        """Return the request of a future that is done. Without a record it is FAILED."""
-        error: Any = future.exception()
-        if error is None:
-            return finished_request(future.result(), self.tokenizer)
-        if isinstance(error, LOST):
-            error = self._cut_short() or error
-        return failed_request(future.request_id, prompt, params, error, self.tokenizer)
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        as_text: bool = False,
-    ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
-        """Yield token ids as they come, each once, then the whole request. Closed early, it aborts.
-
-        as_text: yield pieces of text instead. Text that may begin a stop string is held back.
-        """
-        client, params = await self.start(), sampling_params or SamplingParams()
-        if as_text and self.tokenizer is None:
-            raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
-        stream = client.stream(prompt, params, priority=priority)
-        items = streamed_items(
-            *(stream, prompt, params, self.tokenizer), as_text=as_text, cut_short=self._cut_short
-        )
-        async with aclosing(items), self._named_errors():
-            async for item in items:
-                yield item
-
-    async def abort(self, request_ids: Iterable[int] | None = None) -> int:
-        """End unfinished requests of this object now, in any state; None ends all of them.
-
-        Returns how many there were. Whoever waits for one gets it with the tokens so far, FAILED
-        with the finish reason "abort". Ids of other requests are ignored.
-        """
-        unfinished = (await self.start()).completion_futures
-        wanted = unfinished if request_ids is None else dict.fromkeys(request_ids)
-        futures = [unfinished[request_id] for request_id in wanted if request_id in unfinished]
-        for future in futures:
-            self.abort_request(future)
-        if futures:
-            await asyncio.wait(futures)
-        return len(futures)
 
     # ---- HTTP
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
-from rollout.coordinator.agent.agent import EngineAgent
-from rollout.coordinator.agent.loop import serve
+from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine

@@ -14,8 +14,8 @@ from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRuns
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt, Tokenizer
 from rollout.weights.update import NamedTensors
@@ -63,7 +63,7 @@ class InProcessRuntime:
 
     def step(
         self, streamed: Sequence[tuple[int, int]] = ()
-    ) -> tuple[list[DynamicInferenceRequestRecord], GeneratedColumns | None]:
+    ) -> tuple[list[DynamicInferenceRequestRecord], TokenRuns | None]:
         """Run one step if `can_step`. Returns the records of the requests that ended, and the new
         tokens of the running ones that `streamed` names by (request id, tokens known before).
         """

@@ -84,22 +84,33 @@ class LLM(ControlCalls):
         of_fleet = {name: options.pop(name) for name in FLEET_DEFAULTS if name in options}
         parameters = (*inspect.signature(LLM).parameters, *FLEET_DEFAULTS)
         config = config_with(inference_config, options, *parameters)
-        self._runtime: InProcessRuntime | apis.FleetRuntime
-        self._ranks: AllRanks | None = None  # of a trainer, which all call the methods
+        directory = str(model) if isinstance(model, str | Path) else None
         if use_coordinator:
-            self._runtime = apis.FleetRuntime(
+            fleet = apis.FleetRuntime(
                 lambda: apis.AsyncLLM(
                     model, tokenizer, config, weights_version=weights_version, **of_fleet
                 )
             )
+            self._set_up(fleet, model_directory=directory)
         else:
             _require_defaults(of_fleet, config)
             own = tokenizer_of(model, tokenizer)
-            self._runtime, self._ranks = runtime_of(model, own, config, weights_version)
-        self.tokenizer = self._runtime.tokenizer
+            runtime, ranks = runtime_of(model, own, config, weights_version)
+            self._set_up(runtime, ranks, model_directory=directory)
+
+    def _set_up(
+        self,
+        runtime: Any,
+        ranks: AllRanks | None = None,
+        *,
+        model_directory: str | None = None,
+    ) -> None:
+        """Begin with `runtime`. ranks: the ranks of a trainer, which all call the methods."""
+        self._runtime: InProcessRuntime | apis.FleetRuntime = runtime
+        self._ranks = ranks
+        self.tokenizer, self.model_directory = runtime.tokenizer, model_directory
         self.one_thread = OneThread()  # held by the thread that steps or waits for groups
         self._groups = Groups()
-        self.model_directory = str(model) if isinstance(model, str | Path) else None
         self._server: apis.EngineServer | None = None  # while an engine of this process is served
         self._serving_lock = threading.Lock()  # held to begin and end serving
         self._stop_requested = threading.Event()
@@ -113,7 +124,10 @@ class LLM(ControlCalls):
         require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
             return self._runtime.engine
-        raise ConfigError("llm.engine is in other processes; it needs use_coordinator=False")
+        raise ConfigError(
+            f"this {type(self).__name__} has no engine in this process; llm.engine needs "
+            "use_coordinator=False"
+        )
 
     @property
     def seed(self) -> int:
@@ -230,15 +244,19 @@ class LLM(ControlCalls):
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
         while True:
-            with deferred_signals():  # what has ended is in its group, also after Ctrl-C
-                ended = self._runtime.take_ended()
-                for request in ended:
-                    self._groups.add_finished(request)
-            on_finished(len(ended))
+            on_finished(self._take_ended())
             left_s = deadline - time.monotonic()
             if is_done() or left_s <= 0:
                 return
             self._runtime.advance(None if math.isinf(left_s) else left_s)
+
+    def _take_ended(self) -> int:
+        """Add the requests that ended to their groups. Returns how many there were."""
+        with deferred_signals():  # after Ctrl-C, too, each of them is in its group
+            ended = self._runtime.take_ended()
+            for request in ended:
+                self._groups.add_finished(request)
+        return len(ended)
 
     # ---- HTTP
 

@@ -6,32 +6,21 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
-from rollout.apis.arguments import SamplingArgument, as_groups
 from rollout.apis.llm import LLM, own_runtime
-from rollout.apis.streaming import (
-    failed_request,
-    finished_request,
-    streamed_items,
-    wait_for_requests,
-)
+from rollout.apis.streaming import AsyncGeneration
 from rollout.control.commands import AsyncControlCalls, ChecksumWeights, Command, R
 from rollout.control.reports import FleetStats, WeightChecksums, WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.inference_client import Group
 from rollout.coordinator.client.streams import RequestFuture, RequestStream, StreamedTokens
-from rollout.coordinator.protocol.packed import token_runs
-from rollout.coordinator.protocol.token_runs import TokenRun
-from rollout.errors import EngineStateError, InvalidRequestError, LockstepError, RolloutError
-from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.errors import EngineStateError, LockstepError, RolloutError
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.sampling_params import SamplingParams
-from rollout.text import Prompt
+from rollout.requests.token_runs import TokenRun
+from rollout.serve.llm import Group
 from rollout.weights.update import NamedTensors
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +51,7 @@ class _Submission:
     priority: int
 
 
-class ThreadedLLM(AsyncControlCalls):
+class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
     """An LLM of this process with the methods of AsyncLLM, for AsyncRolloutProducer, `evaluate`,
     `generation_phase`, weight syncs and servers. An async context manager.
 
@@ -81,7 +70,7 @@ class ThreadedLLM(AsyncControlCalls):
         self._llm = llm
         self._runtime = own_runtime(llm, "ThreadedLLM")
         self.tokenizer, self.model_directory = llm.tokenizer, llm.model_directory
-        self._unfinished: dict[RequestFuture, _Sample] = {}  # written by event loops
+        self._unfinished_samples: dict[RequestFuture, _Sample] = {}  # written by event loops
         # Guards what follows, and wakes the thread.
         self._changed = threading.Condition()
         self._submissions: deque[_Submission] = deque()
@@ -105,61 +94,8 @@ class ThreadedLLM(AsyncControlCalls):
 
     # ---- requests
 
-    async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        n: int = 1,
-        *,
-        priority: int = 0,
-    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them.
-
-        Raises InvalidRequestError for a malformed prompt, EngineStateError after the end, and the
-        error that ended the engine.
-        """
-        groups, is_single = as_groups(prompts, sampling_params, n)
-        samples = [(prompt, params) for prompt, each in groups for params in each]
-        futures = [f for group in self.add_groups(groups, priority=priority) for f in group]
-        await wait_for_requests(futures, cut_short=lambda: None)
-        for future in futures:
-            if (error := future.exception()) is not None:
-                raise error
-        requests = [self.request_of(f, *each) for f, each in zip(futures, samples, strict=True)]
-        return requests[0] if is_single and n == 1 else requests
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        as_text: bool = False,
-    ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
-        """Yield token ids as they come, then the whole request, as AsyncLLM.stream does."""
-        params = sampling_params or SamplingParams()
-        if as_text and self.tokenizer is None:
-            raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
-        ((stream,),) = self.stream_groups([(prompt, [params])], priority=priority)
-        items = streamed_items(
-            *(stream, prompt, params, self.tokenizer), as_text=as_text, cut_short=lambda: None
-        )
-        async with aclosing(items):
-            async for item in items:
-                yield item
-
-    async def abort(self, request_ids: Iterable[int] | None = None) -> int:
-        """Abort unfinished requests of this object, None for all. Returns how many there were.
-
-        Whoever waits for one gets it with the tokens so far. Other ids are ignored.
-        """
-        wanted = None if request_ids is None else set(request_ids)
-        futures = [f for f in self._unfinished if wanted is None or f.request_id in wanted]
-        for future in futures:
-            self.abort_request(future)
-        if futures:
-            await asyncio.wait(futures)
-        return len(futures)
+    def _unfinished(self) -> list[RequestFuture]:
+        return list(self._unfinished_samples)
 
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
@@ -219,11 +155,11 @@ class ThreadedLLM(AsyncControlCalls):
         self, sample: _Sample, loop: asyncio.AbstractEventLoop, deadline_s: float | None
     ) -> None:
         """Abort the sample at its deadline, and when its future is cancelled."""
-        self._unfinished[sample.future] = sample
+        self._unfinished_samples[sample.future] = sample
         timer = None if deadline_s is None else loop.call_later(deadline_s, self._abort, sample)
 
         def end(future: asyncio.Future[Record]) -> None:
-            self._unfinished.pop(sample.future, None)
+            self._unfinished_samples.pop(sample.future, None)
             if timer is not None:
                 timer.cancel()
             if sample.tokens is not None:
@@ -237,22 +173,13 @@ class ThreadedLLM(AsyncControlCalls):
         """Abort a request; its future resolves to the record with the tokens so far. Does nothing
         for a request that has ended.
         """
-        if (sample := self._unfinished.get(future)) is not None:
+        if (sample := self._unfinished_samples.get(future)) is not None:
             self._abort(sample)
 
     def _abort(self, sample: _Sample) -> None:
         with self._changed:
             self._to_abort.append(sample)
             self._changed.notify()
-
-    def request_of(
-        self, future: RequestFuture, prompt: Prompt, params: SamplingParams
-    ) -> DynamicInferenceRequest:
-        """Return the request of a future that is done. Without a record it is FAILED."""
-        error: Any = future.exception()
-        if error is None:
-            return finished_request(future.result(), self.tokenizer)
-        return failed_request(future.request_id, prompt, params, error, self.tokenizer)
 
     # ---- control calls, beside those of AsyncControlCalls
 
@@ -395,8 +322,8 @@ class ThreadedLLM(AsyncControlCalls):
         streamed = [(i, s.num_reported) for i, s in self._open.items() if s.tokens is not None]
         records, tokens = self._runtime.step(streamed)
         items: list[_Item] = []
-        if tokens is not None and len(tokens.request_ids):
-            for request_id, _, run in token_runs(tokens, [0] * len(tokens.request_ids)).apart():
+        if tokens is not None:
+            for request_id, _, run in tokens.apart():
                 sample = self._open[request_id]
                 sample.num_reported = run.end
                 items.append((sample, run))

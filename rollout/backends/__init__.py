@@ -1,1 +1,4 @@
-"""The device seam: everything that differs between devices, behind four protocols."""
+"""Everything that differs between devices, behind the protocols of base.py.
+
+cpu/ and cuda/ implement them; ops/ and executors/ hold what both share.
+"""

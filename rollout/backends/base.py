@@ -1,4 +1,7 @@
-"""The protocols a device fulfils, and Backend, their frozen bundle.
+"""The protocols that every device implements, and Backend, which bundles them for one device.
+
+`create_backend` (select.py) makes a Backend; the worker and the layers call it. Implementations lie
+in cpu/, cuda/ and ops/.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
 features, V vocabulary, S sample rows, P scored tokens; of a mixture: N experts, E hidden size, F
@@ -30,14 +33,14 @@ from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.step.output import SampleResult, ScoreResult
 
-Handle = TypeVar("Handle")  # of a linear layer, an implementation's own
+Handle = TypeVar("Handle")  # a linear layer's weight as an implementation keeps it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """What a model's KV cache must hold: one K and one V vector per token, layer and KV head.
+    """Sizes of a model's KV cache: one K and one V vector per token, layer and KV head.
 
-    With `value_dim` it holds K alone, and V is the first `value_dim` dims of K, as in latent
+    With `value_dim` the cache holds K alone, and V is the first `value_dim` dims of K, as in latent
     attention.
     """
 
@@ -50,7 +53,7 @@ class CacheSpec:
 
 
 class RepackedWeight(Protocol):
-    """A weight, [N, K], that is packed in its own memory: no plain one exists."""
+    """A weight, [N, K], that is packed in its own memory, so that no plain copy exists."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -59,11 +62,11 @@ class RepackedWeight(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def address(self, row: int) -> int:
-        """Where this row begins, 0 while the memory is released."""
+        """Return the address of this row's first number, 0 while the memory is released."""
         ...
 
     def read(self, start: int, end: int) -> Tensor:
-        """A copy of rows [start, end)."""
+        """Return a copy of rows [start, end)."""
         ...
 
     def write(self, values_RK: Tensor, start: int = 0) -> None:
@@ -71,24 +74,24 @@ class RepackedWeight(Protocol):
         ...
 
     def gather(self, rows_T: Tensor) -> Tensor:
-        """A copy of these rows, [T, K]."""
+        """Return a copy of these rows, [T, K]."""
         ...
 
     def undo(self, staged: Any) -> None:
-        """Go back to the weight from before `Ops.refresh` took `staged`, if it did."""
+        """Restore the values from before `Ops.refresh(staged)`; no-op if that did not run."""
         ...
 
     def unpack(self) -> None:
-        """Give the memory the order of rows again, and the tensor its shape."""
+        """Restore the plain order of rows in memory, and the tensor's shape [N, K]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedActivation:
-    """What a gated feed-forward network makes of gate and up.
+    """The function of gate and up in a gated feed-forward network.
 
     `kind` is "silu" or "gelu_tanh", which multiply act(gate) by up, or "clamped_swiglu": (up + 1) *
-    gate * sigmoid(alpha * gate), gate at most `limit` and up within ±`limit`.
+    gate * sigmoid(alpha * gate), with gate clamped to at most `limit` and up to ±`limit`.
     """
 
     kind: str = "silu"
@@ -100,7 +103,7 @@ class GatedActivation:
 class ExpertWeights:
     """The gated feed-forward networks of a layer's N experts; G = 2 F, all gates, then all ups.
 
-    `is_part`: tokens may be sent to id N, too, which stands for another rank's experts.
+    `is_part`: ids may also be N, which stands for an expert of another rank.
     """
 
     gate_up_NGE: Tensor
@@ -114,8 +117,8 @@ class ExpertWeights:
 class Ops(Protocol[Handle]):
     """Device operations used by the layers, the sampler and weight updates.
 
-    `rounds_like_trainers`: norms and the rotary embedding are to be rounded as the modules of the
-    family's trainers are, see docs/kernels.md; otherwise once. In float32 nothing differs.
+    `rounds_like_trainers`: norms and the rotary embedding are rounded where the modules of the
+    family's trainers round (docs/kernels.md), else once, at the end. In float32 both are equal.
     """
 
     rounds_like_trainers: bool
@@ -123,9 +126,10 @@ class Ops(Protocol[Handle]):
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> Handle:
-        """A handle for `linear`, which refers to the weight. Nothing is packed before
-        `choose_products`, which with `may_repack` may pack the weight in its own memory: see
-        `repacked`.
+        """Return a handle of this weight for `linear`.
+
+        `may_repack` allows `choose_products` to pack the weight in its own memory, see `repacked`.
+        Nothing is packed before that.
         """
         ...
 
@@ -135,42 +139,42 @@ class Ops(Protocol[Handle]):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Choose how `linear` computes with these handles, all of a model.
+        """Choose the matrix product that `linear` uses for each of a model's handles.
 
         Handles may then hold packed copies of their weights, which `refresh` brings up to date.
-        Handles without a choice work as well. The choice never changes afterwards. `experts` and
-        `fused`, what may run a pass in one call, are named in the log and in `explain`.
+        Calling this is optional. The choice never changes afterwards. The choice for `experts`
+        is named in the log and in `explain`; the log also says when `fused` runs.
         """
         ...
 
     def explain(self) -> str:
-        """Describe the chosen products, a line for each shape; "" where nothing is chosen."""
+        """Describe the chosen products, one line for each shape; "" if there was no choice."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Handle) -> Tensor:
-        """x @ weight.T + bias, [T, N]."""
+        """Return x @ weight.T + bias, [T, N]."""
         ...
 
     def linear_float32(self, x_TK: Tensor, handle: Handle) -> Tensor:
-        """`linear` in float32, where the device can without rounding to x's dtype before."""
+        """As `linear`, in float32, not rounded to x's dtype if the device can avoid it."""
         ...
 
     def stage(self, handle: Handle, parts: Sequence[Tensor]) -> Any:
-        """What `refresh` will want for a weight whose rows are `parts`; the handle is unchanged.
+        """Pack new values, whose rows are `parts`, for `refresh`. The handle is unchanged.
 
-        Packing happens here, while the old weight still serves.
+        This is the slow part of an update; the old weight stays in use meanwhile.
         """
         ...
 
     def refresh(self, handle: Handle, staged: Any = None) -> None:
-        """Follow an in-place change of the handle's weight; `staged` is what `stage` returned.
+        """Bring the handle up to date after its weight was changed in place.
 
-        A repacked weight takes its new values from `staged` and leaves its old ones there.
+        `staged`: what `stage` returned. A repacked weight swaps its values with `staged`.
         """
         ...
 
     def repacked(self, handle: Handle) -> RepackedWeight | None:
-        """The handle's weight, if it is packed in its own memory."""
+        """Return access to the handle's weight if it is packed in its own memory; else None."""
         ...
 
     def release(self, handle: Handle) -> None:
@@ -178,20 +182,22 @@ class Ops(Protocol[Handle]):
         ...
 
     def packed(self, handle: Handle) -> Any:
-        """The handle's packed copy, as `refresh` takes it; it never changes. None if there is none
-        that `unpack` could turn back into the weight's very bytes."""
+        """Return the handle's packed copy, as `refresh` takes it; its values never change.
+
+        None if nothing is packed, or if `unpack` could not restore the weight's exact bytes.
+        """
         ...
 
     def unpack(self, packed: Any) -> Tensor:
-        """The weight that a copy from `packed` was made of, [N, K]."""
+        """Return the weight, [N, K], of which the result of `packed` is a copy."""
         ...
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """Root-mean-square normalisation over the last dim, computed in float32.
+        """Return the root-mean-square norm over the last dim, computed in float32.
 
-        `rounds_first`: rounded to x's dtype before the product with the weight, too.
+        `rounds_first`: round to x's dtype also before the product with the weight.
         """
         ...
 
@@ -204,7 +210,7 @@ class Ops(Protocol[Handle]):
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual)."""
         ...
 
     def rotary(
@@ -215,69 +221,72 @@ class Ops(Protocol[Handle]):
         sin_TD: Tensor,
         rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
-        """Rotary embedding in the half-split (GPT-NeoX) layout; cos and sin are per token."""
+        """Rotate heads in the half-split (GPT-NeoX) layout; cos and sin are per token."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight over the last dim, computed in float32."""
+        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, in float32."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half of the last dim) * second half."""
+        """Return silu(first half of the last dim) * second half."""
         ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """gelu(first half of the last dim) * second half, by the tanh approximation."""
+        """Return gelu(first half of the last dim) * second half, by the tanh approximation."""
         ...
 
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """sum over k of weights_TK[:, k] * expert ids_TK[:, k] of x, [T, E] in x's dtype.
+        """Return each token's sum over k of weights_TK[:, k] * (expert ids_TK[:, k] of x).
 
-        `ids_TK` is int64, `weights_TK` float32; the sum is in float32. Of experts that are a part,
-        id N adds nothing.
+        [T, E] in x's dtype; the sum is in float32. `ids_TK` is int64, `weights_TK` float32. Id N,
+        legal if `experts.is_part`, adds nothing.
         """
         ...
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row, with its log-prob from these very logits."""
+        """Draw one token per row, with its log-prob from the same logits."""
         ...
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Raw log-probs of the targets, and the top-n of their rows. Ranks are not computed."""
+        """Return raw log-probs of the targets, and the top-n of their rows, without ranks."""
         ...
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """(64-bit hash of the values x.to(dtype) and their places, number of non-finite ones),
-        int64 [2] on x's device, whatever device that is; the host need not wait for it.
+        """Return the fingerprint of x.to(dtype), int64 [2]; `ops.fingerprint` defines it.
 
-        `places`: those of the elements of `x` in the tensor whose part it is; None if it is none.
-        Equal bits give equal numbers on every device. Source: `ops.fingerprint`.
+        It is a 64-bit hash of values and places, and the number of non-finite values. Equal bits
+        give equal fingerprints on every device. `x` may be on any device, where the result is; the
+        host need not wait for it. `places`: where the elements stand in the tensor of which `x` is
+        a part; None if `x` is whole.
         """
         ...
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out`, of the same shape and dtype, on any devices. Returns its fingerprint
-        as `hashed_dtype`. Raises ValueError if they differ.
+        """Copy `x` to `out` and return its fingerprint as `hashed_dtype`. Any devices.
+
+        Raises ValueError if shapes or dtypes differ.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache. It alone knows the layout within a block."""
+    """Causal attention over a paged KV cache; it defines the layout within a block."""
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, K and V together; dim 0 counts blocks.
+        """Return the shape of one layer's cache tensor, K and V together; dim 0 counts blocks.
 
-        The blocks it is then given are contiguous each, but may lie apart. Raises ConfigError for
-        heads that the backend cannot attend with.
+        Each block of that tensor is contiguous, but blocks may lie apart. Raises ConfigError for
+        heads that the backend does not support.
         """
         ...
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """Called once per forward pass, before its layers: the batch that they hand to `attend`,
-        whose `plan` is what all of them share.
+        """Return the batch for the layers' calls of `attend`, with its `plan` set.
+
+        Called once per forward pass, before the layers; the plan holds what all of them share.
         """
         ...
 
@@ -291,21 +300,21 @@ class AttentionBackend(Protocol):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K as `rotation` says, write K and V at `slots_T` of
-        `batch.kv[layer]`, then attend causally as `traits` say. [T, H, D].
+        """Norm and rotate Q and K, write K and V to the cache, and attend causally. [T, H, D].
 
-        `batch` is what `begin` returned. Q, K and V may be views of one projection: only their last
-        dim is sure to have unit stride. Where the cache holds K alone, V is only read for its
-        shape, [T, G, value_dim], and so is the last dim of the result.
+        `rotation` and `traits` say how; K and V go to `slots_T` of `batch.kv[layer]`. `batch` is
+        what `begin` returned. Q, K and V may be views of one projection: only their last dim has
+        unit stride for sure. If the cache holds K alone, only V's shape is read, [T, G, value_dim],
+        and the result has `value_dim` dims as well.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs a step's program on the device: as it is, or by replaying a captured graph.
+    """Runs a step's program on the device, eagerly or by replaying a captured graph.
 
-    `overlaps`: `launch` returns while the device still works, so the host can prepare what comes
-    next. `num_captures` counts graphs captured so far, 0 where there are none.
+    `overlaps`: `launch` returns while the device still works, so that the host can prepare the next
+    step. `num_captures`: graphs captured so far.
     """
 
     overlaps: bool
@@ -313,48 +322,50 @@ class Executor(Protocol):
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        """Bytes of the device that it keeps, by what they are."""
+        """Device memory that the executor keeps, in bytes by purpose ("inputs", "graphs")."""
         ...
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Called once, before the first launch: no row's block table ever has more blocks, and
-        logits are of `vocab_size` ids."""
+        """Reserve memory. Called once, before the first launch.
+
+        `max_blocks`: the longest block table of any later row. `vocab_size`: logits of a row.
+        """
         ...
 
     def warm_up(self, program: Program) -> int:
-        """Capture ahead what steps would capture when they first need it. Returns how many."""
+        """Capture now the graphs that steps would capture at first use. Returns their number."""
         ...
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start the program on the device; the function returned waits for its result.
+        """Start the program on the device and return a function that waits for its result.
 
         Results must be fetched in the order of their launches, with at most two outstanding.
         """
         ...
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """The memory of KV or weights was given back and is here again, elsewhere if `has_moved`:
-        whatever was captured must be made anew then, and be checked otherwise.
+        """Drop or check captured graphs after memory of KV or weights was released and restored.
 
-        Returns how many graphs are to be made anew.
+        `has_moved`: the memory has other addresses now, so that all graphs are dropped. Otherwise
+        they are checked before their next use. Returns the number of graphs dropped.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Everything that differs between devices."""
+    """Everything that differs between devices. Immutable; its parts hold the device's state."""
 
     device: torch.device
-    memory_bytes: int  # all that the device has, or that this process may use of it
+    memory_bytes: int  # the device's memory, or the part that this process may use
     ops: Ops[Any]
     attention: AttentionBackend
     executor: Executor
     memory: MemoryBackend
     create_host_arena: Callable[[], HostArena]
-    # Of a model that has no such parts, and of one that cannot be fused: None.
+    # Takes None for a model without such parts; returns None if it cannot fuse.
     fuse_decoder: Callable[[DecoderParts | None], FusedDecoder | None] | None = None
     copy_tokens: CopyTokens | None = None  # None: torch copies whole blocks
-    # While entered, the device is the one that a thread's launches are for.
+    # A context in which this device is the thread's current one.
     as_current: Callable[[], AbstractContextManager[object]] = nullcontext
-    collectives: Collectives = ONE_RANK  # of the ranks that share the model
+    collectives: Collectives = ONE_RANK  # between the ranks that share the model

@@ -1,7 +1,8 @@
-"""MemoryBackend and HostArena: where large buffers lie, and how their memory comes and goes.
+"""Protocols of large buffers: MemoryBackend and HostArena allocate, CopyTokens copies KV tokens.
 
-Strips and CopyTokens: how the tokens of KV blocks lie in one, and who copies them. Shape letters: B
-blocks, N bytes of one, K blocks to copy.
+Used by the KV cache (rollout/worker/kv_cache.py) and weight memory (rollout/weights/memory.py) to
+release memory at a suspend and restore it at a resume. Shape letters: B blocks, N bytes of a block,
+K blocks to copy.
 """
 
 from __future__ import annotations
@@ -13,25 +14,30 @@ from torch import Tensor
 
 
 class MemoryBackend(Protocol):
-    """Reserves named buffers of bytes, gives their memory back, and brings it again."""
+    """Allocates named buffers of bytes, releases their memory to the system, and restores it."""
 
     has_stable_addresses: bool
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
         ...
 
     def release(self, name: str) -> int:
-        """Give the buffer's memory back; contents are lost, also if this raises: `restore` it then.
-        Returns bytes released, which the system has after `trim`."""
+        """Release the buffer's memory and return its bytes; the system gets them after `trim`.
+
+        Contents are lost, also if this raises; call `restore` then.
+        """
         ...
 
     def restore(self, name: str) -> Tensor:
-        """The buffer again, contents undefined; at the same address if `has_stable_addresses`."""
+        """Return the buffer with memory again, contents undefined.
+
+        Its address is the same if `has_stable_addresses`.
+        """
         ...
 
     def trim(self) -> None:
-        """Give the system what allocators keep for later, released buffers among it."""
+        """Return unused memory that allocators cache, such as released buffers, to the system."""
         ...
 
 
@@ -39,7 +45,7 @@ class HostArena(Protocol):
     """One reusable host buffer for offloaded bytes (pinned where a device copies from it)."""
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """A flat uint8 view of exactly `num_bytes`; grows the arena when it is too small."""
+        """Return a flat uint8 view of exactly `num_bytes`; grow the arena if it is too small."""
         ...
 
     @property
@@ -48,7 +54,7 @@ class HostArena(Protocol):
         ...
 
     def discard(self, start: int, end: int) -> int:
-        """Free what can be freed of bytes [start, end); contents lost. Returns bytes freed."""
+        """Free as much of bytes [start, end) as possible; contents are lost. Returns bytes."""
         ...
 
     def release(self) -> int:
@@ -58,8 +64,10 @@ class HostArena(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strips:
-    """A block of the KV cache as bytes: in each of its strips, one after the other, a part of each
-    of its tokens. A strip is all that one layer has of a head, or more, and begins with token 0.
+    """The layout of a KV cache block as bytes, in `num_strips` strips one after the other.
+
+    Each strip holds `bytes_per_token` bytes of each token, from token 0 on: one head's K or V in
+    one layer, or more.
     """
 
     num_strips: int
@@ -73,6 +81,9 @@ class CopyTokens(Protocol):
     def __call__(
         self, pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
     ) -> None:
-        """`pool_BN`: bytes of B blocks. Copy `length_K` tokens of blocks `source_K` to `target_K`,
-        int64 on its device; no block is both."""
+        """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`.
+
+        `pool_BN`: the bytes of B blocks. The others are int64 on its device. No block may be both
+        source and target.
+        """
         ...

@@ -1,4 +1,7 @@
-"""Which device a config names, and which ones the engines of a fleet get."""
+"""Parse a config's `device`, and assign GPUs to the engines of a host.
+
+Used by `create_backend` and by the local launcher. Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def parse_device(name: str) -> tuple[str, int | None]:
 
 
 def require_device(name: str) -> tuple[str, int | None]:
-    """As `parse_device`. Raises ConfigError for a device that is not there, too."""
+    """As `parse_device`, but raises ConfigError also for a device that is not available."""
     kind, index = parse_device(name)
     if kind == "cpu":
         return kind, index
@@ -52,8 +55,10 @@ def require_device(name: str) -> tuple[str, int | None]:
 
 
 def environment_of(engine: int, num_gpus: int) -> dict[str, str]:
-    """Return the variables for the process of a host's engine of that number, which is to have
-    `num_gpus` devices of its own. Where there are too few, engines share them in turn."""
+    """Return the environment variables that give a host's engine `num_gpus` devices of its own.
+
+    `engine`: its index on the host. With too few devices, engines share them round-robin.
+    """
     seen = os.environ.get(_VISIBLE)
     if not num_gpus:
         return {}

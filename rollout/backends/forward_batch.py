@@ -1,4 +1,7 @@
-"""ForwardBatch: the device tensors of one forward pass, and SamplingBatch: those of its draws.
+"""ForwardBatch and SamplingBatch: the device tensors of one forward pass, and of its draws.
+
+The worker makes them from a step's inputs (rollout/worker/model_runner.py); layers, attention and
+samplers read them. Immutable, but for the tensors `kv` and `routing_TLK`, which layers write.
 
 Shape letters: T tokens, R compute rows, M blocks per table, L logit rows, S sample rows, D head
 dim.
@@ -17,11 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """What layers and attention need to run T tokens of R rows; decode rows first, a token each.
+    """T tokens of R rows to compute. Decode rows, of one token each, come first.
 
-    Row r owns tokens [query_starts[r], query_starts[r + 1]); its last token sits at position
+    Row r has tokens [query_starts[r], query_starts[r + 1]); its last token is at position
     context_lens[r] - 1. `kv[layer]` is that layer's cache tensor in the attention backend's own
-    layout. A mixture's layers write the experts of each token to `routing_TLK`, if it is there.
+    layout. Mixtures of experts write each token's experts to `routing_TLK`, unless it is None.
     """
 
     token_ids_T: Tensor  # int64
@@ -44,16 +47,17 @@ class ForwardBatch:
         return int(self.token_ids_T.shape[0])
 
 
-# What of the rotary embedding is rounded to the dtype of the heads: the result alone; cosines and
-# sines before; or these, each product and their sum.
+# Which numbers of the rotary embedding are rounded to the heads' dtype. "once": the result alone.
+# "angles": cosines and sines as well. "each": also each product and their sum.
 RotaryRounding: TypeAlias = Literal["once", "angles", "each"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What befalls query and key heads before they meet: norms of their own if there are any
-    (Qwen3), then the rotary embedding. Cosines and sines are per token, float32, and span D.
-    The last two say what is rounded to the heads' dtype in between; see `RotaryRounding`.
+    """Norm (Qwen3), if there are weights, and rotary embedding of query and key heads.
+
+    Cosines and sines are per token, float32, and span D. `rounds_norm_first` and `rounding` say
+    which intermediate numbers are rounded to the heads' dtype; see `RotaryRounding`.
     """
 
     cos_TD: Tensor
@@ -67,11 +71,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTraits:
-    """How scores become weights, where it is not softmax(q k / sqrt(D)) over the whole context.
+    """Deviations of a layer's attention from softmax(q k / sqrt(D)) over the whole context.
 
-    `scale` replaces 1 / sqrt(D). `window`: how many positions a token sees, its own included.
-    `softcap` c makes a score c tanh(score / c). `sinks_H`: a score for each query head that takes
-    part in the softmax and has no value. Sources: Gemma 2's report, sec. 2; Xiao et al. 2023,
+    `scale` replaces 1 / sqrt(D). `window`: number of positions that a token sees, its own included.
+    `softcap` c makes a score c tanh(score / c). `sinks_H`: one score per query head that takes part
+    in the softmax and has no value. Sources: Gemma 2's report, sec. 2; Xiao et al. 2023,
     "StreamingLLM", as GPT-OSS learns it.
     """
 
@@ -82,11 +86,11 @@ class AttentionTraits:
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether nothing but the scale may differ."""
+        """Whether attention is plain softmax over the whole context, with any scale."""
         return self.window is None and self.softcap is None and self.sinks_H is None
 
     def scale_of(self, head_dim: int) -> float:
-        """What scores are multiplied by."""
+        """Return the factor of scores."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -95,11 +99,10 @@ PLAIN = AttentionTraits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """Parameters of S draws, a tensor without gaps per field; the flags, known on the host, spare
-    passes.
+    """Parameters of S draws, in contiguous tensors.
 
-    `mode_S` is 0 raw, 1 temperature, 2 processed. A row with temperature 0 is greedy and reports
-    raw.
+    `mode_S`: the log-probs to report, 0 raw, 1 at temperature, 2 processed. A row with temperature
+    0 is greedy and reports raw. The flags, known on the host, let samplers skip passes.
     """
 
     uniforms_S: Tensor  # float64 in [0, 1)
@@ -114,8 +117,11 @@ class SamplingBatch:
     any_logprobs: bool
     top_n: int
 
-    def select(self, samples_K: Tensor) -> SamplingBatch:
-        """Return the batch of only these draws; the flags stay those of all draws."""
+    def select(self, samples_K: Tensor | slice) -> SamplingBatch:
+        """Return the batch of these draws alone, by their indices or as a range.
+
+        The flags still describe all draws.
+        """
         return replace(
             self,
             uniforms_S=self.uniforms_S[samples_K],

@@ -1,4 +1,7 @@
-"""A decoder's forward pass as one operation of the device: what it is made of, and what it can do.
+"""FusedDecoder: the protocol of a decoder's forward pass as one call of the device, and its inputs.
+
+`Decoder.parts` collects the inputs; `Backend.fuse_decoder` makes the FusedDecoder, which
+`CausalLM.forward` runs. Only the CPU backend has one (cpu/decoder.py).
 
 Shape letters: V vocabulary, E hidden size, D head dim, P positions, L kept tokens.
 """
@@ -17,12 +20,12 @@ from rollout.parallel.collectives import Collectives
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayerParts:
-    """Attention and a gated MLP, each a residual branch; products are handles of
-    `Ops.prepare_linear`.
+    """Weights of a layer: attention and a gated MLP, each a residual branch.
 
-    Weights of norms: before and after each mixer, and of query and key, which are over all heads
-    together if `has_whole_norms`. `rope` is the index of the layer's rotary table; `order_D` the
-    order of dims that it wants. `is_parallel`: the MLP reads what attention has read.
+    The last four fields are handles of `Ops.prepare_linear`. Norm weights come in pairs: before and
+    after attention, before and after the MLP, and of query and key heads. `has_whole_norms`: query
+    and key norms span all heads. `rope`: index of the layer's rotary table. `order_D`: the order of
+    a head's dims that the table needs. `is_parallel`: attention and MLP read the same input.
     """
 
     attention_norms_E: tuple[Tensor | None, Tensor | None]
@@ -41,11 +44,11 @@ class DecoderLayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShare:
-    """What a rank of a group has of a decoder, beside its heads and its columns of MLPs.
+    """This rank's share of a decoder under tensor parallelism.
 
-    The embedding has the rows of ids [first_id, first_id + num_ids). Norms over all heads are over
-    `q_size` dims of queries and `k_size` of keys; `counts_k` is False where a rank before this one
-    has the same keys.
+    Its embedding has the rows of ids [first_id, first_id + num_ids). Norms over all heads span
+    `q_size` dims of queries and `k_size` dims of keys, over all ranks. `counts_k`: False if a lower
+    rank has the same key heads.
     """
 
     collectives: Collectives
@@ -58,7 +61,7 @@ class DecoderShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """All that a decoder of attention and gated MLPs computes with.
+    """All weights and constants of a decoder whose layers are attention and a gated MLP.
 
     `embedding` is [V, E], or a repacked weight's memory. `norm_offset` is added to the weights of
     all norms. Queries grow by 1 + query_growth ln(1 + floor(position / growth_positions)).
@@ -82,22 +85,23 @@ class DecoderParts:
 
 
 class FusedDecoder(Protocol):
-    """A decoder's forward pass as one operation of the device.
+    """A decoder's forward pass as one call of the device.
 
-    It runs passes for which all `handles` have one product of its own. `handles` are those of its
-    layers, each as often as a pass uses it; there are none if it can never run.
+    `handles`: the handles of all its layers' products; empty if it can never run. A pass can run
+    only if all of them use one product that the fused pass supports.
     """
 
     handles: Sequence[Any]
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
-        """Final-normed hidden states of `batch.logit_indices_L`, [L, E]; writes the KV cache.
+        """Return final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV
+        cache.
 
-        `tables` are (cos_PD, sin_PD) of each rope. Returns None, and has done nothing, where the
-        layers must run one by one.
+        `tables`: (cos_PD, sin_PD) of each rope. Returns None without doing anything if the layers
+        must run one by one.
         """
         ...
 
     def explain(self) -> str:
-        """The numbers of rows that `run` serves, and why no others, for people."""
+        """Describe which numbers of rows `run` supports, and why not the others, for a log."""
         ...

@@ -1,6 +1,7 @@
-"""Bytes between the ranks of a group of torch.distributed, as tensors.
+"""Collectives of bytes over a torch.distributed group.
 
-torch's own functions for objects unpickle what arrives, and so run whatever a sender wants.
+Used to start tensor-parallel ranks and by the trainer's ranks. torch's own collectives of objects
+unpickle what arrives, and so run any code that a sender wants.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 
 
 def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
-    """Return the bytes of each rank, in the order of ranks. A collective with the group's deadline.
+    """Return the bytes of each rank, in the order of ranks. All ranks must call this.
 
-    `group`: None for the default group. Raises RuntimeError if a rank does not come.
+    `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
     """
     device, size = _device(group), dist.get_world_size(group)
     length = torch.tensor([len(own)], device=device)
@@ -30,10 +31,9 @@ def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(group: Any, own: bytes | None = None) -> bytes:
-    """Return the bytes of rank 0, which gives them; the other ranks give None. A collective with
-    the group's deadline.
+    """Return the bytes that rank 0 passes; the other ranks pass None. All ranks must call this.
 
-    `group`: None for the default group. Raises RuntimeError if a rank does not come.
+    `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
     """
     device = _device(group)
     length = torch.tensor([0 if own is None else len(own)], device=device)

@@ -1,4 +1,6 @@
-"""What this process may use of the machine: memory and CPUs, as cgroups and affinity limit them.
+"""Memory and CPUs that this process may use, as cgroups and affinity limit them.
+
+Used by the CPU backend and the launchers. Reads /proc and /sys; changes nothing.
 
 A container sees all of the machine's memory and CPUs, but is killed, or slowed down, at the limits
 of its cgroups. Source: cgroups(7); Documentation/admin-guide/cgroup-v2.rst of Linux.
@@ -16,9 +18,9 @@ _MOUNTS = "sys/fs/cgroup"
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int:
-    """Physical memory, or the lowest limit of this process's cgroups and of those around them.
+    """Return physical memory, or the lowest limit of this process's cgroups and their parents.
 
-    `root`: where to look for proc and sys.
+    `root`: the folder that holds proc and sys.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroups(root, "memory"):
@@ -28,9 +30,9 @@ def memory_limit_bytes(root: Path = _ROOT) -> int:
 
 
 def num_usable_cpus(root: Path = _ROOT) -> int:
-    """CPUs that this process may run on, or as many as its cgroups grant the time of, rounded up.
+    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up.
 
-    `root`: where to look for proc and sys.
+    `root`: the folder that holds proc and sys.
     """
     num_cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -46,10 +48,10 @@ def num_usable_cpus(root: Path = _ROOT) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's cgroups, v2 and v1 of `controller`, and of all around them.
+    """Yield the folders of this process's cgroups and their parents, v2, and v1 of `controller`.
 
-    Where the path is that of the host and not of the container, only the folder of the mount, which
-    is the container's own, is there; the others are yielded all the same.
+    In a container, /proc may show the host's path: then only the folder of the mount exists, which
+    is the container's own, and the other folders are yielded although they do not exist.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -68,7 +70,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """The file's integers; none if there is no such file, or no limit."""
+    """Return the file's integers; an empty list if it does not exist or holds no number."""
     words = _text(path).split()
     return [int(word) for word in words] if all(map(_is_number, words)) else []
 

@@ -1,4 +1,7 @@
-"""Process groups of torch.distributed, and the rendezvous of the ranks of an engine."""
+"""Process groups of torch.distributed, and the rendezvous of an engine's ranks.
+
+Used to start tensor-parallel ranks, by weight transports, and by the weight routes of the servers.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ _LOOPBACK, _STORE_TIMEOUT_S = "127.0.0.1", 300.0  # torch's default timeout of a
 
 
 def group_backends() -> tuple[str, ...]:
-    """Return the backends whose groups this machine can join.
+    """Return the torch.distributed backends that this machine supports.
 
-    No test has run nccl: that takes a machine with two GPUs.
+    No test has run nccl, which needs two GPUs.
     """
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     return ("gloo", "nccl") if has_nccl else ("gloo",)
@@ -35,12 +38,12 @@ def join_group(
     timeout: timedelta,
     own_host: str | None = None,
 ) -> tuple[Any, torch.device]:
-    """Join a group beside no default group. Returns it and the device of its tensors.
+    """Join a process group, without a default group. Returns it and the device of its tensors.
 
     `store`: the torch store in which the ranks publish their addresses. `own_host`: where other
     ranks connect to this rank; with None Gloo publishes the address of the machine's host name.
     """
-    distributed: Any = dist  # whose type hints lack these classes
+    distributed: Any = dist  # its type hints lack these classes
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     store = distributed.PrefixStore(f"{device.type}/", store)
     if backend == "nccl":

@@ -1,4 +1,7 @@
-"""create_backend: makes the backend of a device."""
+"""create_backend: choose and make the backend that a config asks for.
+
+Called by the worker when it loads a model, and for its checks by the code that starts engines.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,11 @@ DEFAULT_NUM_MIXED_GRAPHS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Honoured:
-    """What one kind of device can do. `stable_kind` is the memory kind that keeps addresses, the
-    default where suspends release the KV if the device `prefers_stable`.
-    `block_size_tokens` is the size of a KV block unless a config gives another one.
+    """Defaults and legal values of config fields on one kind of device.
+
+    `block_size_tokens`: the default size of a KV block. `stable_kind`: the memory kind that keeps
+    addresses over a suspend. It is the default if suspends release the KV cache and the device
+    `prefers_stable`.
     """
 
     block_size_tokens: int
@@ -59,20 +64,19 @@ _DEVICES = {
         block_size_tokens=256,
         memory_kinds=("device", "vmm", "torch_memory_saver", UNIFIED),
         stable_kind="vmm",
-        # Captured graphs stay valid.
+        # Captured graphs then stay valid.
         prefers_stable=True,
-        # Rotary embedding is always fused, by a kernel of our own.
+        # The rotary embedding is always fused, by our own kernel.
         fields_without_effect=("use_flashinfer_fused_rope",),
     ),
 }
 
 
 def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK) -> Backend:
-    """The Backend that `config` asks for, of one of the ranks of `collectives`. Sets torch's thread
-    count if `num_threads` is given.
+    """Return the Backend that `config` asks for, for this rank of `collectives`.
 
-    Raises ConfigError, naming field, value and remedy, for a device that is not there and for
-    fields that the device cannot honour.
+    Sets torch's thread count if `num_threads` is given, and registers fork handlers. Raises
+    ConfigError for a device that is not available and for fields that it does not support.
     """
     device, index = require_device(config.device)
     _refuse_without_effect(config, device)
@@ -85,7 +89,7 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
             memory_kind, deterministic=config.deterministic, collectives=collectives
         )
     else:
-        # A rank's number beside the index; without one its process uses the current device.
+        # Ranks use devices from the named index on; without an index, each its current device.
         index = None if index is None else index + collectives.rank
         backend = _cuda_backend(config, index, memory_kind, collectives)
     logger.info(
@@ -96,17 +100,18 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
 
 
 def needs_gpu(config: InferenceConfig) -> bool:
-    """Return whether engines of `config` want a GPU of their own; "auto" says what is here.
+    """Return whether each engine of `config` needs a GPU of its own.
 
-    A named one need not be there, and one with an index is what all engines get.
+    True for "cuda", and for "auto" if torch sees a GPU. A device with an index is shared by all
+    engines. A named device need not be available here.
     """
     return parse_device(config.device) == ("cuda", None)
 
 
 def block_size_of(config: InferenceConfig) -> int:
-    """Return the tokens of a KV block: those of `config`, or its device's default.
+    """Return the number of tokens of a KV block, from `config` or the device's default.
 
-    A named device need not be there. Raises ConfigError for one that does not exist.
+    A named device need not be available here. Raises ConfigError for an unknown name.
     """
     if config.block_size_tokens is not None:
         return config.block_size_tokens
@@ -115,13 +120,15 @@ def block_size_of(config: InferenceConfig) -> int:
 
 
 def device_of(config: InferenceConfig) -> str:
-    """Return the kind of device of `config`: "cpu" or "cuda". Raises ConfigError."""
+    """Return "cpu" or "cuda". Raises ConfigError if the device is not available."""
     return require_device(config.device)[0]
 
 
 def use_device(config: InferenceConfig, rank: int) -> None:
-    """Let this process, of a rank of an engine, use the device of that number, if `config` asks for
-    devices that have one: from the one on that `config` names."""
+    """Make the GPU of this `rank` the process's current device; no-op on CPU.
+
+    Rank 0 has the GPU that `config` names, by default GPU 0.
+    """
     kind, index = require_device(config.device)
     if kind == "cuda":
         torch.cuda.set_device((index or 0) + rank)
@@ -151,7 +158,10 @@ def _cuda_backend(
 
 
 def _memory_kind(config: InferenceConfig, device: str) -> str:
-    """The legal memory kind `config` names, or the one that "auto" stands for."""
+    """Return the memory kind that `config` names, or the one that "auto" stands for.
+
+    Raises ConfigError for a kind that the device does not have.
+    """
     honoured, kind = _DEVICES[device], config.memory_kind
     if config.unified_memory_level:
         return UNIFIED

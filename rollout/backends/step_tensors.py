@@ -1,8 +1,9 @@
-"""StepInputs: what a step brings to its device.
+"""StepInputs: the arrays that a step copies to its device; Program: what the device runs on them.
 
-Both exist as host arrays and as device tensors. Shape letters: T tokens, R compute rows, E = R + 1,
-M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n. Those of LogitsInputs are
-explained there.
+The worker builds them as host arrays; an `Executor` copies them and runs the program. Both forms,
+host arrays and device tensors, have these types. Shape letters: T tokens, R compute rows, E = R +
+1, M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n; LogitsInputs has its
+own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HostArray: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """What the host knows of a step's draws; it spares passes over the logits."""
+    """Facts about a step's draws that the host knows; they let samplers skip passes."""
 
     all_greedy: bool
     any_greedy: bool
@@ -35,21 +36,21 @@ class SamplingFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsInputs(Generic[Array]):
-    """What is done to the logits of K samples before those are drawn. Of them Q have penalties, A
-    a list of allowed ids, and U report log-probs of the logits as they were.
+    """Changes to the logits of K samples before these are drawn.
 
-    Histories (`TokenHistories`) are numbered from 0 on; `lengths_Q` counts their tokens
-    before this draw, of which the first `num_prompt_Q` are the prompt. N tokens are known of
-    histories that begin.
+    Of the K samples Q have penalties, A have a list of allowed ids, and U report log-probs of the
+    unchanged logits. `histories_Q` are indices of `TokenHistories`; `lengths_Q` counts a history's
+    tokens before this draw, of which the first `num_prompt_Q` are the prompt. `new_*_N` are the N
+    tokens of histories that begin with this step.
     """
 
     samples_K: Array  # which sample
-    bias_at_B: Array  # index into K ...
-    bias_ids_B: Array  # ... an id ...
-    biases_B: Array  # float32: ... and what is added to its logit; -inf where it is forbidden
+    bias_at_B: Array  # index into K
+    bias_ids_B: Array  # the biased id
+    biases_B: Array  # float32: added to the id's logit; -inf forbids the id
     limited_A: Array  # index into K
-    allowed_at_C: Array  # index into A ...
-    allowed_ids_C: Array  # ... and an id that it may draw
+    allowed_at_C: Array  # index into A
+    allowed_ids_C: Array  # an id that the sample may draw
     penalized_Q: Array  # index into K
     penalties_Q3: Array  # float32: repetition, presence, frequency
     histories_Q: Array
@@ -60,17 +61,17 @@ class LogitsInputs(Generic[Array]):
     new_ids_N: Array  # int32
     unprocessed_U: Array  # index into K
     inverse_temperature_U: Array  # float32
-    processed_R: Array  # the others, which report log-probs of what they are drawn from
+    processed_R: Array  # index into K: the others, which report log-probs of changed logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout(Generic[Array]):
     """Which tokens a step computes, from which logits it draws, and how.
 
-    While the same rows decode, all their steps have this same object, so that what a device has of
-    it can stay there. Decode rows come first. The first `num_drawn_logits` of the L logit rows are
-    drawn from, the others are scored, in order. `asks_more_S` stays on the host: the samples that
-    want more than their log-prob, a top-n or ranks.
+    While the same rows decode, their steps share one object, so that its copy can stay on the
+    device. Decode rows come first. The first `num_drawn_logits` of the L logit rows are drawn from;
+    the others are scored, in order. `asks_more_S`, on the host: the samples that want a top-n or
+    ranks beside their log-prob.
     """
 
     input_rows_T: Array  # the row whose last token this is; 0 for one that token_ids_T names
@@ -97,9 +98,9 @@ class StepLayout(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs(Generic[Array]):
-    """One step: what to compute, where to write it, what to draw and what to score.
+    """One step: which tokens to compute, where to write their KV, what to draw and to score.
 
-    `processing` is None where all logits are drawn from as they are.
+    `processing`: None if no sample's logits are changed before the draw.
     """
 
     layout: StepLayout[Array]
@@ -111,8 +112,7 @@ class StepInputs(Generic[Array]):
     processing: LogitsInputs[Array] | None = None
 
 
-# The arrays of StepLayout, and those of StepInputs beside it: all have these types, and none has
-# gaps.
+# Dtypes of the arrays of StepLayout, and of the other arrays of StepInputs; all are contiguous.
 LAYOUT_TYPES = {
     "input_rows_T": "int64",
     "token_ids_T": "int64",
@@ -137,22 +137,22 @@ INPUT_TYPES = {
 
 
 class Program(Protocol):
-    """What a step does on its device, in two parts.
+    """The computation of a step on its device, in two parts.
 
-    Both take the same step as host arrays and as device tensors. They may run for the device what
-    is then replayed for other values: only shapes and flags are known for sure.
+    Both take the same step as host arrays and as device tensors. A call may be captured in a graph
+    and replayed for other values: only shapes and flags may decide what it launches.
     """
 
     def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """(hidden states of the L logit rows [L, E], the experts of the tokens if recorded)."""
+        """Return hidden states of the L logit rows, [L, E], and the tokens' experts if recorded."""
         ...
 
     def draw(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> StepOutput[Tensor]:
-        """Draw the samples and score the others of these rows."""
+        """Draw samples from the first rows of `hidden_LE`, and score the others."""
         ...
 
 

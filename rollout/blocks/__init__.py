@@ -1,1 +1,1 @@
-"""Allocation of KV blocks and rows to requests. Ids and counts only, no bytes."""
+"""Allocation of KV blocks and rows to requests, as ids and counts; the bytes are the worker's."""

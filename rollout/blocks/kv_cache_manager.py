@@ -1,5 +1,6 @@
 """KVCacheManager: allocates KV blocks and rows to requests and shares blocks of equal prefixes.
 
+The scheduler calls it; it moves no bytes.
 Source: PagedAttention (Kwon et al. 2023), sec. 4.
 """
 
@@ -14,7 +15,7 @@ from itertools import compress, count
 from rollout.blocks.prefix_index import ROOT_KEY, PrefixIndex, block_key
 from rollout.version_spans import VersionSpans
 
-# The version in every key where blocks may be reused whatever version wrote them.
+# Version in the keys of blocks that may be reused under any version.
 ANY_VERSION = -1
 
 
@@ -26,10 +27,10 @@ class BlockTable:
     row: the request's row; 0 while it has none.
     num_shared: number of first blocks that another request computed and may still use.
     num_cached: number of first blocks that are in the prefix index.
-    is_cacheable: False once a full block could not enter the index. No later block can enter then.
+    is_cacheable: False once a full block could not enter the index: later blocks cannot either.
     root_key: parent key of the first block. Requests with another salt have another root key.
     keys: keys of the first blocks in the prefix index under the weights version `key_version`, as
-    far as they were computed.
+        far as they were computed.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -46,10 +47,10 @@ class KVCacheManager:
     """The only writer of block tables, of the pools of blocks and rows, and of the prefix index.
 
     Blocks are 1 .. num_blocks and rows 1 .. num_rows. Block 0 and row 0 are scratch: no request
-    holds them. A block is free, in use by one or more requests, or unused: without a user, but in
-    the index until its space is needed. `free_blocks` has the free ones. The block that was freed
-    last is taken first, so that a load that repeats touches the same memory again. An unused block
-    that requests may still share is taken only if no other is left, the longest unused one first.
+    holds them. A block is free (in `free_blocks`), in use by one or more requests, or unused:
+    without a user, but in the index until its space is needed. The block that was freed last is
+    taken first, so that a repeated load touches the same memory again. An unused block that
+    requests may still share is taken only if no other is left, the longest unused one first.
 
     A full block can be shared by requests that begin with the same tokens. By default it enters the
     index only if it and all blocks before it were written entirely under one weights version, and
@@ -76,7 +77,7 @@ class KVCacheManager:
         self.reuse_across_versions = reuse_across_versions
         self.prefix_index = PrefixIndex(num_blocks, keeps_unused=keeps_unused)
         self._max_age_versions = max_age_versions
-        self._distrusted_version: int | None = None  # KV of this version and of those before it
+        self._distrusted_version: int | None = None  # no KV of it or of earlier versions is shared
         self.free_blocks = list(range(num_blocks, 0, -1))  # the next one last
         self._num_users = array("i", bytes(4 * (num_blocks + 1)))
         self._free_rows = list(range(1, num_rows + 1))
@@ -86,7 +87,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated: the free ones and the unused ones."""
+        """Blocks that can be allocated: free and unused blocks."""
         return len(self.free_blocks) + self.prefix_index.unused.num_blocks
 
     @property
@@ -173,7 +174,7 @@ class KVCacheManager:
         free block may never have been.
         """
         if self.prefix_index.num_dropped or not self.free_blocks:
-            block = self.prefix_index.give_up_oldest()
+            block = self.prefix_index.evict_oldest()
         else:
             block = self.free_blocks.pop()
         self._num_users[block] = 1
@@ -182,8 +183,8 @@ class KVCacheManager:
     # ---- shared prefixes
 
     def match_prefix(self, table: BlockTable, tokens: Sequence[int], version: int) -> VersionSpans:
-        """Share the blocks that hold the KV of the first `tokens` already, under `version` of the
-        weights.
+        """Add to `table` the cached blocks of the longest prefix of `tokens`, under weights
+        `version`.
 
         `table` holds no block yet. The match ends before the block of the last token, whose logits
         must be computed. Returns the version that wrote each matched position.
@@ -207,12 +208,11 @@ class KVCacheManager:
     def cache_blocks(
         self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
     ) -> None:
-        """Index the blocks that have become full since the last call, under `version` of the
-        weights.
+        """Index the blocks that have become full since the last call, under weights `version`.
 
-        `spans` has the version that wrote each computed position, and all of those have a token in
-        `tokens`. A block cannot enter the index if another block has its key and no KV that is too
-        old, or if its predecessor is not in the index.
+        `spans` has the version that wrote each computed position; `tokens` has a token for each.
+        A block cannot enter the index if another block holds its key (see PrefixIndex.add), or if
+        its predecessor is not in the index.
         """
         if not self.enable_prefix_caching or not table.is_cacheable:
             return
@@ -251,8 +251,9 @@ class KVCacheManager:
         child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
 
     def begin_weights_version(self) -> None:
-        """Record that the weights have changed: from now on, no request finds blocks that only the
-        old version may find. O(1).
+        """Record that the weights have changed: requests find no blocks of the old version. O(1).
+
+        With `reuse_across_versions` nothing changes.
         """
         if self.enable_prefix_caching and not self.reuse_across_versions:
             self.prefix_index.start_generation()

@@ -1,4 +1,4 @@
-"""PrefixIndex: finds the blocks whose KV a new request can share."""
+"""PrefixIndex: finds the blocks whose KV a new request can share. KVCacheManager owns it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT_KEY = b""
 
 
 def root_key(salt: str | None) -> bytes:
-    """Return the parent key of a first block. Each salt has its own, so prefixes with different
-    salts never match."""
+    """Return the parent key of a request's first block. Each salt has its own parent key, so
+    prefixes with different salts never match."""
     if salt is None:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest()
@@ -40,8 +40,8 @@ class IndexedBlock:
 
     spans: the weights version that wrote the KV of each position.
     oldest_version: the oldest version in this block and in all blocks before it.
-    generation: the index's generation when the block entered it. In a later generation the block
-    does not match.
+    generation: the index's generation in which the block entered it. In a later generation the
+        block does not match.
     """
 
     block: int
@@ -52,19 +52,17 @@ class IndexedBlock:
 
 
 class BlockList:
-    """A list of blocks in the order in which they were appended. Each operation takes O(1).
+    """A doubly linked list of blocks in the order of appending. Each operation takes O(1).
 
-    The blocks are linked by their ids, and block 0 stands for both ends of the list.
-
-    The links are arrays: with a million blocks, hash tables would cost one more cache miss per
-    operation.
+    The links are arrays over block ids; block 0 stands for both ends of the list. With a million
+    blocks, hash tables would cost one more cache miss per operation.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._next = array("i", [-1]) * (num_blocks + 1)
         self._previous = array("i", [-1]) * (num_blocks + 1)
         self._next[0] = self._previous[0] = 0
-        self.num_blocks = 0  # in the list
+        self.num_blocks = 0
 
     def __contains__(self, block: int) -> bool:
         return self._next[block] >= 0
@@ -99,23 +97,23 @@ class PrefixIndex:
     """Finds a block by the key of its contents.
 
     A block enters the index only after its predecessor in the same table. So each user of a block
-    uses its predecessors too, and releases them after it, and the longest unused block never has a
-    successor in the index: giving blocks up in this order gives up leaves first. No operation takes
+    uses its predecessors too, and releases them after it. The longest unused block therefore never
+    has a successor in the index: eviction in this order evicts leaves first. No operation takes
     longer for a larger index.
 
-    `keeps_unused`: a block outlives its last user until its space is needed. `num_entries`: the
-    number of blocks that can be found. `unused`: the blocks without a user, oldest release first.
-    The first `num_dropped` of them are not found any more; they lose their keys when their space is
-    needed, so that dropping many blocks takes no time of its own.
+    `keeps_unused`: a block stays in the index after its last user, until its space is needed.
+    `num_entries`: the number of blocks that can be found. `unused`: the blocks without a user,
+    oldest release first. The first `num_dropped` unused blocks cannot be found any more; their keys
+    are removed when their space is needed, so that dropping many blocks takes O(1).
     """
 
     def __init__(self, num_blocks: int, *, keeps_unused: bool) -> None:
         self.keeps_unused = keeps_unused
         self.num_entries = self.num_dropped = 0
         self.unused = BlockList(num_blocks)
-        self._num_unused_entries = 0  # those of `num_entries` whose blocks have no user
+        self._num_unused_entries = 0  # blocks counted in `num_entries` that have no user
         self._num_drops = 0
-        # Of each block: how many drops there had been when its last user left.
+        # For each block: the number of drops before its last user left.
         self._drops_before = array("i", [0]) * (num_blocks + 1)
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: list[IndexedBlock | None] = [None] * (num_blocks + 1)
@@ -126,15 +124,16 @@ class PrefixIndex:
         return list(self._by_key.values())
 
     def is_current(self, entry: IndexedBlock) -> bool:
-        """Return whether the block can be found, if its KV is young enough: no new generation has
-        begun since it entered the index, and it was not dropped.
+        """Return whether the block can be found by a request for which its KV is young enough.
+
+        It can unless a new generation began after it entered the index, or it was dropped.
         """
         was_there = self._drops_before[entry.block] < self._num_drops
         is_dropped = was_there and entry.block in self.unused
         return entry.generation == self._generation and not is_dropped
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
-        """Return the entries of the longest indexed prefix. None of them has KV older than
+        """Return the entries of the longest indexed prefix without KV older than
         `oldest_version`.
         """
         found = []
@@ -155,10 +154,9 @@ class PrefixIndex:
     ) -> bool:
         """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
-        Returns False, with nothing changed, if another block can be found under its key, or if its
-        predecessor in the table (None for the first block) is not in the index. An unused block
-        that cannot be found any more, or that holds KV older than `oldest_version`, loses its key
-        to the new one.
+        Returns False, with nothing changed, if another block has its key, or if its predecessor in
+        the table (None for the first block) is not in the index. An unused block that was dropped,
+        is of an earlier generation, or holds KV older than `oldest_version` loses the key to it.
         """
         known = self._by_key.get(key)
         if known is not None:
@@ -185,15 +183,15 @@ class PrefixIndex:
         return True
 
     def use(self, block: int) -> None:
-        """Record that one more request uses a block that it has found."""
+        """Record that one more request uses a found block."""
         if block in self.unused:
             self.unused.remove(block)
             self._num_unused_entries -= 1
 
     def release(self, block: int) -> bool:
-        """Record that the block's last user has left. Returns whether others may still find it.
+        """Record that the block's last user has left.
 
-        If not, it has left the index.
+        Returns whether the block stays in the index, as an unused block.
         """
         entry = self._by_block[block]
         if entry is None:
@@ -206,8 +204,11 @@ class PrefixIndex:
         self._remove_key(entry)
         return False
 
-    def give_up_oldest(self) -> int:
-        """Remove the longest unused block from the index and return it. There must be one."""
+    def evict_oldest(self) -> int:
+        """Remove the longest unused block from the index and return it.
+
+        The caller has checked that there is one.
+        """
         block = self.unused.first
         assert block, "every block has a user"
         entry = self._by_block[block]
@@ -219,16 +220,16 @@ class PrefixIndex:
         return block
 
     def drop_unused(self) -> None:
-        """From now on, the blocks that have no user now are not found any more. O(1)."""
+        """Exclude all blocks that have no user now from later matches. O(1)."""
         self.num_entries -= self._num_unused_entries
         self._num_unused_entries = 0
         self.num_dropped = self.unused.num_blocks
         self._num_drops += 1
 
     def start_generation(self) -> None:
-        """From now on, only blocks that enter the index from now on are found. O(1).
+        """Exclude all blocks that are in the index now from later matches. O(1).
 
-        Unused blocks are dropped, and the others leave the index with their last user.
+        Unused blocks are dropped; the other blocks leave the index with their last user.
         """
         self.drop_unused()
         self._generation += 1

@@ -1,5 +1,7 @@
 """RoutingRecord: the experts that computed each KV entry, kept on the host by cache slot.
 
+The scheduler writes it, with `record_routing`; OutputProcessor takes the rows of ended requests.
+
 Shape letters: T tokens of a step, P positions of a request, L layers with experts, K experts of a
 token.
 """
@@ -20,11 +22,11 @@ _MAX_IN_A_BYTE = 256
 class RoutingRecord:
     """A row of expert ids [L, K] for every slot, block * block_size + place, beside its K and V.
 
-    It follows the cache: requests that share a block share its rows, and copying a block copies its
-    rows. The device runs ahead: `launch` only records which blocks a step copies, and `commit`
-    makes the changes of each step in order. So a freed block keeps its rows until the result of a
-    later step is committed. `keep` saves the rows of a request that gives up its blocks, and `take`
-    returns them.
+    The rows follow the cache: requests that share a block share its rows, and copying a block
+    copies its rows. The device runs ahead: `launch` only records which blocks a step copies, and
+    `commit` applies the changes of each step in order. So a freed block keeps its rows until the
+    result of a later step is committed. `keep` saves the rows of a request whose blocks are freed,
+    and `take` returns them.
     """
 
     def __init__(
@@ -77,9 +79,9 @@ class RoutingRecord:
         return rows
 
     def keep(self, request_id: int, blocks: Sequence[int], num_positions: int) -> None:
-        """Keep the rows of a request that is about to give up its blocks."""
+        """Save the rows of a request whose blocks are about to be freed."""
         self._kept[request_id] = self.read(blocks, num_positions)
 
     def take(self, request_id: int) -> NDArray[np.int16] | None:
-        """Return the kept rows of a request and forget them; None if none are kept."""
+        """Return the saved rows of a request and drop them here; None if none were saved."""
         return self._kept.pop(request_id, None)

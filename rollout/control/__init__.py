@@ -1,1 +1,1 @@
-"""Control calls: the states of an engine, the commands that lead between them, their reports."""
+"""The control plane: the states of an engine, the commands that change them, and their reports."""

@@ -1,13 +1,17 @@
-"""Control calls. Each is one struct: its message, the states in which it is legal, and its work.
+"""The commands of an engine: pause, suspend, update the version, report counters, stop.
 
-Whatever takes control calls has one generic method, `do(command)`: an engine (`Engine`), the
+A command is one struct: its fields are the arguments and travel in messages, `transition` says in
+which states it is legal, and `run` calls the method of the engine that does the work. Nothing here
+holds state.
+
+Everything that takes commands has one generic method, `do(command)`: an engine (`Engine`), the
 runtimes of an LLM (`InProcessRuntime`, `FleetRuntime`), `LLM`, `AsyncLLM`, `ThreadedLLM` and
-`InferenceClient`. Their methods `pause()`, `suspend(...)` and so on are those of `ControlCalls`,
-`AsyncControlCalls` and `ClientControlCalls`, each one line over `do`.
+`InferenceClient`. They inherit their methods `pause()`, `suspend(...)` and so on from
+`ControlCalls`, `AsyncControlCalls` and `ClientControlCalls`, where each is one line over `do`.
 
-To add an argument to a call, add a field to its struct, pass it on in `run`, and add it to the
-methods below; the engine's method does the work. A new call is a new struct in COMMANDS, with a
-tag that no other message has, and a Transition in rollout/control/state.py.
+To add an argument to a command, add a field to its struct, pass it on in `run`, and add it to the
+methods below. A new command is a new struct in COMMANDS, with a tag that no other message has, and
+a Transition in rollout/control/state.py.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ _POSITION = re.compile(r" - at `\$\[(\d+)\].*")
 
 
 class ControlledEngine(Protocol):
-    """The methods of rollout.engine.engine.Engine that commands call."""
+    """The methods that commands call. `rollout.engine.engine.Engine` implements them."""
 
     @property
     def weights_version(self) -> int: ...
@@ -69,12 +73,13 @@ class ControlledEngine(Protocol):
 
 
 class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
-    """The answers of a fleet's engines to one control call.
+    """The results of a fleet's engines of one command.
 
-    state: the name of the fleet's state after the call. weights_checksum: of the weights that all
-    engines serve, "" if it is not known. by_rank: each engine's result; empty if no engine was
-    asked. lost_ranks: engines that left the fleet meanwhile. num_queued: requests that no engine
-    has; refused: connections and peers that the coordinator refused, by reason (Stats alone).
+    state: the name of the fleet's state after the command. weights_checksum: checksum of the
+    weights that all engines serve, "" if it is not known. by_rank: each engine's result; empty if
+    no engine was asked. lost_ranks: engines that disconnected meanwhile. num_queued: requests that
+    wait for an engine. refused: connections and peers that the coordinator refused, by reason; only
+    for Stats.
     """
 
     state: str
@@ -87,11 +92,11 @@ class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 
 
 class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
-    """A control call as it travels: client -> coordinator, and from there to the engines.
+    """A command as a message: from a client to the coordinator, and from there to the engines.
 
-    command_id: the sender's number of the call, by which it is answered once; a repeated one is
-    the same call. deadline_s: in how many seconds it must be answered; None: as the coordinator
-    is configured. Engines of this process look at neither.
+    command_id: the sender's number of the command. A message with a known number repeats that
+    command, and gets the same answer. deadline_s: seconds until the answer is due; None: as the
+    coordinator is configured. An engine of this process reads neither.
     """
 
     transition: ClassVar[Transition]
@@ -100,7 +105,7 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The call's name in error messages."""
+        """The command's name in error messages."""
         return self.transition.name
 
     def merged(self, results: FleetResults[R]) -> R:
@@ -108,7 +113,7 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
         raise NotImplementedError
 
     def read(self, answer: Mapping[str, Any]) -> FleetResults[R]:
-        """Return a coordinator's answer with the types of this call. Raises ProtocolError."""
+        """Return a coordinator's answer as results of this command's type. Raises ProtocolError."""
         try:
             results: FleetResults[R] = msgspec.convert(
                 answer, _results_type(type(self)), str_keys=True
@@ -139,18 +144,18 @@ def _results_type(command_type: type[ControlMessage[Any]]) -> Any:
 
 
 class Command(ControlMessage[R], Generic[R], frozen=True, kw_only=True):
-    """A control call that an engine does between two steps.
+    """A command that an engine runs between two steps.
 
-    uses_weights: the call moves or reads the weights, or changes their version, so that it waits
-    while an engine of this process stages an update. ends_staging: an engine of a fleet cancels
-    the update that it is staging, as the call moves the memory of the weights.
+    uses_weights: it moves or reads the weights, or changes their version, so it waits while an
+    engine of this process stages an update. ends_staging: it moves the memory of the weights, so an
+    engine of a fleet cancels the update that it is staging.
     """
 
     uses_weights: ClassVar[bool] = False
     ends_staging: ClassVar[bool] = False
 
     def run(self, engine: ControlledEngine) -> R:
-        """Do the call. Raises what the engine's method raises."""
+        """Call the engine's method. Raises what that method raises."""
         raise NotImplementedError
 
 
@@ -200,7 +205,7 @@ class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
 
 
 class Resume(Command[ResumeReport], frozen=True, kw_only=True, tag=43):
-    """Restore what is released. only: the one resource to restore; None: all."""
+    """Restore released resources. only: the one resource to restore; None: all of them."""
 
     transition = state.RESUME
     uses_weights = ends_staging = True
@@ -268,7 +273,7 @@ class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
 
 
 class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=85):
-    """Return the checksum of each weight, of a page that begins with the weight at `start`."""
+    """Return the checksums of a page of the weights, which begins with weight number `start`."""
 
     transition = state.WEIGHT_CHECKSUMS
     uses_weights = True
@@ -309,7 +314,7 @@ def engine_state_of(fleet_state: str) -> EngineState:
 
 
 def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
-    """Return the engines' answers to Stats as the counters of a fleet."""
+    """Return the results of Stats as the counters of a fleet."""
     return FleetStats(
         state=results.state,
         together=Stats().merged(results),
@@ -319,15 +324,15 @@ def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
     )
 
 
-# ---- the methods of whatever takes control calls
+# ---- the methods of everything that takes commands
 
 
 class ControlCalls(Protocol):
-    """Control calls that return when they are done."""
+    """Commands as methods that return when they are done. `LLM` and `FakeLLM` inherit them."""
 
     def do(self, command: Command[R]) -> R:
-        """Do a control call, on all engines if there are several. Raises EngineStateError if the
-        call is illegal now, and what the call itself raises."""
+        """Run a command, on all engines if there are several. Raises EngineStateError if the
+        command is illegal now, and what the engine's method raises."""
         ...
 
     def pause(self) -> None:
@@ -365,11 +370,11 @@ class ControlCalls(Protocol):
 
 
 class AsyncControlCalls(Protocol):
-    """Control calls to be awaited."""
+    """Commands as coroutine methods. `AsyncLLM` and `ThreadedLLM` inherit them."""
 
     async def do(self, command: Command[R]) -> R:
-        """Do a control call, on all engines if there are several. Raises EngineStateError if the
-        call is illegal now, and what the call itself raises."""
+        """Run a command, on all engines if there are several. Raises EngineStateError if the
+        command is illegal now, and what the engine's method raises."""
         ...
 
     async def pause(self) -> None:
@@ -404,20 +409,22 @@ class AsyncControlCalls(Protocol):
 
 
 class ClientControlCalls(Protocol):
-    """Control calls to a fleet as futures, which may be ignored. deadline_s: how long the answer
-    may take."""
+    """Commands to a fleet as methods that return futures. `InferenceClient` inherits them.
+
+    A future may be ignored. deadline_s: seconds that the answer may take.
+    """
 
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[R]:
-        """Do a control call on all engines. Returns the future of the merged result, which raises
-        why the call was refused. Raises ConfigError for an argument of a wrong type."""
+        """Run a command on all engines. Returns the future of the merged result, which raises the
+        reason if the command was refused. Raises ConfigError for an argument of a wrong type."""
         ...
 
     def ask(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[R]]:
-        """Do as `do`, but return the future of each engine's own result."""
+        """Run a command as `do` does. Returns the future of each engine's own result."""
         ...
 
     def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
@@ -455,7 +462,7 @@ class ClientControlCalls(Protocol):
     def increment_staleness(
         self, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[None]:
-        """Do `set_generation_epoch` of the current version + 1."""
+        """Set the weights version to the current one + 1, without new weights."""
         return self.do(IncrementStaleness(), deadline_s=deadline_s)
 
     def stop_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:

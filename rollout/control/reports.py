@@ -1,4 +1,8 @@
-"""Reports of suspend, resume, weight updates and stats(). Times are in seconds."""
+"""What suspend, resume, weight updates and stats() return. Times are in seconds.
+
+An engine makes the reports (rollout/engine); commands merge those of a fleet's engines into one
+(rollout/control/commands.py). They are frozen.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,22 @@ from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts, sum_of_rank
 STALENESS = ("policy_staleness", "kv_staleness")
 LATENCIES = ("first_token_latency", "token_latency", "request_latency")
 HISTOGRAMS = (*STALENESS, *LATENCIES, "finish_reasons")  # fields that are tuples of counts
-# Fields that are the least of the engines' in the stats of a fleet; other numbers are sums.
+# The stats of a fleet have the smallest of the engines' values of these fields, and sums of others.
 LEAST_OF_FLEET = ("max_sequence_length", "block_size_tokens")
 _Report = TypeVar("_Report", "SuspendReport", "ResumeReport")
-NUM_AGES = 9  # of a histogram of staleness: 0 to 7 versions, and older
+NUM_AGES = 9  # buckets of a histogram of staleness: 0 to 7 versions, and older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendReport:
     """Report of a suspend.
 
-    mode: the KV mode that was used. bytes_released: reserved memory given back by this call.
-    resident_bytes_released: how much of it had taken memory; on a host, blocks that were never
-    written to take none. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
-    resume. *_by_owner: the same bytes for "kv_cache" and "weights". kept_beside: bytes of neither
-    that stay: captured "graphs", their "inputs", "tables" and buffers of the model, the "rows" of
-    requests. num_requests_requeued: requests that lost their KV by this call.
+    mode: the KV mode that was used. bytes_released: reserved memory that this call released.
+    resident_bytes_released: the part of it that was resident; on a host, blocks that were never
+    written to are not. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
+    resume. *_by_owner: the same bytes by resource, "kv_cache" and "weights". kept_beside: bytes of
+    neither resource that stay: captured "graphs", their "inputs", "tables" and buffers of the
+    model, the "rows" of requests. num_requests_requeued: requests whose KV this call dropped.
     """
 
     mode: str
@@ -46,9 +50,9 @@ class SuspendReport:
 class ResumeReport:
     """Report of a resume.
 
-    bytes_restored: device memory that was copied to or made usable again. graphs_recaptured: the
-    captured steps that were lost; later steps capture them again. num_requests_recomputed: the
-    requests that later steps prefill again.
+    bytes_restored: device memory that was copied back or made usable again. graphs_recaptured:
+    number of captured steps that were dropped; later steps capture them again.
+    num_requests_recomputed: requests that later steps prefill again.
     """
 
     mode: str
@@ -61,14 +65,15 @@ class ResumeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStatus:
-    """Memory of an engine now, for each resource: "kv_cache" and "weights".
+    """Memory of an engine at one moment. The resources are "kv_cache" and "weights".
 
-    resident_bytes: reserved memory by owner, written to or not. bytes_on_host: host copies by
-    owner. kv_mode: the mode under which the KV was last released. released: owners whose memory was
-    released. to_restore: owners that resume restores, also those of a suspend that failed midway.
-    has_weights: False while the weights are discarded or mixed, until a full update is committed.
-    lora_base_bytes: on the host, what adapted weights are without their adapter; suspends keep it.
-    routing_bytes: on the host, the recorded experts of all KV entries; suspends keep it, too.
+    resident_bytes: reserved memory by resource, written to or not. bytes_on_host: host copies by
+    resource. kv_mode: the mode under which the KV was last released. released: resources whose
+    memory was released. to_restore: resources that resume restores, including those of a suspend
+    that failed midway. has_weights: False while the weights are discarded or mixed, until a full
+    update is committed. lora_base_bytes: host copy of the adapted weights without their adapter;
+    suspends keep it. routing_bytes: host memory of the recorded experts of all KV entries; suspends
+    keep it, too.
     """
 
     resident_bytes: Mapping[str, int]
@@ -95,12 +100,13 @@ class WeightChecksums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdateReport:
-    """A committed update.
+    """Report of a committed update.
 
     version: the version served from now on. seconds: the time of staging and commit together.
     stall_seconds: the time from the end of the last step under the old version to the moment when
     the first step under the new version can begin; if no request could run, the time of the commit
-    alone. num_bytes: bytes written to the model's weights. checksum: of all weights, 16 hex digits.
+    alone. num_bytes: bytes written to the model's weights. checksum: checksum of all weights, 16
+    hex digits.
     """
 
     version: int
@@ -112,23 +118,23 @@ class WeightUpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerCounts):
-    """The state of an engine, its requests by phase and its blocks as of now, and totals since its
-    start.
+    """State of an engine, requests by phase and blocks as of now, and totals since its start.
 
-    num_prompt_tokens: of the requests that have ended. policy_staleness, kv_staleness: how many of
-    their generated tokens were 0, 1, ... versions old when the request ended, by the version that
-    sampled them, and by the one that wrote their KV; the last number counts all that were older.
-    finish_reasons, *_latency, num_generated_tokens, num_begun_prompt_tokens: see RequestTotals;
-    *_seconds beside a *_latency is the sum of all. ranks: what each process of the engine uses.
+    num_prompt_tokens: prompt tokens of the requests that have ended. policy_staleness,
+    kv_staleness: how many generated tokens of these requests were 0, 1, ... versions old when the
+    request ended, by the version that sampled them and by the version that wrote their KV; the last
+    number counts all older ones. finish_reasons, *_latency, num_generated_tokens,
+    num_begun_prompt_tokens: as in RequestTotals. *_seconds beside a *_latency: the sum of these
+    latencies. ranks: resources of each process of the engine.
     """
 
     state: EngineState
     weights_version: int
-    max_sequence_length: int  # of a fleet: the least of its engines
-    block_size_tokens: int  # of a fleet: the least of its engines
+    max_sequence_length: int  # in a fleet: the smallest of its engines
+    block_size_tokens: int  # in a fleet: the smallest of its engines
     num_graph_captures: int  # 0 where steps run eagerly
-    lora_base_bytes: int  # on the hosts of all ranks: adapted weights without their adapter
-    routing_bytes: int  # on the host: the experts of all KV entries, if they are recorded
+    lora_base_bytes: int  # host copies, of all ranks, of adapted weights without their adapter
+    routing_bytes: int  # host memory of the recorded experts of all KV entries
     num_steps: int
     num_failed_steps: int  # forward passes that raised
     num_prefill_tokens: int
@@ -161,11 +167,13 @@ class EngineStats(SchedulerCounts):
     token_seconds: float
     request_latency: tuple[int, ...]
     request_seconds: float
-    ranks: tuple[RankUse, ...] = field(compare=False)  # time and memory pass whatever is done
+    ranks: tuple[RankUse, ...] = field(compare=False)  # CPU time differs from call to call
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
-        """Return the numbers under flat names, as a MetricsWriter takes them: those of `ranks` as
-        sums, and, where there are several, of each by its engine and rank."""
+        """Return the numbers under flat names, as a MetricsWriter takes them.
+
+        Numbers of `ranks` are summed; with several ranks, each rank's own numbers are added.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: sum_of_ranks(self.ranks, name) for name in RANK_FIELDS}
         if len(self.ranks) > 1:
@@ -194,8 +202,10 @@ class FleetStats:
 
 
 def sum_of_reports(nothing: _Report, reports: Iterable[_Report]) -> _Report:
-    """Return sums of bytes and requests, and the longest time, as engines work in parallel.
-    `nothing`: the report of a fleet without engines."""
+    """Return one report with the sums of bytes and requests, and the longest time.
+
+    The engines of a fleet work in parallel. `nothing`: the report of a fleet without engines.
+    """
     totals = {f.name: getattr(nothing, f.name) for f in fields(nothing)}
     for report in reports:
         for name, total in totals.items():
@@ -214,8 +224,7 @@ def _added(name: str, total: Any, value: Any) -> Any:
 def stats_of_fleet(
     engines: Mapping[int, EngineStats], state: EngineState, weights_version: int
 ) -> EngineStats:
-    """Return sums over the engines of a fleet, and the fleet's own state and version.
-    `engines`: by rank."""
+    """Return sums over the engines of a fleet, by rank, with the fleet's own state and version."""
     numbered = stats_by_engine(engines).values()
     values: dict[str, Any] = {
         "state": state,
@@ -232,7 +241,7 @@ def stats_of_fleet(
 
 
 def stats_by_engine(engines: Mapping[int, EngineStats]) -> dict[int, EngineStats]:
-    """Return the engines' counters by rank, in order; the ranks of each engine name it."""
+    """Return the engines' counters in the order of ranks, with each RankUse naming its engine."""
     return {
         rank: replace(stats, ranks=tuple(replace(use, engine=rank) for use in stats.ranks))
         for rank, stats in sorted(engines.items())

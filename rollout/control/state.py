@@ -1,4 +1,7 @@
-"""The states of an engine and of a fleet, and which control call is legal in which state."""
+"""The states of an engine and of a fleet, and the states in which each command is legal.
+
+`Engine` and the coordinator's `Fleet` each own a StateMachine, the only writer of their state.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """Four states between control calls, and five transient ones while a call works."""
+    """State of an engine: one of four between commands, one of five while a command runs."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -30,11 +33,11 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """In which states a control call is legal, and what becomes of the state.
+    """The states in which a command is legal, and the states that it leads to.
 
-    name: the call's name in error messages. sources: states in which the call does its work.
-    transient: the state while it works. target: the state afterwards, in which the call is legal,
-    too, and finds its work done; None if the call leaves the state as it is.
+    name: the command's name in error messages. sources: the states in which it does its work.
+    transient: the state while it runs. target: the state afterwards, in which the command is also
+    legal, and does nothing; None if the command does not change the state.
     """
 
     name: str
@@ -43,11 +46,12 @@ class Transition:
     target: EngineState | None = None
 
     def is_legal_in(self, state: EngineState) -> bool:
+        """Return whether the command may run in `state`."""
         return state in self.sources or state is self.target
 
 
 _S = EngineState
-QUIET = (_S.PAUSED, _S.SUSPENDED)  # the states in which no step runs and a call can follow
+QUIET = (_S.PAUSED, _S.SUSPENDED)  # no step runs, and the engine can go on later
 _ANY = tuple(EngineState)
 PAUSE = Transition("pause", (_S.RUNNING,), _S.PAUSING, _S.PAUSED)
 UNPAUSE = Transition("unpause", (_S.PAUSED,), _S.UNPAUSING, _S.RUNNING)
@@ -68,7 +72,7 @@ TRANSITIONS = (
 
 
 def legal_commands(state: EngineState) -> list[str]:
-    """Return the names of the control calls that are legal in `state`."""
+    """Return the names of the commands that are legal in `state`."""
     return [transition.name for transition in TRANSITIONS if transition.is_legal_in(state)]
 
 
@@ -78,13 +82,15 @@ class StateMachine:
     def __init__(
         self, state: EngineState = EngineState.RUNNING, subject: str = "the engine"
     ) -> None:
-        """`subject`: whose state it is, for error messages."""
+        """`subject`: the owner of the state in error messages."""
         self.state = state
         self._subject = subject
 
     def require(self, *states: EngineState, to: str, why: str = "") -> None:
-        """Raise EngineStateError unless in one of `states`. `to`: what was asked for. `why`: a
-        further reason for the refusal."""
+        """Raise EngineStateError, "cannot {to} while ...", unless the state is one of `states`.
+
+        `why`: the reason in the message; by default that the state must be one of `states`.
+        """
         if self.state not in states:
             wanted = " or ".join(state.name for state in states)
             reason = why or f"{self._subject} must be {wanted}"
@@ -94,28 +100,28 @@ class StateMachine:
             )
 
     def require_legal(self, transition: Transition) -> None:
-        """Raise EngineStateError, with the state and the legal commands, unless the call is
+        """Raise EngineStateError, with the state and the legal commands, unless the command is
         legal."""
         if self.state is not transition.target:
             self.require(*transition.sources, to=transition.name)
 
     def require_update(self, *, in_flight: bool) -> None:
-        """Raise EngineStateError unless weights may be updated now. `in_flight`: also between two
-        steps."""
+        """Raise EngineStateError unless weights may be updated now. `in_flight` allows RUNNING,
+        too."""
         if not (in_flight and self.state in UPDATE_IN_FLIGHT.sources):
             self.require(*UPDATE_WEIGHTS.sources, to="update weights")
 
     def enter(self, transition: Transition) -> None:
-        """Take the target state of a call that has done its work."""
+        """Change to the target state of a command that has done its work."""
         if transition.target is not None:
             self.state = transition.target
 
     @contextmanager
     def command(self, transition: Transition) -> Iterator[bool]:
-        """Do a call's work inside `with machine.command(SUSPEND) as must_run`.
+        """Guard the work of a command: `with machine.command(SUSPEND) as must_run`.
 
-        Yields False in the call's target state. Raises EngineStateError if the call is not legal.
-        If the work raises, the state is again what it was.
+        Yields False if the state is the command's target already. Raises EngineStateError if the
+        command is illegal. If the block raises, the former state is restored.
         """
         before = self.state
         if before is transition.target:

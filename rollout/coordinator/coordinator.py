@@ -22,9 +22,8 @@ from rollout.coordinator.core.context import CoordinatorLimits, Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.net.key_gate import Refusals
-from rollout.coordinator.net.link_queues import SelfPipe
-from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveServerKeys
+from rollout.coordinator.net.sockets import RouterSocket, SelfPipe
 from rollout.coordinator.protocol.codec import batched, encode
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.coordinator.routing.schedule_recorder import ScheduleRecorder
@@ -169,7 +168,7 @@ class DataParallelInferenceCoordinator:
         self._is_serving, self._awake_at = True, time.monotonic()
         poller = zmq.Poller()
         poller.register(self._router.socket, zmq.POLLIN)
-        poller.register(self._waker, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
         parent = multiprocessing.parent_process()
         sentinel = None if parent is None else parent.sentinel  # readable once the parent has ended
         if sentinel is not None:
@@ -228,30 +227,27 @@ class DataParallelInferenceCoordinator:
         """Handle the frames that have arrived and the timers that are due; send the results."""
         self._router.flush()
         self._receive()
-        now = self._now()
-        self._send(self._core.tick(now), now)
+        self._send(self._core.tick(self._now()))
         while self._unreached:
-            # Who cannot be reached may have disconnected before, which has arrived by now.
+            # A peer that cannot be reached may have disconnected, which has arrived by now.
             unreached, self._unreached = self._unreached, []
             self._receive()
             now = self._now()
             for identity, message in unreached:
-                self._send(self._core.undelivered(identity, message, None, now), now)
+                self._send(self._core.undelivered(identity, message, None, now))
 
     def _receive(self) -> None:
         """Handle frames that have arrived, and send the results."""
-        now = self._now()
         outgoing: Outgoing = []
         for identity, frame in self._router.receive(_BATCH):
             # A new time for each frame: a lease at its sender began no later than now.
-            now = self._now()
-            outgoing += self._core.handle(identity, frame, now)
+            outgoing += self._core.handle(identity, frame, self._now())
             if len(outgoing) >= _SENT_TOGETHER:
-                self._send(outgoing, now)
+                self._send(outgoing)
                 outgoing = []
-        self._send(outgoing, now)
+        self._send(outgoing)
 
-    def _send(self, outgoing: Outgoing, now: float) -> None:
+    def _send(self, outgoing: Outgoing) -> None:
         """Send each peer its messages, small ones together. A message to several peers is encoded
         once. The core learns at once of messages that no frame can carry, and may send others
         instead. Messages whose peer cannot be reached are kept for the end of the turn."""
@@ -268,6 +264,7 @@ class DataParallelInferenceCoordinator:
                     if fault is None:
                         self._unreached.append((identity, message))
                     else:
+                        now = time.monotonic()
                         outgoing += self._core.undelivered(identity, message, fault, now)
 
     def _send_to(
@@ -307,7 +304,7 @@ class DataParallelInferenceCoordinator:
         if self._has_ended:
             return
         self._has_ended = True
-        self._send(self._core.close(reason), time.monotonic())
+        self._send(self._core.close(reason))
         self._router.close()
         if self._recorder is not None:
             self._recorder.close()

@@ -1,1 +1,1 @@
-"""The engine: requests go in, the scheduler plans steps, the executor runs them."""
+"""The engine of one process: requests go in, the scheduler plans steps, the executor runs them."""

@@ -1,4 +1,7 @@
-"""DynamicInferenceEngine.from_model: makes the parts of an engine and connects them."""
+"""DynamicInferenceEngine.from_model: makes the parts of an engine and connects them.
+
+Used by users who step an engine by hand, by LLM, and by engine processes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ from rollout.worker.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuild:
-    """What an engine was made of, for reading."""
+    """The parts and sizes of an engine, for reading."""
 
     config: InferenceConfig
     backend: Backend
@@ -55,7 +58,7 @@ class EngineBuild:
 
 
 class DynamicInferenceEngine(Engine):
-    """The engine that users make, by `from_model`. `build` says what it was made of."""
+    """The engine that users make, by `from_model`. `build` has its parts and sizes."""
 
     build: EngineBuild
 
@@ -84,7 +87,7 @@ class DynamicInferenceEngine(Engine):
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """The settings that all engines of a fleet must share, as text by name."""
+        """The settings that all engines of a fleet must share, as texts by name."""
         return shared_settings(
             *(self.build.model.spec, self.build.config),
             max_sequence_length=self._inputs.max_sequence_length,
@@ -99,8 +102,8 @@ class DynamicInferenceEngine(Engine):
         tokenizer: Tokenizer | None,
         weights_version: int,
     ) -> tuple[DynamicInferenceEngine, SpmdExecutor]:
-        """Return the engine of rank 0 of `pg_collection.tp`, and the executor that begins and ends
-        its calls on the other ranks. Raises as `join_as_lead` does."""
+        """Return the engine of rank 0 of `pg_collection.tp`, and its executor, which begins and
+        ends calls on the other ranks. Raises the errors of `join_as_lead`."""
         _check_version(weights_version)
         loaded, sizes, executor = join_as_lead(model, inference_config, weights_version)
         return cls._made_of(loaded, sizes, executor, inference_config, tokenizer), executor
@@ -166,7 +169,7 @@ class DynamicInferenceEngine(Engine):
 def follower_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
 ) -> SpmdFollower:
-    """Return a rank other than 0 of `pg_collection.tp`. Raises as `join_as_lead` does."""
+    """Return a rank other than 0 of `pg_collection.tp`. Raises the errors of `join_as_follower`."""
     _check_version(weights_version)
     return join_as_follower(model, config, weights_version)
 
@@ -174,7 +177,7 @@ def follower_of(
 def _executor_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, WorkerExecutor]:
-    """Load the model on as many ranks as `config` asks for. Returns it and its executor."""
+    """Load the model on `tensor_parallel_size` ranks. Returns it, its sizes and its executor."""
     if config.tensor_parallel_size > 1:
         return start_group(model, config, weights_version)
     loaded = load_model(model, config, weights_version)

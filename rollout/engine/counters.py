@@ -1,4 +1,7 @@
-"""EngineCounters: totals of an engine since its start, and metrics made of them."""
+"""EngineCounters: totals of an engine since its start, as EngineStats and as metrics.
+
+The step pipeline counts steps, OutputProcessor counts tokens and ends, the engine counts commands.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(slots=True)
 class LatencyCounts:
-    """Latencies by bucket, of which the last has those above all bounds, and their sum."""
+    """Number of latencies in each bucket of LATENCY_BOUNDS_S, the last one for longer latencies,
+    and their sum in seconds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     seconds: float = 0.0
@@ -41,12 +45,12 @@ class LatencyCounts:
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Totals of requests: tokens, ends, latencies. Only OutputProcessor writes them.
+    """Totals of tokens, ends and latencies of requests. Only OutputProcessor writes them.
 
     num_begun_prompt_tokens: prompt tokens of the requests that got their first token here.
-    finish_reasons: ended requests by FINISH_REASONS. first_token, token, request: seconds from a
-    request's entry to its first token, between two tokens of a request, and from the entry to the
-    end of a request that was neither aborted nor failed.
+    finish_reasons: number of ended requests by FINISH_REASONS. first_token, token, request: seconds
+    from a request's entry to its first token, between two tokens of a request, and from the entry
+    to the end of a request that was neither aborted nor failed.
     """
 
     num_generated_tokens: int = 0
@@ -68,17 +72,14 @@ class RequestTotals:
             self.request.add(seconds)
 
     def as_stats(self) -> dict[str, Any]:
-        """Return the fields of EngineStats by name."""
+        """Return the totals as fields of EngineStats, by name."""
+        latencies = {name: getattr(self, name) for name in ("first_token", "token", "request")}
         return {
             "num_generated_tokens": self.num_generated_tokens,
             "num_begun_prompt_tokens": self.num_begun_prompt_tokens,
             "finish_reasons": tuple(self.finish_reasons.values()),
-            "first_token_latency": tuple(self.first_token.counts),
-            "first_token_seconds": self.first_token.seconds,
-            "token_latency": tuple(self.token.counts),
-            "token_seconds": self.token.seconds,
-            "request_latency": tuple(self.request.counts),
-            "request_seconds": self.request.seconds,
+            **{f"{name}_latency": tuple(own.counts) for name, own in latencies.items()},
+            **{f"{name}_seconds": own.seconds for name, own in latencies.items()},
         }
 
 
@@ -118,14 +119,14 @@ class _OtherTotals:
 
 
 class StepTimes:
-    """Longest step of each size, where sizes between two powers of two count as one.
+    """Longest step of each size. Sizes between two powers of two count as one size.
 
     A step of twice the tokens takes at most twice as long: work per token doubles, and work per
     step, such as reading the weights, does not.
     """
 
     def __init__(self) -> None:
-        self._slowest_s: dict[int, float] = {}  # by the power of two at or below the tokens
+        self._slowest_s: dict[int, float] = {}  # by the largest power of two <= tokens of the step
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step of at least one token."""
@@ -142,7 +143,8 @@ class StepTimes:
 
 
 class EngineCounters:
-    """Totals of an engine. `writer` also gets every report, and every `interval`-th step.
+    """Totals of an engine. `writer` gets the metrics of every report and of every `interval`-th
+    step.
 
     An interval of 0 writes no metrics of steps. An exception of the writer is logged, and the
     engine goes on. The step pipeline writes `steps` and `step_times`, OutputProcessor `requests`.
@@ -214,7 +216,7 @@ class EngineCounters:
         ranks: tuple[RankUse, ...],
         routing_bytes: int,
     ) -> EngineStats:
-        """Return the totals together with the engine's present state."""
+        """Return the totals together with the engine's current state."""
         others: dict[str, Any] = asdict(self._others)
         for name in STALENESS:
             others[name] = tuple(others[name])
@@ -239,7 +241,9 @@ class EngineCounters:
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
-    """Count the entries from `start` on by how much older than `version` they are. O(runs)."""
+    """Add the entries of `spans` from `start` on to `counts`, by their age at `version`.
+    O(runs).
+    """
     for run_start, end, made_under in spans:
         if end > start:
             age = min(version - made_under, len(counts) - 1)
@@ -249,10 +253,10 @@ def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) 
 def _numbers(
     report: SuspendReport | ResumeReport | WeightUpdateReport,
 ) -> Iterator[tuple[str, float]]:
-    """Yield the report's numbers by name; those by owner as `name/owner`."""
+    """Yield the report's numbers by name; numbers by resource as `name/resource`."""
     for entry in fields(report):
         value = getattr(report, entry.name)
         if isinstance(value, Mapping):
-            yield from ((f"{entry.name}/{owner}", number) for owner, number in value.items())
+            yield from ((f"{entry.name}/{key}", number) for key, number in value.items())
         elif not isinstance(value, str):
             yield entry.name, value

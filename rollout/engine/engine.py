@@ -1,5 +1,7 @@
-"""Engine: requests, steps, suspend and resume, weight updates. It is synchronous: no sockets, no
-threads of its own.
+"""Engine: requests, steps, suspend and resume, weight updates.
+
+It is synchronous, without sockets and threads: LLM, ThreadedLLM and the agent of an engine process
+call it, from one thread at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollout.config import KVCacheManagementMode
-from rollout.control.commands import Command, R
+from rollout.control.commands import Command, ControlledEngine, R
 from rollout.control.reports import (
     EngineStats,
     MemoryStatus,
@@ -42,8 +44,8 @@ from rollout.engine.protocols import (
     SuspensionInterface,
 )
 from rollout.errors import IntegrityError, RequestAbortedError
-from rollout.requests.generated_tokens import GeneratedColumns
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRuns
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
@@ -51,15 +53,16 @@ from rollout.weights.update import NamedTensors
 from rollout.weights.version import next_version
 
 logger = logging.getLogger(__name__)
-_CHECKSUMS_PER_PAGE = 2048  # what a message between processes may carry of the longest names
+_CHECKSUMS_PER_PAGE = 2048  # fits a message between processes, also with the longest names
 
 
-class Engine:
+class Engine(ControlledEngine):
     """Connects the parts of an engine, and is the only writer of its state.
 
     A request goes from `inputs` to the scheduler, and its record to `outputs`. `step` or
     `abort_request` returns the record of a finished, failed or aborted request once. Scheduler,
-    pipeline, executor and suspension are the Protocols of rollout.engine.protocols.
+    pipeline, executor and suspension are the Protocols of rollout.engine.protocols; commands call
+    the methods of ControlledEngine.
     """
 
     def __init__(
@@ -93,8 +96,8 @@ class Engine:
     ) -> int:
         """Queue one request and return its id. A string prompt needs a tokenizer.
 
-        Raises InvalidRequestError for a malformed request; a request that can never run here comes
-        back FAILED from the next step. Raises EngineStateError once stopped.
+        Raises InvalidRequestError for a malformed request. A request that can never run here is
+        returned FAILED by the next step. Raises EngineStateError once stopped.
         """
         ids = None if request_id is None else [request_id]
         return self.add_group(prompt_tokens, [sampling_params], ids, priority)[0]
@@ -106,7 +109,7 @@ class Engine:
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[int]:
-        """Queue several samples of one prompt, which is prefilled once: all or none."""
+        """Queue several samples of one prompt, all or none. The prompt is prefilled once."""
         return self.add_groups([(prompt_tokens, list_of_sampling_params)], request_ids, priority)[0]
 
     def add_groups(
@@ -117,7 +120,7 @@ class Engine:
     ) -> list[list[int]]:
         """Queue groups of (prompt, parameters of each sample), all or none.
 
-        `request_ids`: an id for each sample, group after group. Raises as `add_request` does.
+        `request_ids`: an id for each sample, group after group. Raises the errors of `add_request`.
         """
         self._require_not_stopped()
         processed = self._inputs.process_groups(
@@ -130,9 +133,9 @@ class Engine:
         """Continue a request that another engine began, from the tokens it has. Returns its id.
 
         Its tokens are prefilled again. Tokens, log-probs and policy versions are kept, and the next
-        tokens are the ones that the other engine would have sampled. The engine takes the record.
-        Raises InvalidRequestError for a record that has ended or does not fit, and for an id in
-        use.
+        tokens are the ones that the other engine would have sampled. The record belongs to this
+        engine afterwards. Raises InvalidRequestError for a record that has ended or does not fit,
+        and for an id in use.
         """
         self._require_not_stopped()
         processed = self._inputs.process_record(record, in_use=self._outputs)
@@ -181,10 +184,10 @@ class Engine:
                 error = RequestAbortedError(f"request {request_id} was aborted")
                 self._outputs.fail(request_id, error, "abort", kv_spans, self.weights_version)
             self._pipeline.remove(request_id)
-        return self._hand_out([request_id])[0]
+        return self._take_ended([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """Return a copy of the record, as of now, of a request whose record was not returned yet.
+        """Return a copy, as of now, of a record that was not returned yet.
 
         Raises EngineStateError for any other id.
         """
@@ -195,17 +198,19 @@ class Engine:
         routing = self._scheduler.routing(request_id)
         return self._outputs.copy_of(request_id, kv_spans, self.weights_version, routing)
 
-    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
-        """Return the tokens that each running request has generated from an offset on.
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
+        """Return the tokens that running requests have generated from an offset on.
 
         `wanted` has (request id, offset) pairs. The cost depends on the number of new tokens alone.
-        A request is left out if it has none, has ended or is not in the engine: the tokens of an
-        ended request come with its record.
+        Requests without new tokens, ended and unknown requests are left out: the tokens of an ended
+        request come with its record.
         """
         return self._outputs.new_tokens(wanted)
 
     def request_ids(self) -> list[int]:
-        """Return the ids of all requests whose records were not returned yet, unfinished first."""
+        """Return the ids of all requests whose records were not returned yet, unfinished ones
+        first.
+        """
         return self._outputs.request_ids()
 
     def has_unfinished_requests(self) -> bool:
@@ -214,20 +219,22 @@ class Engine:
 
     @property
     def is_broken(self) -> bool:
-        """Whether an exception has stopped a call halfway, so that every later one is refused."""
+        """Whether an exception has stopped a call halfway, so that every later call is refused."""
         return self._guard.is_broken
 
     def suspects(self) -> list[int]:
-        """Return the requests of a step that raised, any of which may be the cause."""
+        """Return the requests of failed steps, any of which may be the cause, or all running
+        ones.
+        """
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
-    def _hand_out(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of ended requests, and drop them unless an exception occurs."""
+    def _take_ended(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
+        """Return the records of ended requests and drop them here, unless an exception occurs."""
         records = self._outputs.ended(request_ids)
         try:
             for record in records:
                 self._counters.add_ended(record)
-            self._outputs.forget_ended(request_ids)
+            self._outputs.drop_ended(request_ids)
             return records
         except BaseException:
             self._outputs.keep_ended(records)
@@ -243,23 +250,23 @@ class Engine:
         EngineStateError outside RUNNING, and the error of a forward pass if a pass without
         requests fails as well. The next step returns records that an error held back.
         """
-        # Tested before the call: a call that nearly always finds nothing costs time in each step.
+        # Tested here, because two calls that nearly never raise would cost time in each step.
         if self._machine.state is not EngineState.RUNNING:
             self._machine.require(EngineState.RUNNING, to="step")
         if not self._weights.has_values:
             self._weights.require_values("step")
         self._pipeline.step(self.weights_version)
-        return self._hand_out(self._outputs.ended_ids())
+        return self._take_ended(self._outputs.ended_ids())
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank is gone. The thread that steps calls it, when idle."""
+        """Raise LockstepError if a rank has died. The thread that steps calls it while idle."""
         self._executor.check_ranks()
 
     # ---- control calls
 
     def do(self, command: Command[R]) -> R:
-        """Do a control call at this step edge. Raises EngineStateError, with the legal commands,
-        if the call is illegal now, and what the engine's method raises."""
+        """Run a command at this step edge. Raises EngineStateError, with the legal commands, if it
+        is illegal now, and what the engine's method raises."""
         self._machine.require_legal(command.transition)
         return command.run(self)
 
@@ -269,9 +276,9 @@ class Engine:
         return self._machine.state
 
     def pause(self) -> None:
-        """Stop at this step edge; requests stay as they are.
+        """Stop at this step edge. Unfinished requests stay.
 
-        The next step returns the records that a step in flight finished.
+        The next step returns the records of requests that a step in flight finished.
         """
         with self._machine.command(PAUSE):
             self._pipeline.commit_all()
@@ -284,7 +291,7 @@ class Engine:
                 self._suspension.resume()  # a failed suspend may have released memory
 
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns how many, 0 on a CPU.
+        """Capture the graphs of steps before requests need them. Returns their number, 0 on a CPU.
 
         Legal in RUNNING and PAUSED.
         """
@@ -293,8 +300,10 @@ class Engine:
         return self._executor.warm_up()
 
     def measure_step(self) -> None:
-        """Measure a step of one token without any request, for `longest_step_s`. Legal in RUNNING
-        and PAUSED."""
+        """Measure a step of one token without any request, for `longest_step_s`.
+
+        Legal in RUNNING and PAUSED.
+        """
         self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="measure a step")
         self._weights.require_values("measure a step")
         self._pipeline.commit_all()
@@ -308,10 +317,10 @@ class Engine:
     ) -> SuspendReport:
         """Release the memory of the resources in `release`.
 
-        "kv_cache" is released under `mode`, or under the config's if that is None. "weights" are
-        copied to the host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for a
-        resource that is not released yet; others are reported with zero bytes. A failure changes
-        neither the state nor any request.
+        "kv_cache" is released under `mode` (None: the config's mode). "weights" are copied to the
+        host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for a resource that
+        is not released yet; a released one is reported with zero bytes. A failure changes neither
+        the state nor any request.
         """
         with (
             self._guard.change("suspend"),
@@ -326,9 +335,10 @@ class Engine:
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore memory and contents, and return to PAUSED. Does nothing in PAUSED.
+        """Restore memory and contents, and change to PAUSED. Does nothing in PAUSED.
 
-        `only` restores "weights" or "kv_cache"; the engine stays SUSPENDED until both are there.
+        `only`: the one resource to restore, "weights" or "kv_cache"; the engine stays SUSPENDED
+        until both are restored.
         """
         with self._guard.change("resume"), self._guard.undoing():
             is_partial = not self._suspension.is_complete_with(only)
@@ -346,7 +356,7 @@ class Engine:
         """Stop for good, from any state. May be called twice. Requests can still be aborted.
 
         An error of a step in flight is logged. If releasing the memory fails, the engine is stopped
-        all the same; call this again.
+        all the same; call `shutdown` again.
         """
         if self.state is EngineState.RUNNING:
             with self._machine.command(PAUSE):
@@ -372,10 +382,11 @@ class Engine:
         return self._executor.weights_checksum()
 
     def weight_checksums(self, start: int = 0) -> WeightChecksums:
-        """Return the checksum of each weight, of at most 2,048 from the one at `start` on. Equal
-        values of one dtype have equal checksums, on every device and however they are sharded.
+        """Return the checksums of at most 2,048 weights, in the order of names, from number
+        `start`.
 
-        Raises EngineStateError while the weights are not there.
+        Equal values of one dtype have equal checksums, on every device and however they are
+        sharded. Raises EngineStateError while the weights are released or discarded.
         """
         names = self._weights.names
         return WeightChecksums(
@@ -399,7 +410,7 @@ class Engine:
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or nothing: `stage_weights`, then `commit_weights`.
+        """Replace all weights in place, or none: `stage_weights`, then `commit_weights`.
 
         Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`.
         """
@@ -412,9 +423,10 @@ class Engine:
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
     ) -> StagedUpdate:
-        """Verify and prepare an update; another thread may do it while steps go on, but not while
-        the weights' memory is released or brought back.
+        """Verify and prepare an update. The served weights do not change.
 
+        Another thread may call it while steps run, but not while the weights' memory is released or
+        restored.
         `named_tensors` is a module, with its persistent buffers, or a mapping or pairs of (Hugging
         Face name, tensor); they must not change until the commit. Sharded tensors are gathered in
         the order of their names: a collective. `check` is called before each tensor, and may raise
@@ -453,10 +465,10 @@ class Engine:
         return report
 
     def _stall_start(self, staged: StagedUpdate) -> float:
-        """Return when requests began to wait for this update, on time.perf_counter's clock.
+        """Return the time at which requests began to wait for this update, by time.perf_counter.
 
-        That is when the last step ended, or when staging began if no step has run since; it is now
-        if nothing could run.
+        It is the end of the last step, or the start of staging if no step has run since, or now if
+        no request could run.
         """
         if self.state is not EngineState.RUNNING or not self.has_unfinished_requests():
             return time.perf_counter()
@@ -485,9 +497,9 @@ class Engine:
 
         Every block has as many users as tables name it, and is free, cached or in use. Every
         request waits or has a row of its own. Its blocks cover its computed tokens. Versions cover
-        its KV and its generated tokens. Unless `may_be_in_flight`, no step is in flight. Nothing is
-        released while steps may run.
-        Raises IntegrityError, which lists all that does not hold.
+        its KV and its generated tokens. Unless `may_be_in_flight`, no step is in flight. No memory
+        is released while steps may run.
+        Raises IntegrityError, which lists all violations.
         """
         found = [*self._scheduler.violations(), *self._outputs.violations()]
         recorded, scheduled = self._outputs.unfinished_ids(), self._scheduler.request_ids()
@@ -515,21 +527,26 @@ class Engine:
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Number of steps that are launched and not committed. Above 0 between two calls of `step`
-        only with async scheduling."""
+        """Number of steps that are launched and not committed.
+
+        It is above 0 between two calls of `step` only with async scheduling.
+        """
         return self._pipeline.num_in_flight
 
     @property
     def longest_step_s(self) -> float:
-        """Upper bound of the seconds of a step of `max_tokens`, from measured steps; 0 without any.
-        Any thread may read it."""
+        """Upper bound for a step of `max_tokens`, in seconds, from measured steps; 0 if there are
+        none.
+
+        Any thread may read it.
+        """
         return self._counters.step_times.longest_s(self._scheduler.max_tokens)
 
     def stats(self, *, of_ranks: bool = True) -> EngineStats:
         """Return requests by phase and blocks as of now, and counters since the start.
 
-        The thread that steps calls it. Any thread may call it with `of_ranks` False, which leaves
-        out `ranks`.
+        Only the thread that steps may call it. With `of_ranks` False, which leaves out `ranks`, any
+        thread may.
         """
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._counters.stats(
@@ -545,9 +562,9 @@ class Engine:
         return self._executor.kv_data_ptrs()
 
     def weight_data_ptrs(self) -> dict[str, int]:
-        """Return the address of every weight by its Hugging Face name; tied ones have the same."""
+        """Return the address of every weight by its Hugging Face name; tied weights share one."""
         return self._weights.data_ptrs()
 
     def memory_status(self) -> MemoryStatus:
-        """Return where the memory of the KV cache and of the weights is now."""
+        """Return which memory of KV cache and weights is resident, on the host, or released."""
         return self._suspension.status()

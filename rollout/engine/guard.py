@@ -1,4 +1,7 @@
-"""CallGuard: admits one thread at a time to an engine, and detects calls that stopped halfway."""
+"""CallGuard: admits one thread at a time to an engine, and detects calls that stopped halfway.
+
+Owned by an Engine and its StepPipeline.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from contextlib import contextmanager
 from rollout.deferred_signals import deferred_signals
 from rollout.errors import EngineStateError
 
-_EXIT_S = 30.0  # how long the exit of the process waits for a call to end
+_EXIT_S = 30.0  # the exit of the process waits so long for a call to end
 
 
 class CallGuard:
@@ -31,11 +34,11 @@ class CallGuard:
         self._is_free = threading.Condition(self._mutex)
         self._owner: threading.Thread | None = None
         self._call, self._depth = "", 0  # the owner's call
-        # The call that was stopped, and the cause. Set while a call runs, and cleared at its end.
+        # The call that was stopped halfway, and the cause. Set while a call runs.
         self._stopped: tuple[str, str] | None = None
         self._harmless: BaseException | None = None
         self._ends_process: threading.Thread | None = None
-        atexit.register(_hold_if_alive, weakref.ref(self))
+        atexit.register(_block_if_alive, weakref.ref(self))
 
     @property
     def is_broken(self) -> bool:
@@ -43,12 +46,12 @@ class CallGuard:
         return self._stopped is not None and not self._depth
 
     def mark_harmless(self, error: BaseException) -> None:
-        """Let `error`, which the caller raises next, leave a call: the state is consistent."""
+        """Mark `error`, which the caller raises next, as one that leaves a consistent state."""
         self._harmless = error
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """Let exceptions of the block leave a call: the block undoes its changes itself."""
+        """Mark exceptions of the block as harmless: the block undoes its changes itself."""
         try:
             yield
         except BaseException as error:
@@ -57,7 +60,7 @@ class CallGuard:
 
     @contextmanager
     def change(self, call: str) -> Iterator[None]:
-        """Enter a call that changes the state. A nested call belongs to its outer one.
+        """Enter a call that changes the state. A nested call is part of its outer call.
 
         Raises EngineStateError if another thread is inside, or if a call was stopped halfway.
         """
@@ -65,7 +68,7 @@ class CallGuard:
         if self._owner is me and self._depth:
             yield
             return
-        with deferred_signals():  # also while the mutex is taken: a handler must not raise there
+        with deferred_signals():  # a handler must not raise while the mutex is taken, either
             self._acquire(call, me)
             try:
                 self._depth, self._stopped = 1, (call, "an exception")
@@ -102,7 +105,7 @@ class CallGuard:
             self._owner = None
             self._is_free.notify_all()
 
-    def hold_at_exit(self) -> None:
+    def block_at_exit(self) -> None:
         """Wait for another thread's call to end, and block further calls of other threads."""
         me = threading.current_thread()
         with self._mutex:
@@ -110,6 +113,6 @@ class CallGuard:
             self._is_free.wait_for(lambda: self._owner in (None, me), _EXIT_S)
 
 
-def _hold_if_alive(guard: weakref.ref[CallGuard]) -> None:
+def _block_if_alive(guard: weakref.ref[CallGuard]) -> None:
     if (alive := guard()) is not None:
-        alive.hold_at_exit()
+        alive.block_at_exit()

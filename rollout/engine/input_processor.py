@@ -1,9 +1,13 @@
-"""InputProcessor: validates what a caller submits and fills in defaults. It queues nothing."""
+"""InputProcessor: validates submitted requests and fills in defaults. It queues nothing.
+
+Used by Engine.add_groups and Engine.add_record.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +16,7 @@ from rollout.engine.output_processor import needs_prompt_scores
 from rollout.errors import InvalidRequestError
 from rollout.generated_text import StopStrings
 from rollout.ranges import MAX_INT64, MIN_INT64
+from rollout.requests.columns import TOKEN_COLUMNS
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import VLMInferenceRequest
@@ -30,11 +35,11 @@ class ProcessedRequest:
     """A valid request, ready to be queued.
 
     tokens: all its tokens; the first `num_prompt` are the original prompt. The samples of a prompt
-        share the list; nobody changes it.
+        share the list, which is never changed.
     group_id: equal for the samples of one prompt, None for a single request.
-    admission: whether the request can run here, and how long it may get.
-    sampling_params, seed: of the whole request, also where another engine began it.
-    stop_rule: when it is done.
+    admission: whether the request can run here, and its longest length.
+    sampling_params, seed: the original ones, also if another engine began the request.
+    stop_rule: the conditions that end it.
     """
 
     record: DynamicInferenceRequestRecord
@@ -49,10 +54,10 @@ class ProcessedRequest:
 
 
 class InputProcessor:
-    """Gives out request ids, group ids and default seeds.
+    """Checks requests, and assigns request ids, group ids and default seeds.
 
     `end_ids` end a request that names no termination id. A request without a seed gets one that
-    follows from `seed` and the number of requests before it. `num_submitted`: requests so far.
+    follows from `seed` and `num_submitted`, the number of requests before it.
     """
 
     def __init__(
@@ -70,12 +75,12 @@ class InputProcessor:
         self.seed = seed
         self.num_submitted = 0
         self._next_id = 0
-        # Not a request id: those may be used again while members of an old group still wait.
+        # No request id serves as a group id: it may be used again while an old group still waits.
         self._num_groups = 0
 
     @property
     def max_sequence_length(self) -> int:
-        """Most tokens of prompt and output."""
+        """Most tokens of prompt and output together."""
         return self._limits.max_sequence_length
 
     def process_groups(
@@ -88,9 +93,9 @@ class InputProcessor:
     ) -> list[list[ProcessedRequest]]:
         """Return the requests of groups of (prompt, parameters of each sample), group by group.
 
-        `request_ids` are those of all samples, group after group; None takes the next free ones.
-        Raises InvalidRequestError if any request is malformed or an id is `in_use`; then no id and
-        no seed is given out.
+        `request_ids`: an id for each sample, group after group; None takes the next free ids.
+        Raises InvalidRequestError if any request is malformed or an id is `in_use`; no id and no
+        seed is assigned then.
         """
         if not isinstance(priority, int) or not MIN_INT64 <= priority <= MAX_INT64:
             raise InvalidRequestError(
@@ -124,6 +129,7 @@ class InputProcessor:
     ) -> DynamicInferenceRequestRecord:
         seed = mix_seed(self.seed, self.num_submitted) if params.seed is None else params.seed
         self.num_submitted += 1
+        columns: dict[str, Any] = {c.field: [] for c in TOKEN_COLUMNS if c.is_wanted(params)}
         return DynamicInferenceRequestRecord.from_request(
             DynamicInferenceRequest(
                 request_id=request_id,
@@ -136,17 +142,14 @@ class InputProcessor:
                 weights_version=weights_version,
                 block_size_tokens=self._block_size,
                 enable_prefix_caching=self._enable_prefix_caching,
-                generated_log_probs=[] if params.return_log_probs else None,
-                generated_ranks=[] if params.return_ranks else None,
-                generated_top_n_logprobs=[] if params.top_n_logprobs else None,
-                tpot=[],
+                **columns,
             )
         )
 
     def process_record(
         self, record: DynamicInferenceRequestRecord, in_use: Container[int]
     ) -> ProcessedRequest:
-        """Return the rest of a request that another engine began, from the tokens it has.
+        """Return a request that another engine began, to go on from the tokens it has.
 
         Its segments get the stop words as this engine's tokenizer encodes them. Raises
         InvalidRequestError, before anything is changed, for a record that has ended, was never in
@@ -195,10 +198,10 @@ class InputProcessor:
         stop_words: StopWordIds,
         group_id: int | None,
     ) -> ProcessedRequest:
-        """Return the request that the scheduler gets.
+        """Return a checked request, ready to be queued.
 
-        `tokens` are the prompt of the record's current segment. `params` are those of the whole
-        request, not of what is left of it.
+        `tokens`: the prompt of the record's current segment. `params`: the original parameters, not
+        those of the current segment.
         """
         num_prompt, seed = len(record[0].prompt_tokens), record.current.seed
         assert seed is not None
@@ -310,13 +313,13 @@ class InputProcessor:
             )
 
     def _eos_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the end tokens of a request, apart from the stop token ids that it names."""
+        """Return the end tokens of a request, without its own `stop_token_ids`."""
         if params.ignore_eos:
             return ()
         return self.end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
-        """Return the stop words as the tokenizer encodes them."""
+        """Return the ids of each stop word. Raises InvalidRequestError without a tokenizer."""
         if not params.stop_words:
             return ()
         if self._tokenizer is None:
@@ -333,7 +336,7 @@ class InputProcessor:
 
 
 def _id_lists(stop_words: StopWordIds) -> list[list[int]] | None:
-    """Return the stop words as a request has them."""
+    """Return the ids of the stop words as lists, for a request's `stop_word_ids`."""
     return [list(word) for word in stop_words] or None
 
 

@@ -1,12 +1,15 @@
-"""OutputProcessor: holds the records of an engine's requests and writes each step's output into
+"""OutputProcessor: holds the records of an engine's requests and writes the output of steps into
 them.
+
+The engine adds and takes records; StepPipeline passes on what the scheduler decided and sampled.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +20,11 @@ from numpy.typing import NDArray
 from rollout.blocks.routing_record import RoutingRecord
 from rollout.engine.counters import RequestTotals
 from rollout.errors import EngineStateError
-from rollout.requests.codec import TopN
+from rollout.requests.columns import REQUESTED_COLUMNS, TOKEN_COLUMNS
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_of_prompt
 from rollout.requests.request import Status
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.output import FinishedRequest, ScoredPrompt, StepUpdate
 from rollout.step.output import SampleResult, ScoreResult, StepOutput
@@ -30,16 +33,20 @@ from rollout.version_spans import VersionSpans
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The record of an unfinished request, and direct references to what grows in it.
+    """The record of an unfinished request, and direct references to its growing values.
 
     The current segment's values are arrays, not lists: a token takes 4 bytes instead of 40. Records
     that leave the engine are complete, with lists.
 
-    entry_time, last_token_time: on the monotonic clock; the latter is None before the first token.
+    entry_time, last_token_time: by time.monotonic; the latter is None before the first token.
     num_unscored: the number of tokens with which the request entered, if its prompt is scored here,
         else None.
-    num_prompt: tokens in the prompt of the current segment. The last `num_before` of them were
-        generated in earlier segments.
+    segment: the current segment.
+    num_prompt: tokens in its prompt. The last `num_before` of them were generated in earlier
+        segments.
+    policy_spans, token_ids, tpot: its values, to append to.
+    requested: its REQUESTED_COLUMNS by `run_field`, without those that were not asked for.
+    has_requested: for each of REQUESTED_COLUMNS, whether it was asked for.
     """
 
     record: DynamicInferenceRequestRecord
@@ -51,31 +58,32 @@ class RequestState:
     num_before: int = field(init=False)
     policy_spans: VersionSpans = field(init=False)
     token_ids: array[int] = field(init=False)
-    log_probs: array[float] | None = field(init=False)
-    ranks: array[int] | None = field(init=False)
-    top_n: TopN | None = field(init=False)
     tpot: array[float] | None = field(init=False)
+    requested: dict[str, Any] = field(init=False)
+    has_requested: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.begin_segment()
 
     def begin_segment(self) -> None:
-        """Put arrays into the current segment, which has generated nothing yet."""
+        """Put empty arrays into the current segment, which has no generated tokens yet."""
         segment: Any = self.record.current  # its fields are lists for everybody else
         self.segment, self.num_prompt = segment, len(segment.prompt_tokens)
         self.num_before = self.num_prompt - len(self.record[0].prompt_tokens)
         self.policy_spans = segment.policy_spans
-        self.token_ids = segment.generated_tokens = array("i")
-        self.log_probs = segment.generated_log_probs = _empty("f", segment.generated_log_probs)
-        self.ranks = segment.generated_ranks = _empty("i", segment.generated_ranks)
-        self.tpot = segment.tpot = _empty("d", segment.tpot)
-        self.top_n = segment.generated_top_n_logprobs
+        kept = [c for c in TOKEN_COLUMNS if segment.column(c.field) is not None]
+        for column in kept:
+            setattr(segment, column.field, column.new())
+        self.token_ids = segment.generated_tokens
+        self.tpot = vars(segment)["tpot"]
+        self.requested = {c.run_field: vars(segment)[c.field] for c in kept if c.wanted_by}
+        self.has_requested = tuple(column in kept for column in REQUESTED_COLUMNS)
 
 
 class OutputProcessor:
     """Holds one record per request. The record of an ended request is returned once and dropped.
 
-    The record of an unfinished request is incomplete: only copies of it leave this object.
+    The record of an unfinished request is incomplete, so only copies of it leave this object.
     """
 
     def __init__(
@@ -86,10 +94,10 @@ class OutputProcessor:
         totals: RequestTotals,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`totals`: counters of requests and tokens. `routing`: record of the tokens' experts, if
-        they are recorded."""
+        """`totals`: counters of requests and tokens. `routing`: the record of the tokens' experts;
+        None if they are not recorded."""
         self._totals, self._routing = totals, routing
-        self._last_tokens_at = 0.0  # on the monotonic clock
+        self._last_tokens_at = 0.0  # by time.monotonic
         self._track_paused = track_paused
         self._track_generated_tokens = track_generated_tokens
         self._unfinished: dict[int, RequestState] = {}  # queued requests included
@@ -119,8 +127,8 @@ class OutputProcessor:
                     f"request {request_id} has {state.num_prompt} prompt tokens, {num_tokens} "
                     f"generated ones, and {num_versions} policy versions"
                 )
-            columns = (state.log_probs, state.ranks, state.top_n, state.tpot)
-            if any(column is not None and len(column) != num_tokens for column in columns):
+            columns = [*state.requested.values()] + ([] if state.tpot is None else [state.tpot])
+            if any(len(column) != num_tokens for column in columns):
                 found.append(f"request {request_id} has columns of another length than its tokens")
         if both := sorted(self._unfinished.keys() & self._ended.keys()):
             found.append(f"requests {both} have ended and have not")
@@ -157,17 +165,17 @@ class OutputProcessor:
         return request_id in self._ended
 
     def ended(self, request_ids: Iterable[int]) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of ended requests, which stay here until `forget_ended`."""
+        """Return the records of ended requests, which stay here until `drop_ended`."""
         return [self._ended[request_id] for request_id in request_ids]
 
-    def forget_ended(self, request_ids: Iterable[int]) -> None:
+    def drop_ended(self, request_ids: Iterable[int]) -> None:
         """Drop the records of ended requests, which the caller has received."""
         for request_id in request_ids:
             del self._ended[request_id]
 
     def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
         """Keep records that `ended` returned, dropped or not, because they did not reach the
-        caller."""
+        caller of the engine."""
         self._ended.update({record.request_id: record for record in records})
 
     def ended_ids(self) -> list[int]:
@@ -194,18 +202,19 @@ class OutputProcessor:
         copied.observe_version(version)
         return copied
 
-    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> GeneratedColumns:
-        """Return the tokens from an offset on of each (request id, offset).
+    def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
+        """Return the tokens from an offset on of each (request id, offset), at attempt 0.
 
         Requests that have ended, or have no such tokens, are left out. Hundreds of requests with
-        one token each pass here in every step: what all new tokens of a request share is gathered
-        once per request, and NumPy spreads it over the tokens. They share it unless the weights
-        changed among them or the request was queued again: those few are put in afterwards.
+        one token each pass here in every step. So the values that all new tokens of a request share
+        are gathered once per request, and NumPy repeats them for the tokens. Tokens of a request
+        whose weights changed among them, or that was queued again, do not share them: the versions
+        of these few are written afterwards.
         """
         rows: list[int] = []
-        token_ids, log_probs, ranks = array("i"), array("f"), array("i")
-        top_n: TopN = []
-        others: list[tuple[int, GeneratedTokens]] = []  # and where their tokens start
+        token_ids = array("i")
+        requested = {column.run_field: column.new() for column in REQUESTED_COLUMNS}
+        others: list[tuple[int, TokenRun]] = []  # and where their tokens start
         for request_id, offset in wanted:
             state = self._unfinished.get(request_id)
             if state is None or offset - state.num_before >= len(state.token_ids):
@@ -214,37 +223,31 @@ class OutputProcessor:
             first = state.num_prompt + start  # length of the first token's context
             policy_start, policy_version, _, _ = state.policy_spans.last_run
             kv_run = state.segment.kv_spans.last_run
-            new_log_probs: Iterable[float] | None
-            new_ranks: Iterable[int] | None
             if start >= 0 and policy_start <= first and kv_run[0] < first:
+                count, has_values = len(state.token_ids) - start, state.has_requested
                 token_ids.extend(state.token_ids[start:])
-                new_log_probs = None if state.log_probs is None else state.log_probs[start:]
-                new_ranks = None if state.ranks is None else state.ranks[start:]
-                new_top_n = None if state.top_n is None else state.top_n[start:]
+                for name, values in state.requested.items():
+                    requested[name].extend(values[start:])
             else:
-                tokens = GeneratedTokens.of(state.record, offset)
-                assert tokens is not None
-                others.append((len(token_ids), tokens))
-                token_ids.extend(tokens.token_ids)
-                new_log_probs, new_top_n = tokens.log_probs, tokens.top_n
-                new_ranks = tokens.ranks
-            log_probs.extend(new_log_probs if new_log_probs is not None else ())
-            ranks.extend(new_ranks if new_ranks is not None else ())
-            top_n += new_top_n or ()
-            rows += (
-                request_id,
-                offset,
-                len(state.token_ids) - start,
-                state.record[0].weights_version,
-            )
-            rows += (new_log_probs is not None, new_ranks is not None, new_top_n is not None)
-            rows += (first, policy_version, *kv_run)
-        columns = GeneratedColumns.of_rows(rows, token_ids, log_probs, ranks, top_n)
-        for start, tokens in others:
-            columns.set_versions(start, tokens)
-        return columns
+                run = TokenRun.of(state.record, offset)
+                assert run is not None
+                others.append((len(token_ids), run))
+                count, own = len(run), _requested_of(run)
+                has_values = tuple(map(own.__contains__, requested))
+                token_ids.extend(run.token_ids)
+                for name, values in own.items():
+                    requested[name].extend(values)
+            rows += (request_id, offset, count, state.record[0].weights_version)
+            rows += (first, policy_version, *kv_run, *has_values)
+        runs = _runs_of(rows, token_ids, requested)
+        for start, run in others:
+            at = slice(start, start + len(run))
+            runs.policy_versions[at] = run.policy_versions
+            runs.context_kv_version_min[at] = run.context_kv_version_min
+            runs.context_kv_version_mean[at] = run.context_kv_version_mean
+        return runs
 
-    # ---- what the scheduler decided
+    # ---- the scheduler's decisions
 
     def set_running(self, request_ids: Iterable[int]) -> None:
         """Mark requests as running."""
@@ -264,9 +267,9 @@ class OutputProcessor:
         """Mark requests that lost their KV as queued. Each gets a new segment, whose prompt is all
         of its tokens so far.
 
-        Only preemption adds an EVICT event. A request that had generated nothing and was not
-        preempted starts again as the same segment. Its experts are not kept, because no token was
-        sampled from them.
+        Only preemption adds an EVICT event. A request without generated tokens that was not
+        preempted keeps its segment. Its recorded experts are dropped, because no token was sampled
+        from that pass.
         """
         for request_id in request_ids:
             state = self._unfinished[request_id]
@@ -302,10 +305,8 @@ class OutputProcessor:
             if prefilled.num_tokens == len(segment.prompt_tokens):
                 segment.add_event_add_context()
         self._append_tokens(update, now)
-        if samples.logprobs_S is not None:
-            self._append_log_probs(update, samples)
-        if samples.ranks_S is not None:
-            self._append_ranks(update, samples.ranks_S.tolist())
+        if samples.logprobs_S is not None or samples.ranks_S is not None:
+            self._append_requested(update, samples)
         if self._track_generated_tokens:
             for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
                 self._unfinished[request_id].segment.add_event_generated_token(token_id)
@@ -315,7 +316,7 @@ class OutputProcessor:
     def _append_tokens(self, update: StepUpdate, now: float) -> None:
         """Append a token and its versions to each request.
 
-        A step of 1,000 rows passes here 1,000 times, so that nothing is looked up or called twice.
+        The loop runs 1,000 times in a step of 1,000 rows, so nothing is looked up or called twice.
         """
         unfinished, version = self._unfinished, update.weights_version
         totals, previous, num_after_previous = self._totals, self._last_tokens_at, 0
@@ -327,7 +328,7 @@ class OutputProcessor:
             if before is None:
                 before = state.entry_time
                 state.segment.ttft = now - before
-                if not state.num_before:  # else another engine has drawn the first token
+                if not state.num_before:  # else another engine has sampled the first token
                     totals.add_first_token(state.num_prompt, now - before)
             elif before == previous:
                 num_after_previous += 1
@@ -340,25 +341,21 @@ class OutputProcessor:
         totals.num_generated_tokens += len(update.token_ids)
         self._last_tokens_at = now
 
-    def _append_log_probs(self, update: StepUpdate, samples: SampleResult) -> None:
-        assert samples.logprobs_S is not None
+    def _append_requested(self, update: StepUpdate, samples: SampleResult) -> None:
+        """Append log-probs, ranks and top-n dictionaries to the requests that asked for them."""
+        arrays = {"log_probs": samples.logprobs_S, "ranks": samples.ranks_S}
+        values = {name: own.tolist() for name, own in arrays.items() if own is not None}
         top_ids_SN, top_logprobs_SN = samples.top_ids_SN, samples.top_logprobs_SN
-        log_probs, unfinished = samples.logprobs_S.tolist(), self._unfinished
         for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
-            state = unfinished[request_id]
-            if state.log_probs is not None:
-                state.log_probs.append(log_probs[index])
-            if state.top_n is not None:
+            state = self._unfinished[request_id]
+            for name, column in state.requested.items():
+                if name in values:
+                    column.append(values[name][index])
+                    continue
                 assert top_ids_SN is not None
                 assert top_logprobs_SN is not None
                 top_n = _params(state.segment).top_n_logprobs
-                state.top_n.append(_top_n(top_ids_SN[index], top_logprobs_SN[index], top_n))
-
-    def _append_ranks(self, update: StepUpdate, ranks: list[int]) -> None:
-        for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
-            state = self._unfinished[request_id]
-            if state.ranks is not None:
-                state.ranks.append(ranks[index])
+                column.append(_top_n(top_ids_SN[index], top_logprobs_SN[index], top_n))
 
     def _append_prompt_scores(self, scored: ScoredPrompt, scores: ScoreResult) -> None:
         segment = segment_of_prompt(self._unfinished[scored.request_id].record.requests)
@@ -422,11 +419,59 @@ class OutputProcessor:
         return None if self._routing is None else _as_tensor(self._routing.take(request_id))
 
 
-def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
-    """Return whether the engine that an unfinished request enters scores its prompt.
+def _requested_of(run: TokenRun) -> dict[str, Any]:
+    """Return the REQUESTED_COLUMNS of a run by `run_field`, without those that it lacks."""
+    columns = {column.run_field: getattr(run, column.run_field) for column in REQUESTED_COLUMNS}
+    return {
+        name: own.rows() if isinstance(own, TopNRun) else own
+        for name, own in columns.items()
+        if own is not None
+    }
 
-    It does if scores are wanted and the request has generated nothing yet, or lost its scores with
-    another engine.
+
+def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str, Any]) -> TokenRuns:
+    """Return the runs of requests whose new tokens each have one policy and one KV run.
+
+    `rows` has, flat, for each request: id, offset, number of tokens, entry version, length of the
+    first token's context, policy version, the four values of VersionSpans.last_run of its KV, and
+    for each column of `requested` whether the request has it.
+    """
+    # NumPy takes several times as long to make an array of a list.
+    packed = struct.pack(f"{len(rows)}q", *rows)
+    of_requests_VR = np.frombuffer(packed, np.int64).reshape(-1, 10 + len(requested)).T
+    request_ids, offsets, counts, entry_versions = of_requests_VR[:4]
+    of_tokens_VT = of_requests_VR[4:10]
+    if len(token_ids) != len(counts):  # else each has one, as where every token is streamed
+        of_tokens_VT = np.repeat(of_tokens_VT, counts, axis=1)
+        ends = np.cumsum(counts)
+        of_tokens_VT[0] += np.arange(len(token_ids)) - np.repeat(ends - counts, counts)
+    length_T, policy_T, start_T, version_T, oldest_T, before_T = of_tokens_VT
+    columns: dict[str, Any] = {}
+    for (name, values), has_values_R in zip(requested.items(), of_requests_VR[10:], strict=True):
+        columns[f"has_{name}"] = has_values_R.astype(np.uint8)
+        if isinstance(values, array):
+            columns[name] = np.array(values)
+        elif values:
+            columns[name] = TopNRun.from_rows(values)
+    return TokenRuns(
+        request_ids=request_ids,
+        attempts=np.zeros_like(request_ids),
+        offsets=offsets,
+        counts=counts.astype(np.int32),
+        entry_versions=entry_versions.astype(np.int32),
+        token_ids=np.array(token_ids),
+        policy_versions=policy_T.astype(np.int32),
+        context_kv_version_min=oldest_T.astype(np.int32),
+        context_kv_version_mean=(before_T + (length_T - start_T) * version_T) / length_T,
+        **columns,
+    )
+
+
+def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
+    """Return whether the engine must score the prompt of an unfinished request that enters it.
+
+    It must if scores are wanted, and the request has no generated tokens yet, or came from another
+    engine without its scores.
     """
     first = record[0]
     is_fresh = len(record.current.prompt_tokens) == len(first.prompt_tokens)
@@ -435,10 +480,10 @@ def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
 
 
 def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int | None) -> None:
-    """Reset the current segment to its state in the queue: it computes its whole prompt again.
+    """Reset the current segment to its state in the queue: its whole prompt is computed again.
 
-    Its prompt is scored again if it is the original one, or the `num_unscored` tokens with which
-    the request entered.
+    The prompt is also scored again if it is the original one, or has the `num_unscored` tokens with
+    which the request entered.
     """
     segment = record.current
     segment.status = Status.WAITING_IN_QUEUE
@@ -452,7 +497,7 @@ def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int |
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, are_wanted: bool) -> None:
-    """Set the prompt's columns: empty where scores are wanted, else None."""
+    """Set the prompt's columns to empty arrays if scores are wanted, else to None."""
     values: Any = array("f")  # lists for everybody else, as in RequestState
     ranks: Any = array("i")
     params = _params(segment)
@@ -473,8 +518,3 @@ def _params(segment: DynamicInferenceRequest) -> SamplingParams:
 
 def _top_n(ids: NDArray[np.int64], logprobs: NDArray[np.float32], top_n: int) -> dict[int, float]:
     return dict(zip(ids[:top_n].tolist(), logprobs[:top_n].tolist(), strict=True))
-
-
-def _empty(typecode: Any, values: object) -> Any:
-    """Return an empty array; None if `values` is None, because they were not requested."""
-    return None if values is None else array(typecode)

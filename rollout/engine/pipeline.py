@@ -1,4 +1,7 @@
-"""StepPipeline: schedules, launches and commits steps, and recovers from those that fail."""
+"""StepPipeline: schedules, launches and commits steps, and recovers from failed steps.
+
+Engine.step calls it. It is the only writer of the plans in flight.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ from rollout.step.plan import EMPTY, StepPlan
 
 logger = logging.getLogger(__name__)
 
-# A request runs alone after so many failed steps with too few tokens between them.
+# A request runs alone after so many failed steps, unless it was cleared between them.
 _FAILURES_UNTIL_ALONE = 2
-# A prefill samples one token and a decode step the other: either may fail.
+# Tokens that clear a request: one of a prefill and one of a decode step, either of which may fail.
 _TOKENS_TO_CLEAR = 2
 
 
@@ -36,11 +39,11 @@ class _Suspect:
 
 
 class FaultIsolation:
-    """Finds the request that makes forward passes fail, so that all others go on.
+    """Finds the request that makes forward passes fail, so that all other requests go on.
 
-    Each request of a failed step is a suspect until it has sampled two tokens since. A suspect
-    whose step fails again runs alone until it is cleared. If its step fails even then, the fault is
-    the request's own.
+    Each request of a failed step is a suspect until it has sampled two more tokens. A suspect whose
+    step fails again runs alone until it is cleared. If its step fails even then, the request is the
+    cause.
     """
 
     def __init__(self) -> None:
@@ -58,8 +61,7 @@ class FaultIsolation:
         return list(self._suspects)
 
     def add_failure(self, request_ids: Sequence[int]) -> int | None:
-        """Record a failed step of these requests. Returns the request that has caused it, or
-        None."""
+        """Record a failed step of these requests. Returns the request that caused it, or None."""
         for request_id in request_ids:
             suspect = self._suspects.setdefault(request_id, _Suspect())
             suspect.num_failures += 1
@@ -85,15 +87,16 @@ class FaultIsolation:
 
 
 class StepPipeline:
-    """Implements `PipelineInterface`: schedules, launches and commits steps. One plan is in flight,
-    or two with async scheduling: where the device lets the host run ahead, the next step is
-    scheduled and launched before the result of the running one is known.
+    """Implements `PipelineInterface`: schedules, launches and commits steps.
 
-    A forward pass that raises sends the requests of the plans in flight back to the queue, with the
-    tokens they have. If they fail again they run alone, one after the other. A request that fails
-    alone is failed by its error, provided that a step without any request succeeds then. If that
-    step fails too, the device is at fault: the error is raised, and no request is failed. A
-    LockstepError is raised at once, because ranks are lost.
+    One plan is in flight, or two with async scheduling: if the device lets the host run ahead, the
+    next step is scheduled and launched before the result of the running step is known.
+
+    If a forward pass raises, the requests of the plans in flight go back to the queue, with the
+    tokens they have. Requests that fail again run alone, one after the other. A request that fails
+    alone ends with its error, provided that a step without any request succeeds then. If that step
+    fails too, the device is at fault: the error is raised, and no request ends. A LockstepError is
+    raised at once, because ranks have died.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class StepPipeline:
         return self._executor.num_graph_captures
 
     def step(self, weights_version: int) -> None:
-        """Launch what may run, then commit the oldest result. Nothing happens when idle.
+        """Launch the steps that may run, then commit the oldest one. Does nothing when idle.
 
         A failed step is logged. Raises its error if no request has caused it.
         """
@@ -135,7 +138,7 @@ class StepPipeline:
             if self._in_flight:
                 self._commit_oldest(start)
             if self._scheduler.is_idle:
-                self.commit_all()  # rows computed ahead for requests that have ended meanwhile
+                self.commit_all()  # steps launched ahead for requests that have ended meanwhile
 
     def commit_all(self) -> None:
         """Wait for every plan in flight and commit its result."""
@@ -144,17 +147,19 @@ class StepPipeline:
                 self._commit_oldest(time.perf_counter())
 
     def measure_step(self, weights_version: int) -> None:
-        """Measure a step of one token without any request, so that no request's step is the first
-        that is measured. No plan may be in flight."""
+        """Measure a step of one token without any request. No plan may be in flight.
+
+        So `longest_step_s` has a bound before the first request runs.
+        """
         plan, _ = _scratch_plans(weights_version)
         with self._guard.change("measure_step"):
-            self._executor.launch(plan)()  # which may reserve memory and compile
+            self._executor.launch(plan)()  # may reserve memory and compile
             start = time.perf_counter()
             self._executor.launch(plan)()
         self._counters.step_times.add(1, time.perf_counter() - start)
 
     def suspects(self) -> list[int]:
-        """Return requests of failed steps that have not sampled enough since to be cleared."""
+        """Return the requests of failed steps that are not cleared."""
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:
@@ -164,7 +169,7 @@ class StepPipeline:
     def _launch(self, alone: int | None, weights_version: int) -> bool:
         """Schedule a step, of the request `alone` if that is given, and launch it.
 
-        Returns False if there was nothing to run, or if the launch failed.
+        Returns False if no request could run, or if the launch failed.
         """
         if alone is None:
             schedule = self._scheduler.schedule(weights_version)
@@ -188,7 +193,7 @@ class StepPipeline:
         return True
 
     def _commit_oldest(self, start: float) -> None:
-        """Wait for the oldest plan in flight; its results go to the scheduler and the records."""
+        """Wait for the oldest plan in flight, and write its results into scheduler and records."""
         plan, fetch = self._in_flight[0]
         try:
             output = fetch()
@@ -220,7 +225,8 @@ class StepPipeline:
     def _recover(self, error: BaseException, weights_version: int) -> None:
         """Send the requests of the plans in flight back to the queue with the tokens they have.
 
-        A request that has caused the failure is failed. Raises `error` if no request has.
+        If one request caused the failure, it ends with `error`. Raises `error` if the device or a
+        lost rank is the cause.
         """
         self._in_flight.clear()
         requeued = self._scheduler.abandon()

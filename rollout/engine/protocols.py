@@ -1,17 +1,16 @@
-"""The parts of an Engine as Protocols: what another scheduler, step pipeline, model executor or
-suspension has to do.
+"""The parts of an Engine as Protocols: scheduler, step pipeline, model executor, suspension.
 
-The engine keeps what is the same for all of them: requests and their records, states, the order of
-an update, counters. Its own parts are rollout.scheduling.Scheduler, StepPipeline, WorkerExecutor
-(with TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build` wires them. A
-model runner of another kind replaces the executor and the suspension. An engine with a scheduler of
-its own, such as vLLM, replaces all four.
+The engine keeps what all implementations share: requests and their records, states, the order of an
+update, counters. The implementations here are rollout.scheduling.Scheduler, StepPipeline,
+WorkerExecutor (with TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build`
+wires them. A model runner of another kind replaces the executor and the suspension. An engine with
+a scheduler of its own, such as vLLM, replaces all four.
 
 All methods are called from the thread that steps, except where they say otherwise. Rules of all
 implementations, which tests/contracts/test_engine_parts.py checks:
 
 - Every position of a request's KV has the version of the weights that wrote it. A rewritten slot
-  has the new version. A prefix hit brings the versions of whoever wrote it.
+  has the new version. A prefix hit has the versions under which the shared blocks were written.
 - Every token has the version of the weights that sampled it, from the step that ran, not from the
   moment at which its result is read.
 - No step is in flight while weights are committed: the engine calls `commit_all` before.
@@ -39,7 +38,7 @@ from rollout.weights.update import NamedTensors
 
 
 class KVPool(Protocol):
-    """The pool of KV blocks, as far as updates of the weights concern it."""
+    """The part of a pool of KV blocks that updates of the weights concern."""
 
     @property
     def block_size(self) -> int:
@@ -51,8 +50,10 @@ class KVPool(Protocol):
         ...
 
     def distrust(self, version: int) -> None:
-        """Hide cached prefixes that `version` or an earlier one wrote from requests under later
-        versions: the weights of `version` are not finite."""
+        """Hide cached prefixes written by `version` or earlier from requests under later versions.
+
+        Called because the weights of `version` are not finite.
+        """
         ...
 
 
@@ -119,8 +120,11 @@ class SchedulerInterface(Protocol):
         ...
 
     def requeue_older_than(self, version: int) -> Sequence[int]:
-        """Queue the requests again whose oldest KV was written before `version`; they lose their
-        KV. Returns their ids. Cached prefixes that old are never matched again either."""
+        """Drop the KV of requests whose oldest KV was written before `version`, and queue them
+        again.
+
+        Returns their ids. Cached prefixes with KV that old are never matched again either.
+        """
         ...
 
     def counts(self) -> SchedulerCounts:
@@ -135,8 +139,8 @@ class SchedulerInterface(Protocol):
 class PipelineInterface(Protocol):
     """Runs steps: schedules, launches, and writes results into scheduler and records.
 
-    A step that fails sends its requests back to the queue with the tokens they have. It raises only
-    an error that no request has caused.
+    The requests of a failed step go back to the queue with the tokens they have. Only an error that
+    no request has caused is raised.
     """
 
     @property
@@ -151,7 +155,7 @@ class PipelineInterface(Protocol):
 
     @property
     def last_result_at(self) -> float:
-        """When the last step ended, by time.perf_counter; -inf if none has."""
+        """End of the last step, by time.perf_counter; -inf before the first step."""
         ...
 
     def step(self, weights_version: int) -> None:
@@ -176,7 +180,7 @@ class PipelineInterface(Protocol):
 
 
 class ServingWeights(Protocol):
-    """The weights that an executor serves, for reading. Any thread may read the version."""
+    """The weights that an executor serves, read-only. Any thread may read the version."""
 
     @property
     def version(self) -> int:
@@ -212,7 +216,7 @@ class ServingWeights(Protocol):
 
 
 class StagedUpdate(Protocol):
-    """A verified update that waits for its commit. Freeing it drops the update on all ranks."""
+    """A verified update that waits for its commit. Deleting it drops the update on all ranks."""
 
     @property
     def checksum(self) -> str:
@@ -221,7 +225,7 @@ class StagedUpdate(Protocol):
 
     @property
     def started_at(self) -> float:
-        """When staging began, by time.perf_counter."""
+        """Start of staging, by time.perf_counter."""
         ...
 
     @property
@@ -234,7 +238,7 @@ _Staged = TypeVar("_Staged", bound=StagedUpdate)
 
 
 class Executor(Protocol[_Staged]):
-    """Holds the model on all ranks of an engine: its weights, and what its processes use."""
+    """Holds the model on all ranks of an engine: weights, KV memory, captured graphs."""
 
     @property
     def weights(self) -> ServingWeights:
@@ -258,7 +262,8 @@ class Executor(Protocol[_Staged]):
         ...
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`. Raises WeightUpdateError unless it is above."""
+        """Serve the same weights as `version`. Raises WeightUpdateError unless it is above the
+        current version."""
         ...
 
     def weights_checksum(self) -> str:
@@ -270,11 +275,13 @@ class Executor(Protocol[_Staged]):
         ...
 
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns how many."""
+        """Capture the graphs of steps before requests need them. Returns their number."""
         ...
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return what each rank uses, in the order of ranks; () once they have ended."""
+        """Return the resources of each rank, in the order of ranks; () once the ranks have
+        ended.
+        """
         ...
 
     def kv_data_ptrs(self) -> dict[str, int]:
@@ -282,7 +289,7 @@ class Executor(Protocol[_Staged]):
         ...
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank is gone, which steps alone would notice."""
+        """Raise LockstepError if a rank has died, without running a step."""
         ...
 
     def close(self) -> None:
@@ -311,8 +318,8 @@ class StepExecutor(Executor[_Staged], Protocol[_Staged]):
 class SuspensionInterface(Protocol):
     """Releases the memory of the KV cache and of the weights, and restores it.
 
-    A mode that an implementation lacks is refused by a ConfigError that names the mode and those
-    that work; nothing has changed then.
+    An unsupported mode is refused by a ConfigError that names the mode and the supported ones;
+    nothing has changed then.
     """
 
     def suspend(
@@ -345,5 +352,5 @@ class SuspensionInterface(Protocol):
         ...
 
     def status(self) -> MemoryStatus:
-        """Return where the memory of KV cache and weights is now."""
+        """Return which memory of KV cache and weights is resident, on the host, or released."""
         ...

@@ -1,4 +1,7 @@
-"""Suspension: releases the memory of the KV cache and of the weights, and restores it."""
+"""Suspension: releases the memory of the KV cache and of the weights, and restores it.
+
+Used by Engine.suspend, resume and unpause.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.worker.executor import WorkerExecutor
 from rollout.worker.worker import MemoryUse, Worker
 
-KV_CACHE, WEIGHTS = OWNERS = ("kv_cache", "weights")
+KV_CACHE, WEIGHTS = RESOURCES = ("kv_cache", "weights")
 _Mode = KVCacheManagementMode
 _P = ParamSpec("_P")
 
 
 class Suspension:
-    """Implements `SuspensionInterface` over a WorkerExecutor. Keeps the resources released so far
-    and the KV mode, so that `resume` restores the same.
+    """Implements `SuspensionInterface` over a WorkerExecutor.
+
+    It records the released resources and the KV mode, so that `resume` restores them.
 
     PERSIST leaves the KV cache in place. OFFLOAD copies the blocks in use to the host and releases
     the memory. RECOMPUTE releases the memory without a copy: running requests go back to the queue
     and are prefilled again.
-    `keeps_addresses`: the config promises stable addresses of the KV cache, which its memory would
-    lose by a release. Only PERSIST is allowed then.
+    `keeps_addresses`: the config promises stable addresses of the KV cache, and this memory would
+    change them by a release. Only PERSIST is allowed then.
     """
 
     def __init__(
@@ -65,12 +69,12 @@ class Suspension:
         legal.
         """
         start = time.perf_counter()
-        _check_resources(release, discard=discard)
+        check_resources(release, discard=discard)
         chosen = self._checked_mode(mode)
         if is_first:
             self.resume()
             self._mode = chosen
-        released, num_requeued = dict.fromkeys(OWNERS, 0), self._num_requeued
+        released, num_requeued = dict.fromkeys(RESOURCES, 0), self._num_requeued
         num_resident = 0
         if WEIGHTS in release and WEIGHTS not in self._released:
             self._begin_release(WEIGHTS)
@@ -102,7 +106,7 @@ class Suspension:
     def resume(self, only: str | None = None) -> ResumeReport:
         """Restore all released resources, or `only` one. May be called again if it fails."""
         start = time.perf_counter()
-        restored, was_incomplete = dict.fromkeys(OWNERS, 0), bool(self._to_restore)
+        restored, was_incomplete = dict.fromkeys(RESOURCES, 0), bool(self._to_restore)
         for resource in (WEIGHTS, KV_CACHE):
             if resource in self._to_restore and only in (resource, None):
                 restored[resource] = self._restore(resource)
@@ -122,8 +126,8 @@ class Suspension:
 
     def is_complete_with(self, only: str | None) -> bool:
         """Return whether everything is in place once `only` (None: all resources) is restored."""
-        if only is not None and only not in OWNERS:
-            raise ConfigError(f"only={only!r} must be one of {list(OWNERS)}, or None for all")
+        if only is not None and only not in RESOURCES:
+            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}, or None for all")
         return only is None or all(resource == only for resource in self._to_restore)
 
     def drop_unused_copies(self) -> None:
@@ -139,14 +143,14 @@ class Suspension:
             self._executor.run(Worker.discard_kv, unused)
 
     def status(self) -> MemoryStatus:
-        """Return where the memory of KV cache and weights is now."""
+        """Return which memory of KV cache and weights is resident, on the host, or released."""
         use = sum(self._executor.run(Worker.memory_use), start=MemoryUse())
         weights = self._executor.weights
         return MemoryStatus(
             resident_bytes={KV_CACHE: use.kv, WEIGHTS: use.weights},
             bytes_on_host={KV_CACHE: use.kv_on_host, WEIGHTS: use.weights_on_host},
             kv_mode=self._mode.value,
-            released=tuple(resource for resource in OWNERS if resource in self._released),
+            released=tuple(resource for resource in RESOURCES if resource in self._released),
             to_restore=tuple(self._to_restore),
             has_weights=weights.has_values,
             lora_base_bytes=use.lora_base,
@@ -156,13 +160,16 @@ class Suspension:
     # ---- one resource
 
     def _begin_release(self, resource: str) -> None:
-        """Record before a release that `resume` has to restore the resource."""
+        """Record before a release that `resume` has to restore the resource.
+
+        If an earlier release of it failed midway, it is restored first.
+        """
         if resource in self._to_restore:
             self._restore(resource)
         self._to_restore.append(resource)
 
     def _restore(self, resource: str) -> int:
-        """Return the number of bytes that were copied or made usable again."""
+        """Restore a resource. Returns the number of bytes copied back or made usable again."""
         self._released.discard(resource)
         if resource == WEIGHTS:
             num_bytes = self._sum(Worker.restore_weights)
@@ -172,7 +179,7 @@ class Suspension:
         return num_bytes
 
     def _release_kv(self) -> int:
-        """Release the KV cache as the mode says. Returns the number of bytes released."""
+        """Release the KV cache under the current mode. Returns the number of bytes released."""
         if self._mode is _Mode.PERSIST:
             return 0
         if self._mode is _Mode.RECOMPUTE:
@@ -211,8 +218,10 @@ class Suspension:
         return chosen
 
 
-def _check_resources(release: Sequence[str], *, discard: bool) -> None:
-    if isinstance(release, str) or not all(resource in OWNERS for resource in release):
-        raise ConfigError(f"release={release!r} must be a tuple of some of {list(OWNERS)}")
+def check_resources(release: Sequence[str], *, discard: bool) -> None:
+    """Raise ConfigError unless `release` is a tuple of resources, the weights among them if they
+    are to be discarded."""
+    if isinstance(release, str) or not all(resource in RESOURCES for resource in release):
+        raise ConfigError(f"release={release!r} must be a tuple of some of {list(RESOURCES)}")
     if discard and WEIGHTS not in release:
         raise ConfigError(f"discard_weights=True needs 'weights' in release={release!r}")

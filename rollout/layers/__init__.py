@@ -1,1 +1,4 @@
-"""The building blocks of a decoder: modules whose arithmetic is done by a bound backend."""
+"""Building blocks of a decoder: torch modules whose arithmetic a bound backend does.
+
+Used by rollout/models, which composes them into model families.
+"""

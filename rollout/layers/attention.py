@@ -1,6 +1,8 @@
-"""Attention: grouped-query self-attention with rotary positions, over the backend's KV cache.
+"""Attention: grouped-query self-attention over the KV cache; AttentionLayer, its base.
 
-Shape letters: T tokens, L kept tokens, E hidden size, H query heads, G key/value heads, D head dim.
+Used by the decoder's layers (rollout/models/decoder.py). A forward pass writes only the KV cache,
+through the attention backend. Shape letters: T tokens, L kept tokens, E hidden size, H query heads,
+G key/value heads, D head dim.
 Source of grouped queries: Ainslie et al. 2023, "GQA".
 """
 
@@ -30,51 +32,109 @@ Angles: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # (cos_TD, sin_TD) of each 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """What shapes one layer's attention.
+class AttentionLayerSpec:
+    """Sizes and variants that both kinds of attention have.
 
-    `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. Norms are of each query and
-    key head (Qwen3) or over all heads of the projection (OLMo 2). `rope_index` is the rope's place
-    among those of the model; None for no rope. `scale` None means 1 / sqrt(head_dim). `has_sinks`:
-    each query head has a learned score without a value.
+    `bias`: whether projections of the hidden state have one. `rope_index`: index of the rope among
+    the model's ropes; None for no rope. `scale`: None means 1 / sqrt(head_dim).
     """
 
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     bias: bool
     output_bias: bool
-    is_fused: bool
-    has_head_norms: bool
-    has_projection_norms: bool
-    eps: float
-    norm_offset: float
     norm_rounds_first: bool
     rotary_rounding: RotaryRounding
     rope: RopeSpec | None
     rope_index: int | None
     scale: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec(AttentionLayerSpec):
+    """Sizes and variants of one layer's grouped-query attention.
+
+    `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. `has_head_norms`: each
+    query and key head is normed (Qwen3). `has_projection_norms`: one norm spans all query heads and
+    one all key heads (OLMo 2). `has_sinks`: each query head has a learned score without a value.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    is_fused: bool
+    has_head_norms: bool
+    has_projection_norms: bool
+    eps: float
+    norm_offset: float
     window: int | None
     softcap: float | None
     has_sinks: bool
 
 
-def rotary_rounding_of(of_trainers: RotaryRounding, backend: Backend) -> RotaryRounding:
-    """What is rounded here, where the family's trainers round that."""
-    return of_trainers if backend.ops.rounds_like_trainers else "once"
-
-
-class Attention(BackendLayer):
+class AttentionLayer(BackendLayer):
     """One layer's attention block, from the normed hidden states to the output projection.
 
-    The ranks of a group have query heads each, and the key and value heads that these read; their
-    outputs are to be added.
-
-    Query, key and value are strided views of one fused projection and are never copied here, unless
-    the rope wants the dims of heads in another order.
+    A subclass projects the hidden states to query, key and value heads. Under tensor parallelism
+    each rank has some of the query heads, and the ranks' outputs must be summed.
     """
 
     attention: AttentionBackend
+    output: Linear
+    traits: AttentionTraits
+    order_D: Tensor | None
+    rounding: RotaryRounding
+
+    def __init__(
+        self, layer_index: int, spec: AttentionLayerSpec, rope_dim: int, device: torch.device
+    ) -> None:
+        """`rope_dim`: dims of a head that the rope is made for."""
+        super().__init__()
+        self.layer_index, self._trainers_rounding = layer_index, spec.rotary_rounding
+        order_D = head_order(spec.rope, rope_dim, device)
+        self.register_buffer("order_D", order_D, persistent=False)
+
+    def bind(self, backend: Backend) -> None:
+        super().bind(backend)
+        self.attention = backend.attention
+        rounds_like_trainers = backend.ops.rounds_like_trainers
+        self.rounding = self._trainers_rounding if rounds_like_trainers else "once"
+
+    def forward(
+        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
+    ) -> Tensor:
+        """Return [T, E], or [L, E] of the kept tokens alone. All tokens enter the KV cache."""
+        q_THD, k_TGD, v_TGD, rotation = self._heads(x_TE, angles, batch)
+        context_THD = self.attention.attend(
+            q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation, self.traits
+        )
+        if kept_L is not None:
+            context_THD = context_THD.index_select(0, kept_L)
+        output_TE: Tensor = self.output(self._values(context_THD).flatten(1))
+        return output_TE
+
+    def _heads(
+        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
+        """Return query, key and value heads, and the rotation that is still to be applied."""
+        raise NotImplementedError
+
+    def _values(self, context_THD: Tensor) -> Tensor:
+        """Return what the output projection reads, given the weighted sums of cached values."""
+        return context_THD
+
+    def _ordered(self, *heads: Tensor) -> Sequence[Tensor]:
+        """Return the heads with their last dim in the order that the rope wants."""
+        if self.order_D is None:
+            return heads
+        return [x.index_select(-1, self.order_D) for x in heads]
+
+
+class Attention(AttentionLayer):
+    """Grouped-query attention.
+
+    A rank has some query heads, and the key and value heads that these read. Query, key and value
+    are strided views of one fused projection; they are copied only where the rope wants the dims of
+    heads in another order.
+    """
 
     def __init__(
         self,
@@ -86,8 +146,8 @@ class Attention(BackendLayer):
         device: torch.device,
         shard: Shard = ALONE,
     ) -> None:
-        super().__init__()
-        self.layer_index, self.spec, self.shard = layer_index, spec, shard
+        super().__init__(layer_index, spec, spec.head_dim, device)
+        self.spec, self.shard = spec, shard
         heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads_of(spec.num_kv_heads)
         self.head_split = [heads.length, kv_heads.length, kv_heads.length]
         self.num_fused_heads = sum(self.head_split)
@@ -120,40 +180,23 @@ class Attention(BackendLayer):
                 RMSNorm(num * spec.head_dim, kept=kept.of_width(spec.head_dim), **kind)
                 for num, kept in all_heads
             )
-        # Attention itself norms heads that it rotates.
+        # The attention backend itself norms heads that it rotates.
         self.norms_alone = spec.has_projection_norms or (spec.has_head_norms and spec.rope is None)
-        self.order_D: Tensor | None
-        order_D = head_order(spec.rope, spec.head_dim, device)
-        self.register_buffer("order_D", order_D, persistent=False)
 
-    def bind(self, backend: Backend) -> None:
-        super().bind(backend)
-        self.attention = backend.attention
-        self.rounding = rotary_rounding_of(self.spec.rotary_rounding, backend)
-
-    def forward(
-        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
-    ) -> Tensor:
-        """[T, E], or [L, E] of the kept tokens alone. All tokens' K and V enter the cache."""
+    def _heads(
+        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
         fused_heads = self.qkv(x_TE).view(-1, self.num_fused_heads, self.spec.head_dim)
         q_THD, k_TGD, v_TGD = fused_heads.split(self.head_split, dim=1)
         if self.norms_alone:
             q_THD, k_TGD = self._norm(q_THD, k_TGD)
-        if self.order_D is not None:
-            q_THD, k_TGD = (x.index_select(-1, self.order_D) for x in (q_THD, k_TGD))
+        q_THD, k_TGD = self._ordered(q_THD, k_TGD)
         if self.spec.rope is not None and self.spec.rope.query_growth:
             q_THD = q_THD * _growth(self.spec.rope, batch.positions_T)[:, None, None].to(q_THD)
-        rotation = self._rotation(angles)
-        context_THD = self.attention.attend(
-            q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation, self.traits
-        )
-        if kept_L is not None:
-            context_THD = context_THD.index_select(0, kept_L)
-        output_TE: Tensor = self.output(context_THD.flatten(1))
-        return output_TE
+        return q_THD, k_TGD, v_TGD, self._rotation(angles)
 
     def _norm(self, q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Query and key normed apart from the rotation."""
+        """Return query and key heads, normed."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         if self.spec.has_head_norms:
@@ -166,7 +209,7 @@ class Attention(BackendLayer):
         return q_THD, self.k_norm(k_TGD.flatten(1)).view(k_TGD.shape)
 
     def _rotation(self, angles: Angles) -> Rotation | None:
-        """The rotation, with the heads' norms; None without a rope."""
+        """Return the rotation with the heads' norms; None without a rope."""
         if self.spec.rope_index is None:
             return None
         cos_TD, sin_TD = angles[self.spec.rope_index]
@@ -182,7 +225,7 @@ class Attention(BackendLayer):
 def _fused_projection(
     hidden_size: int, spec: AttentionSpec, heads: Range, kv_heads: Range, **kind: Any
 ) -> Linear:
-    """Query, key and value of these heads."""
+    """Return the projection that makes query, key and value of these heads."""
     dim = spec.head_dim
     q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
     parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -196,6 +239,6 @@ def _fused_projection(
 
 
 def _growth(rope: RopeSpec, positions_T: Tensor) -> Tensor:
-    """1 + b ln(1 + floor(position / original context)), [T] float32; Llama 4's release."""
+    """Return 1 + b ln(1 + floor(position / original context)), [T] float32. Source: Llama 4."""
     turns_T = (positions_T // rope.original_max_positions).float()
     return 1 + rope.query_growth * torch.log1p(turns_T)

@@ -1,4 +1,7 @@
-"""BackendLayer: a module that owns weights and leaves the arithmetic to a backend bound later."""
+"""BackendLayer: base of all layers, a module that owns weights and lets a backend compute.
+
+`CausalLM.prepare` binds the backend after the weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ from rollout.parallel.collectives import Collectives
 
 
 class BackendLayer(nn.Module):
-    """A layer that can be built, loaded and saved without a device's operations.
+    """A layer that can be built, loaded and saved before a backend exists.
 
-    `bind` gives it those operations; only then can it run. `cuts` says of which of its weights,
-    by name, this rank keeps a part.
+    It can run only after `bind`. `cuts`: by name, the weights of which this rank keeps a part.
     """
 
     ops: Ops[Any]
@@ -28,13 +30,16 @@ class BackendLayer(nn.Module):
         self.cuts: dict[str, Cut] = {}
 
     def bind(self, backend: Backend) -> None:
-        """Use `backend` from now on. Binding again, to the same or another backend, is legal."""
+        """Use `backend` from now on, in place of any backend bound before."""
         self.ops, self.collectives = backend.ops, backend.collectives
 
     def parameter_of(
         self, name: str, shape: Iterable[int], cut: Cut | None, **kind: Any
     ) -> nn.Parameter:
-        """A parameter for what `cut` keeps of the weight `name` of this shape; None: all of it."""
+        """Return a parameter for the weight `name`, with only the part that `cut` keeps, if any.
+
+        Records the cut in `cuts`.
+        """
         if cut is not None:
             self.cuts[name] = cut
             shape = cut.kept_shape
@@ -42,5 +47,5 @@ class BackendLayer(nn.Module):
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter with undefined contents and no gradient: its values come from a checkpoint."""
+    """Return a parameter with undefined values and no gradient; loading fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,6 +1,6 @@
-"""The weights of stacked experts by the names that checkpoints have for them.
+"""Weight slots of stacked experts, under the names that checkpoints have for them.
 
-A live module of transformers has each stack as one parameter, which is how it is kept here. Saved
+Used by `Experts`. A live module of transformers has each stack as one parameter, as ours has. Saved
 directories, and pushes in their names, have a matrix for each part of each expert.
 Shape letters: N experts, G = 2 F rows of gates and then ups, F expert size, E hidden size.
 """
@@ -24,7 +24,7 @@ from rollout.layers.weight_slot import (
     part_of,
 )
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of live modules
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # names of stacks in live modules
 GATE_UP_BIAS, DOWN_BIAS = f"{GATE_UP}_bias", f"{DOWN}_bias"
 
 
@@ -38,10 +38,10 @@ def slots_of_experts(
     up: str,
     down: str,
 ) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
-    """(slots by the names of each of `num_experts`, the names of the stacks of them all).
+    """Return slots by the names of each expert's matrices, and aliases by the stacks' names.
 
-    The stacks given have the experts from `first` on; other ranks have the others.
-    `gate`, `up`, `down`: what directories call an expert's matrices, as in `3.gate_proj.weight`.
+    The stacks hold this rank's experts, from `first` on, of `num_experts` in all. `gate`, `up`,
+    `down`: names of an expert's matrices in directories, as in `3.gate_proj.weight`.
     """
     num_rows = gate_up_NGE.shape[1]
     halves = {gate: slice(0, num_rows // 2), up: slice(num_rows // 2, num_rows)}
@@ -67,22 +67,25 @@ def slots_of_experts(
 
 
 def _slot_of_part(stack: Tensor, index: Index, first: int) -> WeightSlot:
-    """Of the part of all experts' stack at `index`; `stack` has those from `first` on."""
+    """Return the slot of the part at `index` of the stack of all experts.
+
+    `stack` holds this rank's experts, from `first` on.
+    """
     expert, *rows = index
     assert isinstance(expert, int)
     if first <= expert < first + len(stack):
         own = TensorSlot(stack, (expert - first, *rows))
-        # All of it is here, and on no other rank.
+        # This rank alone has this expert, and all of it.
         return CutSlot(own, Cut(shape=own.shape, dim=0, ranges=(Range(0, own.shape[0]),)))
     shape = part_of(torch.empty(stack.shape[1:], device="meta"), tuple(rows)).shape
     return AbsentSlot(shape, stack.dtype)
 
 
 def slots_of_transposed_stacks(stacks: Mapping[str, Tensor]) -> dict[str, WeightSlot]:
-    """The slots of stacks that directories and live modules have in one piece, transposed.
+    """Return slots of stacks that directories and live modules keep whole and transposed.
 
-    Gates and ups alternate there: `gate_up_proj` is [N, E, G], `down_proj` [N, F, E], and of the
-    biases `gate_up_proj_bias` [N, G], `down_proj_bias` [N, E].
+    There, `gate_up_proj` is [N, E, G] and its bias [N, G], with gates and ups alternating;
+    `down_proj` is [N, F, E] and its bias [N, E].
     """
     slots: dict[str, WeightSlot] = {
         GATE_UP: ReorderedSlot(stacks[GATE_UP], alternate=True, is_transposed=True),

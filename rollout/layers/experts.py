@@ -1,4 +1,7 @@
-"""MixtureOfExperts: a router that chooses each token's experts, their sum, and experts for all.
+"""MixtureOfExperts: a router that chooses each token's experts, and the experts' weighted sum.
+
+Used by the decoder's layers (rollout/models/decoder.py). A forward pass writes only the recorded
+routing of its batch.
 
 Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of
 Experts"; DeepSeek-AI 2024, "DeepSeek-V3", sec. 2.1.2 (sigmoid, correction, groups).
@@ -25,18 +28,18 @@ from rollout.layers.shard import ALONE, Shard, cut_to
 from rollout.layers.weight_slot import WeightAlias, WeightSlot, slot_of
 
 CORRECTION = "e_score_correction_bias"
-_BEST_OF_GROUP = 2  # experts whose scores rate a group
-_SMALLEST_SUM = 1e-20  # of weights: sigmoids may all be 0
+_BEST_OF_GROUP = 2  # a group's score is the sum of its two best experts
+_SMALLEST_SUM = 1e-20  # added to sums of weights: sigmoids may all be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How a token's experts are chosen and weighed.
+    """How a token's experts are chosen and weighted.
 
-    `scores`: "softmax" over all experts, "softmax_chosen" over the chosen ones alone, or "sigmoid".
-    `has_correction`: a buffer is added to scores where they choose, not where they weigh. Only
-    experts of the best `num_chosen_groups` groups are chosen. `normalizes`: weights sum to 1 before
-    they are multiplied by `scale`. `is_float32`: logits are products in float32.
+    `scores`: "softmax" over all experts, "softmax_chosen" over the chosen experts alone, or
+    "sigmoid". `has_correction`: a buffer is added to the scores for the choice, but not for the
+    weights. Only experts of the best `num_chosen_groups` groups are chosen. `normalizes`: weights
+    sum to 1 before they are multiplied by `scale`. `is_float32`: logits are computed in float32.
     """
 
     num_experts: int
@@ -53,17 +56,18 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeNames:
-    """Names of a mixture's modules in checkpoints. `shared_gate` multiplies the shared expert.
+    """Names of a mixture's modules in checkpoints.
 
-    `gate`, `up`, `down`: the matrices of an expert in saved directories. `is_transposed`: these
-    have stacks instead, as live modules, with in before out features and alternating gates and ups.
+    `shared_gate`: the projection whose sigmoid multiplies the shared expert. `gate`, `up`, `down`:
+    the matrices of an expert in saved directories. `is_transposed`: saved directories have stacks
+    instead, as live modules have, with in before out features and alternating gates and ups.
     """
 
     router: str = "gate"
     experts: str = "experts"
     shared: str = "shared_experts"
     shared_gate: str | None = None
-    is_correction_of_router: bool = True  # not of the whole mixture
+    is_correction_of_router: bool = True  # else the correction is a buffer of the whole mixture
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -72,7 +76,10 @@ class MoeNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """What shapes a MixtureOfExperts, the `moe_index`-th of its model."""
+    """Sizes and variants of a MixtureOfExperts.
+
+    `moe_index`: its index among the model's mixtures.
+    """
 
     moe_index: int
     router: RouterSpec
@@ -84,7 +91,7 @@ class MoeSpec:
 
 
 class Router(nn.Module):
-    """Scores of all experts for each token, and the choice among them."""
+    """Scores all experts for each token and chooses among them."""
 
     def __init__(
         self, hidden_size: int, spec: RouterSpec, *, dtype: torch.dtype, device: torch.device
@@ -96,7 +103,7 @@ class Router(nn.Module):
         self.bias = empty_parameter(num_experts, dtype=dtype, device=device) if has_bias else None
 
     def forward(self, x_TE: Tensor, correction_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(ids [T, K] int64, weights [T, K] float32) of each token's experts."""
+        """Return ids [T, K] int64 and weights [T, K] float32 of each token's experts."""
         spec = self.spec
         logits_TN = self._logits(x_TE)
         if spec.scores == "softmax_chosen":
@@ -114,14 +121,14 @@ class Router(nn.Module):
         return ids_TK, weights_TK if spec.scale == 1.0 else weights_TK * spec.scale
 
     def _logits(self, x_TE: Tensor) -> Tensor:
-        """In float32, whatever the product's dtype."""
+        """Return the experts' logits in float32, whatever the product's dtype."""
         if not self.spec.is_float32:
             return F.linear(x_TE, self.weight, self.bias).float()
         bias_N = None if self.bias is None else self.bias.float()
         return F.linear(x_TE.float(), self.weight.float(), bias_N)
 
     def _in_best_groups(self, choice_TN: Tensor) -> Tensor:
-        """The scores, -inf outside the groups whose two best scores sum to the most."""
+        """Return the scores, with -inf outside the groups whose two best scores sum to the most."""
         choice_TPM: Tensor = choice_TN.unflatten(1, (self.spec.num_groups, -1))
         ratings_TP = choice_TPM.topk(_BEST_OF_GROUP).values.sum(-1)
         chosen = ratings_TP.topk(self.spec.num_chosen_groups).indices
@@ -158,7 +165,7 @@ class Experts(nn.Module):
             self.register_parameter(name, parameter)
 
     def slots_and_aliases(self) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
-        """Slots by the names in saved directories, and what live modules call other stacks."""
+        """Return slots by the names in saved directories, and aliases by live modules' names."""
         weights, names = self.weights, self.names
         if names.is_transposed:
             stacks = slots_of_transposed_stacks(dict(self.named_parameters()))
@@ -175,7 +182,7 @@ class Experts(nn.Module):
         )
 
     def own_ids(self, ids_TK: Tensor) -> Tensor:
-        """Each expert's place in the stacks; that after the last for another rank's."""
+        """Return each expert's index in the stacks; the number of stacked experts if not here."""
         start, length, _ = self.kept
         if length == self.num_experts:
             return ids_TK
@@ -184,7 +191,7 @@ class Experts(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The parameters themselves, for `Ops.experts`."""
+        """The parameters, as `Ops.experts` takes them."""
         parameters = dict(self.named_parameters())
         return ExpertWeights(
             gate_up_NGE=parameters["gate_up_proj"],
@@ -197,7 +204,7 @@ class Experts(nn.Module):
 
 
 class MoeParts(NamedTuple):
-    """The modules of a mixture, which are its own attributes under a checkpoint's names."""
+    """The modules of a mixture, which are also its attributes under a checkpoint's names."""
 
     router: Router
     experts: Experts
@@ -206,10 +213,10 @@ class MoeParts(NamedTuple):
 
 
 class MixtureOfExperts(BackendLayer):
-    """Each token's chosen experts, weighed and summed, plus the shared expert of all tokens.
+    """Each token's chosen experts, weighted and summed, plus the shared expert of all tokens.
 
-    The ranks of a group have experts each, by id, and all have the router; their outputs are to be
-    added.
+    Under tensor parallelism each rank has some experts and all of the router, and the ranks'
+    outputs must be summed.
     """
 
     weights: ExpertWeights
@@ -243,7 +250,7 @@ class MixtureOfExperts(BackendLayer):
 
     @property
     def _corrected(self) -> nn.Module:
-        """The module under whose name checkpoints have the correction."""
+        """The module under whose name checkpoints keep the correction."""
         return self.parts.router if self.spec.names.is_correction_of_router else self
 
     def bind(self, backend: Backend) -> None:
@@ -251,7 +258,7 @@ class MixtureOfExperts(BackendLayer):
         self.weights = self.parts.experts.weights
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, E]. Writes the chosen experts to `batch.routing_TLK`, if it is there."""
+        """Return [T, E]. Writes the chosen experts to `batch.routing_TLK`, unless it is None."""
         router, experts, shared, shared_gate = self.parts
         correction_N = getattr(self._corrected, CORRECTION, None)
         ids_TK, weights_TK = router(x_TE, correction_N)

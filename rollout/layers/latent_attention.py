@@ -1,7 +1,9 @@
 """LatentAttention: multi-head latent attention, computed on the latents that the KV cache keeps.
 
-Shape letters: T tokens, L kept tokens, E hidden size, H heads, R latent rank, N dims of a head that
-no position turns, P dims that positions turn, D = R + P cached dims, V value dims of a head.
+Used by the decoder's layers of DeepSeek-like families (rollout/models/decoder.py). A forward pass
+writes only the KV cache, through the attention backend. Shape letters: T tokens, E hidden size, H
+heads, R latent rank, N dims of a head without a position, P dims that the rope rotates, D = R + P
+cached dims, V value dims of a head.
 Source: DeepSeek-AI 2024, "DeepSeek-V2", sec. 2.1 and appendix C.
 """
 
@@ -13,25 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.base import AttentionBackend, Backend
-from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, RotaryRounding
+from rollout.backends.forward_batch import AttentionTraits, ForwardBatch, Rotation
 from rollout.errors import ModelError
-from rollout.layers.attention import Angles, rotary_rounding_of
+from rollout.layers.attention import Angles, AttentionLayer, AttentionLayerSpec
 from rollout.layers.base import BackendLayer
 from rollout.layers.linear import Linear
 from rollout.layers.norm import RMSNorm
-from rollout.layers.rope import RopeSpec, head_order
+from rollout.layers.rope import RopeSpec
 from rollout.layers.shard import ALONE, Range, Shard, cut_to
 
-LATENT_NORM_EPS = 1e-6  # of all published models, whatever the eps of their other norms
+LATENT_NORM_EPS = 1e-6  # in all published models, whatever the eps of their other norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentDims:
     """Sizes of latent attention, by the names of Hugging Face configs.
 
-    `q_lora_rank` None: queries come from the hidden state at once. Raises ModelError for sizes that
-    make no attention.
+    `q_lora_rank`: None if queries are projected directly from the hidden state. Raises ModelError
+    for a size that is not a positive integer and for an odd `qk_rope_head_dim`.
     """
 
     q_lora_rank: int | None
@@ -52,38 +53,30 @@ class LatentDims:
 
     @property
     def query_dim(self) -> int:
-        """Of a head before it is absorbed."""
+        """Dims of a query head as projected, before its N dims are projected onto the latent."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_dim(self) -> int:
-        """Numbers that the cache keeps of a token: the latent and the key that all heads share."""
+        """Numbers that the cache keeps per token: the latent, and the key that all heads share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttentionSpec:
-    """What shapes one layer's latent attention.
+class LatentAttentionSpec(AttentionLayerSpec):
+    """Sizes and variants of one layer's latent attention."""
 
-    `bias` is of the projections that read the hidden state. `rope_index` is the rope's place among
-    those of the model.
-    """
-
-    num_heads: int
     dims: LatentDims
-    bias: bool
-    output_bias: bool
     rope: RopeSpec
     rope_index: int
     scale: float
-    norm_rounds_first: bool
-    rotary_rounding: RotaryRounding
 
 
 class HeadProjections(BackendLayer):
-    """`kv_b_proj`: what makes keys and values of H heads from a latent, [H (N + V), R].
+    """`kv_b_proj`: the matrix that would make keys and values of H heads from a latent.
 
-    Keys and values are never made: queries take the keys' part, and contexts the values'.
+    Its weight is [H (N + V), R]. Keys and values are never made: its key part is applied to
+    queries, and its value part to weighted sums of latents.
     """
 
     def __init__(
@@ -95,7 +88,7 @@ class HeadProjections(BackendLayer):
         device: torch.device,
         kept: Range | None = None,
     ) -> None:
-        """`kept`: the heads that this rank has; None: all `num_heads`."""
+        """`kept`: heads that this rank has; None for all `num_heads`."""
         super().__init__()
         kept = kept or Range(0, num_heads)
         self.split = [dims.qk_nope_head_dim, dims.v_head_dim]
@@ -105,21 +98,18 @@ class HeadProjections(BackendLayer):
         self.weight = self.parameter_of("weight", shape, cut, dtype=dtype, device=device)
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """(keys_HNR, values_HVR), views of the weight."""
+        """Return keys_HNR and values_HVR, views of the weight."""
         keys_HNR, values_HVR = self.weight.view(self.shape).split(self.split, dim=1)
         return keys_HNR, values_HVR
 
 
-class LatentAttention(BackendLayer):
-    """One layer's attention block, from the normed hidden states to the output projection.
+class LatentAttention(AttentionLayer):
+    """Multi-head latent attention.
 
     The cache keeps one head of D dims for each token: the normed latent, whose R dims are the value
-    as well, and the turned key. A query's N dims are projected onto the latent in its stead, so
-    that scores are what keys of N + P dims would give. The ranks of a group have heads each, and
-    all have the latents; their outputs are to be added.
+    as well, and the rotated key. The N dims of a query are projected onto the latent: scores are
+    the ones that keys of N + P dims would give. A rank has some heads; all ranks have all latents.
     """
-
-    attention: AttentionBackend
 
     def __init__(
         self,
@@ -131,9 +121,9 @@ class LatentAttention(BackendLayer):
         device: torch.device,
         shard: Shard = ALONE,
     ) -> None:
-        super().__init__()
-        self.layer_index, self.spec = layer_index, spec
         dims, kept = spec.dims, shard.range_of(spec.num_heads)
+        super().__init__(layer_index, spec, dims.qk_rope_head_dim, device)
+        self.spec = spec
         rank, query_size = dims.q_lora_rank, spec.num_heads * dims.query_dim
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         query = {"q_proj": query_size} if rank is None else {"q_a_proj": rank}
@@ -158,35 +148,11 @@ class LatentAttention(BackendLayer):
             **kind,
         )
         self.traits = AttentionTraits(scale=spec.scale)
-        self.order_P: Tensor | None
-        order_P = head_order(spec.rope, dims.qk_rope_head_dim, device)
-        self.register_buffer("order_P", order_P, persistent=False)
 
-    def bind(self, backend: Backend) -> None:
-        super().bind(backend)
-        self.attention = backend.attention
-        self.rounding = rotary_rounding_of(self.spec.rotary_rounding, backend)
-
-    def forward(
-        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
-    ) -> Tensor:
-        """[T, E], or [L, E] of the kept tokens alone. All tokens' latents enter the cache."""
-        keys_HNR, values_HVR = self.kv_b_proj.parts()
-        q_THD, k_T1D = self._query_and_key(x_TE, keys_HNR, angles)
-        v_T1R = k_T1D[..., : self.spec.dims.kv_lora_rank]
-        latent_THR = self.attention.attend(
-            q_THD, k_T1D, v_T1R, self.layer_index, batch, None, self.traits
-        )
-        if kept_L is not None:
-            latent_THR = latent_THR.index_select(0, kept_L)
-        context_HTV = torch.bmm(latent_THR.transpose(0, 1), values_HVR.transpose(1, 2))
-        output_TE: Tensor = self.output(context_HTV.transpose(0, 1).flatten(1))
-        return output_TE
-
-    def _query_and_key(
-        self, x_TE: Tensor, keys_HNR: Tensor, angles: Angles
-    ) -> tuple[Tensor, Tensor]:
-        """Queries that meet latents, and what the cache keeps: q_THD and k_T1D."""
+    def _heads(
+        self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
+        """Return queries projected onto latents, the cached key, and the latent in it, rotated."""
         dims = self.spec.dims
         query, cached_TD = self.input(x_TE).split(self.input_split, dim=1)
         if self.q_b is not None and self.q_a_layernorm is not None:
@@ -195,10 +161,16 @@ class LatentAttention(BackendLayer):
             [dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=2
         )
         latent_TR, k_TP = cached_TD.split([dims.kv_lora_rank, dims.qk_rope_head_dim], dim=1)
-        k_T1P = k_TP.unsqueeze(1)
-        if self.order_P is not None:
-            q_THP, k_T1P = (x.index_select(-1, self.order_P) for x in (q_THP, k_T1P))
+        q_THP, k_T1P = self._ordered(q_THP, k_TP.unsqueeze(1))
         q_THP, k_T1P = self.ops.rotary(q_THP, k_T1P, *angles[self.spec.rope_index], self.rounding)
+        keys_HNR, _ = self.kv_b_proj.parts()
         q_HTR = torch.bmm(q_THN.transpose(0, 1), keys_HNR)
         q_THD = torch.cat((q_HTR.transpose(0, 1), q_THP), dim=2)
-        return q_THD, torch.cat((self.kv_a_layernorm(latent_TR).unsqueeze(1), k_T1P), dim=2)
+        k_T1D = torch.cat((self.kv_a_layernorm(latent_TR).unsqueeze(1), k_T1P), dim=2)
+        return q_THD, k_T1D, k_T1D[..., : dims.kv_lora_rank], None
+
+    def _values(self, context_THD: Tensor) -> Tensor:
+        """Return the value of each head, [T, H, V], given its weighted sum of latents."""
+        _, values_HVR = self.kv_b_proj.parts()
+        context_HTV = torch.bmm(context_THD.transpose(0, 1), values_HVR.transpose(1, 2))
+        return context_HTV.transpose(0, 1)

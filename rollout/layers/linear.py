@@ -1,5 +1,8 @@
 """Linear: one or several projections of the same input, fused into one matrix.
 
+Used by all layers with matrix products and by the language-model head. Weight updates call its
+`stage`, `refresh` and `restore`; a forward pass changes nothing.
+
 Shape letters: T tokens, K in features, N out features of all parts together.
 """
 
@@ -23,12 +26,10 @@ NO_CUTS: Mapping[str, Sequence[Range]] = MappingProxyType({})
 class Linear(BackendLayer):
     """y_TN = x_TK @ weight.T + bias_N, where the rows of `weight`, [N, K], belong to named parts.
 
-    A backend may pack `weight` in its own memory: then it has another shape, and `repacked` reads
-    and writes its rows.
-
-    Fusing spares operators: query, key and value become one matrix product. The parts keep the
-    names they have in a checkpoint, and `weight_slots` has a slot for each. `parts` has the rows
-    of each that this rank keeps.
+    Fusing saves operators: query, key and value become one matrix product. The parts keep the names
+    they have in a checkpoint, and `weight_slots` has a slot for each. `parts` maps each name to the
+    number of its rows on this rank. A backend may pack `weight` in the weight's own memory: the
+    tensor then has another shape, and `repacked` reads and writes its rows.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Linear(BackendLayer):
         columns: Range | None = None,
         adds_bias: bool = True,
     ) -> None:
-        """`parts`: names to out features, in row order. `tied_weight` replaces an own weight.
+        """`parts`: names to out features, in row order. `tied_weight`: shared with another layer.
 
-        Of a part in `rows`, this rank keeps these rows; of all parts, `columns`, if given. The
-        products of ranks with different columns are to be added: one of them `adds_bias`.
+        `rows`: the rows that this rank keeps of some parts. `columns`: the columns that it keeps of
+        all parts; the ranks' products must then be summed, and only one rank `adds_bias`.
         """
         super().__init__()
         self.parts, self.adds_bias = dict(parts), adds_bias
@@ -76,31 +77,34 @@ class Linear(BackendLayer):
         self.handle = backend.ops.prepare_linear(self.weight, bias, may_repack=True)
 
     def stage(self, weights: Sequence[Tensor]) -> Any:
-        """Prepare for new weights, one tensor per part in order; nothing changes yet."""
+        """Pack new weights, one tensor per part in order, for `refresh`. The layer is unchanged."""
         return self.ops.stage(self.handle, weights)
 
     def refresh(self, staged: Any = None) -> None:
-        """Let the backend's handle follow an in-place change of the weight."""
+        """Bring the backend's handle up to date after the weight was changed in place.
+
+        `staged`: what `stage` returned for the new values.
+        """
         self.ops.refresh(self.handle, staged)
 
     def release_packed(self) -> None:
-        """Drop what the backend packed; `refresh` makes it anew."""
+        """Drop the backend's packed copy; `refresh` packs again."""
         self.ops.release(self.handle)
 
     @property
     def packed(self) -> Any:
-        """What the backend packed, if it holds the weight's very bytes; None otherwise."""
+        """The backend's packed copy, if the weight can be restored from it; else None."""
         return self.ops.packed(self.handle)
 
     @property
     def repacked(self) -> RepackedWeight | None:
-        """The weight, if the backend has packed it in its own memory."""
+        """Access to the weight if the backend has packed it in its own memory; else None."""
         return None if self.handle is None else self.ops.repacked(self.handle)
 
     def restore(self, packed: Any, staged: Any) -> None:
-        """Go back to the weight from before `refresh(staged)`, of which `packed` was made.
+        """Undo `refresh(staged)`. `packed` is the value of that property from before.
 
-        It has its values already if it is not packed.
+        If nothing is packed, the caller has restored the weight's values itself.
         """
         if self.repacked is not None:
             self.repacked.undo(staged)
@@ -112,11 +116,11 @@ class Linear(BackendLayer):
         return self.ops.linear(x_TK, self.handle)
 
     def float32(self, x_TK: Tensor) -> Tensor:
-        """The product in float32, where the device can without rounding to x's dtype before."""
+        """Return the product in float32, not rounded to x's dtype if the device can avoid it."""
         return self.ops.linear_float32(x_TK, self.handle)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Return a slot for the kept part of each part's weight (and bias), by name."""
+        """Return a slot for this rank's rows of each part's weight and bias, by name."""
         if self._slots:
             return self._slots
         slots = self._slots

@@ -1,7 +1,7 @@
-"""GatedMLP: down(activation(gate(x)) * up(x)). Source: Shazeer 2020, "GLU Variants Improve
-Transformer".
+"""GatedMLP: the gated feed-forward network down(activation(gate(x)) * up(x)).
 
-Shape letters: T tokens, E hidden size.
+Used by the decoder's layers (rollout/models/decoder.py) and as the shared expert of a mixture.
+Source: Shazeer 2020, "GLU Variants Improve Transformer". Shape letters: T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from rollout.layers.shard import ALONE, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """What shapes a GatedMLP. `is_fused`: checkpoints keep gate and up as one `gate_up_proj`."""
+    """Sizes and variants of a GatedMLP.
+
+    `is_fused`: checkpoints keep gate and up as one `gate_up_proj`.
+    """
 
     intermediate_size: int
     bias: bool
@@ -30,7 +33,7 @@ class MlpSpec:
 class GatedMLP(BackendLayer):
     """The gated feed-forward network, with gate and up fused into one projection.
 
-    The outputs of the ranks of a group are to be added.
+    Under tensor parallelism each rank has some columns, and the ranks' outputs must be summed.
     """
 
     def __init__(

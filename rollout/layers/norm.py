@@ -1,4 +1,7 @@
-"""Norms, alone or fused with the addition to the residual stream.
+"""RMSNorm and LayerNorm, alone or fused with the addition to the residual stream.
+
+Used by the attention layers and the decoder (rollout/models/decoder.py). A forward pass changes
+nothing.
 
 Sources: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; Ba et al. 2016, "Layer
 Normalization".
@@ -18,10 +21,10 @@ from rollout.parallel.collectives import Collectives
 class RMSNorm(BackendLayer):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
 
-    `offset` is added to the weight, in float32 (Gemma's weights count from 1). `rounds_first`: the
-    family's trainers round to x's dtype before the product with the weight, too; done where the
-    backend rounds as they do. `kept`: the dims that this rank has of rows that a group shares; see
-    `norm_cut_rows`.
+    `offset` is added to the weight, in float32 (Gemma stores weights minus 1). `rounds_first`: the
+    family's trainers also round to x's dtype before the product with the weight; this layer does
+    so if its backend has `rounds_like_trainers`. `kept`: the dims that this rank has of rows that
+    the ranks share; see `norm_cut_rows`.
     """
 
     def __init__(
@@ -48,15 +51,15 @@ class RMSNorm(BackendLayer):
 
     @property
     def scale(self) -> Tensor:
-        """The weight with its offset."""
+        """The weight plus its offset."""
         return self.weight.float() + self.offset if self.offset else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` may be a strided view, such as the query heads within a fused projection."""
+        """Return the normed `x`, which may be a strided view of a fused projection."""
         return self.ops.rms_norm(x, self.scale, self.eps, rounds_first=self.rounds_first)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual): a link of the pre-norm chain, which None starts."""
+        """Return (norm(x + residual), x + residual); `residual_TE` None stands for zeros."""
         if residual_TE is None:
             return self(x_TE), x_TE
         rounds_first = self.rounds_first
@@ -66,9 +69,9 @@ class RMSNorm(BackendLayer):
 
 
 def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> list[Tensor]:
-    """Norm rows of which each rank has a part, [T, H, D]: their mean squares are over all ranks.
+    """Norm rows that are split over the ranks, given this rank's parts [T, H, D].
 
-    A part that several ranks have counts once.
+    The mean squares span all ranks, by one all-reduce. A part that several ranks have counts once.
     """
     sums_TN = torch.stack(
         [x_THD.float().square().sum((1, 2)) * norm.is_counted for norm, x_THD in rows], dim=1
@@ -98,6 +101,6 @@ class LayerNorm(BackendLayer):
         return self.ops.layer_norm(x, self.weight, self.eps)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); None stands for zeros."""
+        """Return (norm(x + residual), x + residual); `residual_TE` None stands for zeros."""
         total_TE = x_TE if residual_TE is None else x_TE + residual_TE
         return self(total_TE), total_TE

@@ -1,6 +1,7 @@
 """Rotary position embedding: RopeSpec, its frequencies, and RotaryTable of cosines and sines.
 
-Shape letters: T tokens, P positions, D head dim, F frequencies, half of the dims that turn.
+Used by CausalLM, which owns the tables, and by attention, which reorders heads. Shape letters: T
+tokens, P positions, D head dim, F frequencies (half of the rotated dims).
 Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN"; Ding et al. 2024, "LongRoPE"; the
 Llama 3.1 release.
 """
@@ -23,9 +24,9 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 class RopeSpec:
     """How positions become angles. Fields that `kind` does not use keep their defaults.
 
-    `factor` is how far the context was stretched beyond `original_max_positions`. Of each head the
-    first `partial` dims turn: pairs (i, i + half of them), or (2i, 2i + 1) if `is_interleaved`.
-    Raises ModelError for values that give no angles.
+    `factor`: by how much the context was stretched beyond `original_max_positions`. `partial`: the
+    share of a head's dims that is rotated, its first ones, in pairs (i, i + half of them), or (2i,
+    2i + 1) if `is_interleaved`. Raises ModelError for values that give no angles.
     """
 
     theta: float = 10_000.0
@@ -38,18 +39,20 @@ class RopeSpec:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole-numbered ends of the ramp
+    truncate: bool = True  # yarn: round the ends of the ramp to whole indices
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosine and sine
-    mscale_all_dim: float = 0.0  # of scores in latent attention, see `yarn_scale`
-    short_factors: tuple[float, ...] = ()  # longrope: of each frequency, up to the original context
-    long_factors: tuple[float, ...] = ()  # longrope: beyond it, which is not supported
+    mscale_all_dim: float = 0.0  # yarn: weight of `yarn_scale` in scores of latent attention
+    short_factors: tuple[float, ...] = ()  # longrope: per frequency, within the original context
+    long_factors: tuple[float, ...] = ()  # longrope: beyond it; checked, but not supported
     query_growth: float = 0.0  # b: queries times 1 + b ln(1 + floor(position / original))
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ModelError(f"rope type {self.kind!r} is not supported; supported: {ROPE_KINDS}")
         if self.theta <= 1 or self.factor <= 0:
-            raise ModelError(f"rope theta={self.theta} must exceed 1, factor={self.factor} 0")
+            raise ModelError(
+                f"rope: theta={self.theta} must exceed 1, and factor={self.factor} must exceed 0"
+            )
         if not 0 < self.partial <= 1:
             raise ModelError(f"partial_rotary_factor={self.partial} must be in (0, 1]")
         needs_original = self.kind in ("llama3", "yarn", "longrope") or self.query_growth
@@ -65,26 +68,25 @@ class RopeSpec:
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor > 0:
             raise ModelError(
                 f"llama3 rope: high_freq_factor={self.high_freq_factor} must exceed "
-                f"low_freq_factor={self.low_freq_factor}, and that 0"
+                f"low_freq_factor={self.low_freq_factor}, and low_freq_factor must exceed 0"
             )
 
 
 def yarn_scale(factor: float, weight: float) -> float:
-    """0.1 w ln(factor) + 1: how much larger queries and keys are to be. YaRN, sec. 3.4."""
+    """Return 0.1 w ln(factor) + 1, by which queries and keys grow. Source: YaRN, sec. 3.4."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotary_dim(rope: RopeSpec, head_dim: int) -> int:
-    """How many dims of a head turn."""
+    """Return the number of a head's dims that are rotated."""
     return int(head_dim * rope.partial)
 
 
 def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Tensor | None:
-    """The dims of a head, [D] int64, in the order in which pairs (i, i + D / 2) turn together; None
-    if they have it already, or nothing turns.
+    """Return the order of a head's dims, [D] int64, in which pairs (i, i + D / 2) are rotated.
 
-    Scores do not change when query and key heads are reordered alike. Dims that do not turn stand
-    at the end of each half.
+    None if the dims have this order already, or without a rope. Scores do not change when query and
+    key heads are reordered alike. Dims that are not rotated stand at the end of each half.
     """
     if rope is None:
         return None
@@ -99,8 +101,9 @@ def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Te
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position, [F] float32 on the CPU: theta^(-2i / R) of R dims that turn, scaled by
-    the rope's kind.
+    """Return radians per position, [F] float32 on the CPU.
+
+    They are theta^(-2i / R) for R rotated dims, scaled as the rope's kind says.
     """
     num_dims = rotary_dim(rope, head_dim)
     exponents_F = torch.arange(0, num_dims, 2, dtype=torch.float32) / num_dims
@@ -120,14 +123,20 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
-    """1 where a wave turns often within the original context, 0 where rarely, linear in between."""
+    """Return 1 for waves that turn often within the original context, 0 for slow ones.
+
+    Linear in the frequency in between.
+    """
     turns_F = rope.original_max_positions * frequencies_F / (2 * math.pi)
     share_F = (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return share_F.clamp(0, 1)
 
 
 def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
-    """As for llama3, but linear in the frequency's index. YaRN, sec. 3.2 and appendix A.2."""
+    """As `_llama3_unscaled_share`, but linear in the frequency's index.
+
+    Source: YaRN, sec. 3.2 and appendix A.2.
+    """
 
     def index_of_turns(turns: float) -> float:
         stretch = rope.original_max_positions / (turns * 2 * math.pi)
@@ -146,10 +155,9 @@ def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
 class RotaryTable(nn.Module):
     """Cosine and sine of every position up to a length that grows on demand, in float32.
 
-    Rows hold the values of both halves of a head, [P, D], as `Ops.rotary` wants them; dims that do
-    not turn have cosine 1 and sine 0. Heads must have the order of `head_order`.
-    Growing replaces the buffers, so reserve the longest sequence before capturing a graph that
-    reads them.
+    Rows hold the values of both halves of a head, [P, D], as `Ops.rotary` takes them; dims that are
+    not rotated have cosine 1 and sine 0. Heads must have the order of `head_order`. Growing
+    replaces the buffers: reserve the longest sequence before capturing a graph that reads them.
     """
 
     cos_PD: Tensor
@@ -168,7 +176,7 @@ class RotaryTable(nn.Module):
         return self.cos_PD.shape[0]
 
     def reserve(self, num_positions: int) -> None:
-        """Hold at least `num_positions`; growing at least doubles the table."""
+        """Make the table cover `num_positions`; growing at least doubles it."""
         if num_positions <= self.num_positions:
             return
         num_positions = max(num_positions, 2 * self.num_positions)
@@ -184,5 +192,5 @@ class RotaryTable(nn.Module):
         self.sin_PD = torch.cat((sin_PH, sin_PH), dim=1).to(device)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos_TD, sin_TD) of positions that have been reserved."""
+        """Return cos_TD and sin_TD of positions that have been reserved."""
         return self.cos_PD.index_select(0, positions_T), self.sin_PD.index_select(0, positions_T)

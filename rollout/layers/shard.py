@@ -1,4 +1,8 @@
-"""Shard and Cut: which part of a model, and of each of its weights, one rank of a group keeps."""
+"""Shard and Cut: which part of a model, and of each weight, a tensor-parallel rank keeps.
+
+Used by the layers when they are built, and by loading, weight updates and fingerprints to map
+between a whole weight and this rank's part. Immutable values.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +19,36 @@ from rollout.backends.ops.fingerprint import Places
 
 
 class Range(NamedTuple):
-    """Items [start, start + length). `is_counted`: no rank before this one has them as well."""
+    """Items [start, start + length).
+
+    `is_counted`: False if a lower rank has the same items, so that sums over ranks skip these.
+    """
 
     start: int
     length: int
     is_counted: bool = True
 
     def of_width(self, width: int, *, after: int = 0) -> Range:
-        """The same where each item is `width` wide and `after` come before the first."""
+        """Return the range in units: each item has `width` units, and `after` units come first."""
         return Range(after + self.start * width, self.length * width, self.is_counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of the `size` ranks that share a model; alone, it keeps all of it."""
+    """Rank `rank` of the `size` ranks that share a model. A single rank keeps all of it."""
 
     rank: int = 0
     size: int = 1
 
     def range_of(self, num_items: int) -> Range:
-        """This rank's items; ranks differ by one at most."""
+        """Return this rank's share of `num_items`; the ranks' shares differ by at most one item."""
         start, end = (num_items * rank // self.size for rank in (self.rank, self.rank + 1))
         return Range(start, end - start)
 
     def kv_heads_of(self, num_kv_heads: int) -> Range:
-        """The heads of keys and values that this rank's query heads read.
+        """Return the KV heads that this rank's query heads read.
 
-        Where there are fewer of them than ranks, several ranks have the same one.
+        With fewer KV heads than ranks, several ranks have the same one.
         """
         if num_kv_heads >= self.size:
             return self.range_of(num_kv_heads)
@@ -54,7 +61,7 @@ ALONE = Shard()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What a rank keeps of a weight of `shape`: `ranges` of its dimension `dim`, end to end."""
+    """The part of a weight of `shape` that a rank keeps: `ranges` of its dimension `dim`."""
 
     shape: torch.Size
     dim: int
@@ -62,19 +69,22 @@ class Cut:
 
     @property
     def kept_shape(self) -> torch.Size:
-        """Of what is kept."""
+        """Shape of the part that is kept."""
         length = sum(each.length for each in self.ranges)
         return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part that is kept; a view if it is one range."""
+        """Return the kept part of `whole`; a view if it is one range."""
         parts = [whole.narrow(self.dim, each.start, each.length) for each in self.ranges]
         if not parts:
             return whole.narrow(self.dim, 0, 0)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def rows_of(self, rows: Tensor, first_row: int) -> Iterator[tuple[int, Tensor]]:
-        """What is kept of the whole weight's rows from `first_row` on: (kept row, values)."""
+        """Yield the kept parts of `rows`, which start at `first_row` of the whole weight.
+
+        Each comes as (its first row in the kept part, its values).
+        """
         if self.dim:
             yield first_row, self.of(rows)
             return
@@ -85,8 +95,9 @@ class Cut:
                 yield place + first - each.start, rows[first - first_row : end - first_row]
 
     def counted_parts(self, kept: Tensor) -> Iterator[tuple[Tensor, Places]]:
-        """The ranges in `kept` that count for the fingerprint of the whole weight, and where their
-        elements stand in it.
+        """Yield the ranges of `kept` that count for the whole weight's fingerprint.
+
+        Each comes with the places of its elements in the whole weight.
         """
         inner = math.prod(self.shape[self.dim + 1 :])
         for each, place in zip(self.ranges, self._places(), strict=True):
@@ -97,16 +108,16 @@ class Cut:
                 yield kept.narrow(self.dim, place, each.length), places
 
     def of_bias(self) -> Cut | None:
-        """The cut of the bias that belongs to a cut matrix; None where it is not cut."""
+        """Return the cut of the bias that belongs to a cut matrix; None if the bias is whole."""
         return None if self.dim else replace(self, shape=self.shape[:1])
 
     def _places(self) -> list[int]:
-        """Where each range begins in what is kept."""
+        """Return the start of each range within the kept part."""
         return list(accumulate((each.length for each in self.ranges), initial=0))[:-1]
 
 
 def cut_to(ranges: Iterable[Range], shape: tuple[int, ...], dim: int = 0) -> Cut | None:
-    """The cut of a weight of `shape` to these ranges; None if that is all of it, on each rank."""
+    """Return the cut of a weight of `shape` to these ranges; None if every rank keeps all of it."""
     ranges = tuple(ranges)
     is_whole = all(each.is_counted for each in ranges)
     is_whole = is_whole and sum(each.length for each in ranges) == shape[dim]

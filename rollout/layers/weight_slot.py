@@ -1,4 +1,8 @@
-"""WeightSlot: one weight of a checkpoint, wherever and in whatever form a model keeps it."""
+"""WeightSlot: access to one weight of a checkpoint, in whatever form a model keeps it.
+
+Layers make the slots. Loading, weight updates, fingerprints and saving read and write weights
+through them, under the names that checkpoints have.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ WHOLE: Index = ()
 
 
 class WeightSlot(Protocol):
-    """A place to read one weight from and to write it to, whatever lies behind.
+    """Reads and writes one weight.
 
-    Under tensor parallelism a rank may keep a part of the weight: `cut` says which, and `read` and
-    `write` have its values, while `shape` is that of the whole weight. None: all of it is here.
-    `address` is where the weight begins in memory, 0 while the memory is released: slots with equal
-    addresses are tied. A slot looks its memory up at each use, so it stays valid when parameters
-    move or are repacked. `is_repacked`: a backend holds the weight in its own memory and order.
+    `shape` is the whole weight's shape. Under tensor parallelism a rank may keep only a part: `cut`
+    says which, and `read` and `write` handle this part's values; None if all of it is here.
+    `address` is the weight's first byte in memory, 0 while the memory is released: slots with equal
+    addresses are tied. A slot looks up its memory at each use, so it stays valid when parameters
+    move or are repacked. `is_repacked`: a backend has packed the weight in its own memory.
     """
 
     @property
@@ -42,23 +46,23 @@ class WeightSlot(Protocol):
     def cut(self) -> Cut | None: ...
 
     def read(self) -> Tensor:
-        """Return the values: the weight's memory itself, which is not to be written, or a copy."""
+        """Return the values: a copy, or a view of the memory that must not be written."""
         ...
 
     def read_into(self, rows: Tensor, first_row: int = 0) -> None:
-        """Copy rows from `first_row` on, as many as `rows` has, without a copy of all of them."""
+        """Fill `rows` with the weight's rows from `first_row` on, without copying the others."""
         ...
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
-        """Replace the rows from `first_row` on, which is in place; `values` are cast."""
+        """Replace the rows from `first_row` on, in place; `values` are cast."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightAlias:
-    """Another name for weights: that of one tensor that holds one of them, or a stack of them.
+    """Another name under which weights may arrive: a tensor of `shape` that holds one or several.
 
-    `parts`: each weight's name, and where it lies in a tensor of `shape`, which has nothing else.
+    `parts`: each weight's name, and its index in the tensor. Together they fill the tensor.
     """
 
     shape: torch.Size
@@ -66,12 +70,12 @@ class WeightAlias:
 
 
 def part_of(tensor: Tensor, index: Index) -> Tensor:
-    """The tensor itself, or a view of the part of it."""
+    """Return the view of `tensor` at `index`; the tensor itself for an empty index."""
     return tensor[index] if index else tensor
 
 
 class RowsOwner(Protocol):
-    """Who has a matrix that a backend may pack in its own memory."""
+    """A layer with a matrix that a backend may pack in its own memory."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -81,7 +85,7 @@ class RowsOwner(Protocol):
 
 
 class RowsSlot:
-    """The slot of rows [start, end) of an owner's matrix, in whatever form it is now."""
+    """The slot of rows [start, end) of a layer's matrix, whether it is packed now or not."""
 
     __slots__ = ("_end", "_owner", "_start", "shape")
     cut = None
@@ -92,7 +96,7 @@ class RowsSlot:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._owner.weight.dtype  # also if it is repacked: in its own memory
+        return self._owner.weight.dtype  # the same if it is repacked
 
     @property
     def address(self) -> int:
@@ -123,7 +127,7 @@ class RowsSlot:
 
 
 class TensorSlot:
-    """The slot of a weight that is a tensor, or the part of one at `index`, which is contiguous."""
+    """The slot of a weight that is a tensor, or the contiguous part of one at `index`."""
 
     __slots__ = ("_index", "_offset", "_tensor", "shape")
     is_repacked = False
@@ -163,9 +167,9 @@ class TensorSlot:
 class ReorderedSlot:
     """The slot of a stack whose rows or columns a checkpoint has in another order.
 
-    Of each entry of the stack, which is a matrix or a vector, the rows are two halves. If they
-    `alternate`, the checkpoint has the first row of both halves, then the second of both; if
-    `is_transposed`, it has the transpose of that.
+    Each entry of the stack is a matrix or a vector whose rows form two halves. With `alternate`,
+    the checkpoint has the first row of both halves, then the second row of both, and so on. With
+    `is_transposed` it has the transpose of that.
     """
 
     __slots__ = ("_alternate", "_is_transposed", "_stack", "shape")
@@ -198,7 +202,7 @@ class ReorderedSlot:
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
         for entry, given in zip(self._stack.detach()[first_row:], values, strict=False):
-            # A matrix in one dtype, alone, is what torch transposes by tiles: three times as fast.
+            # Torch transposes a single matrix without a cast by tiles, three times as fast.
             rows = given.to(entry)
             rows = rows.T.contiguous() if self._is_transposed else rows
             if self._alternate:
@@ -241,7 +245,7 @@ class RepackedSlot:
 
 
 class CutSlot:
-    """The slot of a weight of which this rank keeps the part that `kept` is the slot of."""
+    """The slot of a weight of which this rank keeps a part. `kept`: the slot of that part."""
 
     __slots__ = ("_kept", "cut")
 
@@ -275,9 +279,9 @@ class CutSlot:
 
 
 class AbsentSlot:
-    """The slot of a weight of which only other ranks keep anything, such as another's expert.
+    """The slot of a weight that only other ranks have, such as another rank's expert.
 
-    Its address is a negative number that no other slot has.
+    Its address is a unique negative number.
     """
 
     __slots__ = ("cut", "dtype", "shape")
@@ -302,17 +306,17 @@ class AbsentSlot:
 
 
 def slot_of(kept: WeightSlot, cut: Cut | None) -> WeightSlot:
-    """The slot of a weight of which `kept` is the part that this rank keeps; None: all."""
+    """Return the slot of a weight, given the slot of this rank's part; `cut` None: all of it."""
     return kept if cut is None else CutSlot(kept, cut)
 
 
 def kept_of(slot: WeightSlot, whole: Tensor) -> Tensor:
-    """What `slot` keeps of all values of its weight; a view where that is one range of them."""
+    """Return the part of a whole weight's values that `slot` keeps; a view if it is one range."""
     return whole if slot.cut is None else slot.cut.of(whole)
 
 
 def write_rows(slot: WeightSlot, rows: Tensor, first_row: int) -> None:
-    """Write what `slot` keeps of these rows of its whole weight."""
+    """Write the kept part of `rows`, which start at `first_row` of the slot's whole weight."""
     if slot.cut is None:
         slot.write(rows, first_row)
         return

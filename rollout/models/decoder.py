@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rollout.backends.base import RepackedWeight
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.backends.fused_decoder import DecoderLayerParts, DecoderParts, DecoderShare
-from rollout.layers.attention import Angles, Attention, AttentionSpec
+from rollout.layers.attention import Angles, Attention, AttentionLayer, AttentionSpec
 from rollout.layers.base import BackendLayer
 from rollout.layers.experts import MixtureOfExperts, MoeSpec
 from rollout.layers.latent_attention import LatentAttention, LatentAttentionSpec
@@ -135,7 +135,7 @@ class DecoderLayer(BackendLayer):
             if not is_parallel:
                 x_TE, residual_TE = _enter(norm_before, delta_TE, residual_TE)
             assert residual_TE is not None
-            if isinstance(mixer, Attention | LatentAttention):
+            if isinstance(mixer, AttentionLayer):
                 out_TE = mixer(x_TE, angles, batch, kept_L)
                 if kept_L is not None:
                     x_TE = x_TE.index_select(0, kept_L)

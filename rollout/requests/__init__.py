@@ -1,8 +1,8 @@
-"""What a request is: its document, its life log and its history. No scheduling, no device."""
+"""Requests: their documents, events, records over checkpoints, and new tokens. No scheduling."""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that it gives to this package. The stub beside this file has the same.
+# Module -> its names in this package. The stub beside this file has the same.
 _HOMES = {
     "rollout.requests.block_hash": "HASH_BASE HASH_PRIME compute_block_hashes_batched",
     "rollout.requests.codec": "deserialize_tensor serialize_tensor",

@@ -1,4 +1,7 @@
-"""Hashes of a prompt's blocks, by which requests are routed to an engine that knows the prefix."""
+"""Hashes of a prompt's blocks.
+
+The coordinator routes requests by them to engines that have the prefix cached.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,10 @@ def compute_block_hashes_batched(prompt_tokens: npt.ArrayLike, block_size: int) 
 
 
 def _token_hashes(tokens_BS: np.ndarray) -> list[int]:
-    """Return the hash of each of B blocks of S tokens, in [0, HASH_PRIME), parents left out.
+    """Return the hash of each of B blocks of S tokens alone, without the blocks before it.
 
-    Polynomial in HASH_BASE over int64; products, sums and powers wrap around in two's complement.
+    The hash is in [0, HASH_PRIME). It is a polynomial in HASH_BASE over int64, whose products, sums
+    and powers wrap around in two's complement.
     """
     bases = np.full(tokens_BS.shape[1], HASH_BASE, dtype=np.int64)
     bases[0] = 1

@@ -1,4 +1,7 @@
-"""How the fields of requests travel through msgpack: tensors, spans, params, top-n dictionaries."""
+"""Encodes the fields of requests for msgpack, and decodes them: tensors, spans, params, top-n.
+
+Used by `serialize` and `deserialize` of requests and records.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
 
 
 def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return dtype name, shape and raw bytes of `tensor`, wherever it lies."""
+    """Return dtype name, shape and raw bytes of `tensor`, which may be on any device."""
     bytes_N = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -41,7 +44,7 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
-    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError if it is not one."""
+    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError for anything else."""
     dtype = getattr(torch, str(encoded["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"unknown tensor dtype {encoded['dtype']!r}")
@@ -59,7 +62,7 @@ def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
 
 
 def encode_value(value: Any) -> Any:
-    """Return a plain value as it is, a list as a copy, a tensor by `encode_tensor`."""
+    """Return a plain value itself, a copy of a list, or a tensor encoded by `encode_tensor`."""
     if isinstance(value, torch.Tensor):
         return encode_tensor(value)
     return list(value) if isinstance(value, list) else value
@@ -85,7 +88,7 @@ def decode_top_n(encoded: list[list[list[Any]] | None]) -> TopN:
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """How one kind of field is encoded and decoded. Neither is called for None."""
+    """The functions that encode and decode one kind of field. Neither is called for None."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
@@ -99,14 +102,16 @@ SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserializ
 
 @cache
 def _defaults(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the default values of a dataclass's fields, as far as one value serves them all."""
+    """Return the default of each field of a dataclass that has one, by name; no default
+    factories.
+    """
     found = {field.name: field.default for field in dataclasses.fields(cls)}
     return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
 
 
 @cache
 def _field_names(cls: type[Any]) -> Mapping[str, None]:
-    """Return the names of a dataclass's fields, in their order. Looking them up is slow: cached."""
+    """Return the names of a dataclass's fields, in order. Cached: the look-up is slow."""
     return dict.fromkeys(field.name for field in dataclasses.fields(cls))
 
 
@@ -117,10 +122,10 @@ def encode_fields(
     *,
     without_defaults: bool = False,
 ) -> dict[str, Any]:
-    """Return the encoded fields of a dataclass instance, except for those in `without` and, if
-    `without_defaults`, those that `decode_fields` would give the same value.
+    """Return the encoded fields of a dataclass instance by name, except for fields in `without`.
 
-    A field without a codec is encoded by VALUE.
+    A field without a codec is encoded by VALUE. `without_defaults`: fields with their default
+    values, which `decode_fields` restores, are left out.
     """
     encoded: dict[str, Any] = {}
     key: Any = type(instance)  # mypy takes no class for hashable
@@ -137,10 +142,10 @@ def encode_fields(
 
 
 def decode_fields(cls: type[T], encoded: Mapping[str, Any], codecs: Mapping[str, FieldCodec]) -> T:
-    """Return the instance of `cls` whose fields `encode_fields` wrote; absent ones take defaults.
+    """Return the instance of `cls` whose fields `encode_fields` wrote; absent fields take defaults.
 
-    Raises ProtocolError on fields that `cls` does not have, misses, or cannot read; a field that is
-    readable but illegal raises its own error.
+    Raises ProtocolError for an unknown, missing or unreadable field. A readable field with an
+    illegal value raises its own error.
     """
     key: Any = cls
     if unknown := sorted(encoded.keys() - _field_names(key)):

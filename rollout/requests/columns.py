@@ -1,42 +1,122 @@
-"""Columns: fields of numbers that are arrays in memory until they are read as lists.
+"""The values that a request has of each token: TOKEN_COLUMNS, and how they are held in memory.
 
-A token takes 4 or 8 bytes in an array, and 32 to 40 in a list. An engine appends to `array.array`;
-requests that it hands out, and those from another process, hold NumPy arrays.
+TOKEN_COLUMNS is the one list of these values. What a new request starts with, a checkpoint, the
+merge of segments, the record on the wire and the runs of new tokens follow from it. A new column is
+an entry here, fields of the types that it names (DynamicInferenceRequest, TokenRun, TokenRuns), and
+the lines of OutputProcessor that compute it.
+
+A token takes 4 or 8 bytes in an array, and 32 to 40 in a list. An engine appends to `array.array`.
+A request that leaves it, or that another process sends, holds NumPy arrays, which become lists when
+they are read.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-T = TypeVar("T", bound="ColumnStore")
-Column = npt.NDArray[Any]
+from rollout.sampling_params import SamplingParams
 
-ColumnName = Literal[
-    "generated_tokens",
-    "generated_log_probs",
-    "prompt_log_probs",
-    "generated_ranks",
-    "prompt_ranks",
-    "tpot",
-    "context_kv_version_min",
-    "context_kv_version_mean",
-]
-ColumnType = Literal["<i4", "<i8", "<f4", "<f8"]
-COLUMNS: tuple[str, ...] = get_args(ColumnName)
-_TYPES: tuple[str, ...] = get_args(ColumnType)
+T = TypeVar("T", bound="ColumnStore")
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenColumn:
+    """A value that a request has of each generated token.
+
+    field: its field in DynamicInferenceRequest.
+    run_field: its field in TokenRun and TokenRuns. Empty: it is not reported while the request
+        runs.
+    typecode: type of the `array.array` to which an engine appends. Empty: it appends dictionaries
+        {token id: log-prob} to a list.
+    wanted_by: the field of SamplingParams that asks for it. Empty: every request has it.
+    placeholder: in a tuple, the value of a token whose segment has none. Empty: the merged request
+        has no value of such a token.
+    prompt_field: the field in DynamicInferenceRequest with the same value of each prompt token.
+        Empty: there is none.
+    """
+
+    field: str
+    run_field: str = ""
+    typecode: str = ""
+    wanted_by: str = ""
+    placeholder: tuple[Any, ...] = ()
+    prompt_field: str = ""
+
+    def new(self) -> Any:
+        """Return an empty array or list to append to."""
+        return array(self.typecode) if self.typecode else []
+
+    def is_wanted(self, params: SamplingParams) -> bool:
+        """Return whether a request with these parameters has the column."""
+        return not self.wanted_by or bool(getattr(params, self.wanted_by))
+
+
+TOKEN_COLUMNS = (
+    TokenColumn(field="generated_tokens", run_field="token_ids", typecode="i"),
+    TokenColumn(
+        field="generated_log_probs",
+        run_field="log_probs",
+        typecode="f",
+        wanted_by="return_log_probs",
+        placeholder=(math.nan,),
+        prompt_field="prompt_log_probs",
+    ),
+    TokenColumn(
+        field="generated_ranks",
+        run_field="ranks",
+        typecode="i",
+        wanted_by="return_ranks",
+        placeholder=(0,),
+        prompt_field="prompt_ranks",
+    ),
+    TokenColumn(
+        field="generated_top_n_logprobs",
+        run_field="top_n",
+        wanted_by="top_n_logprobs",
+        placeholder=(None,),
+        prompt_field="prompt_top_n_logprobs",
+    ),
+    TokenColumn(field="tpot", typecode="d", placeholder=(math.nan,)),
+    TokenColumn(field="context_kv_version_min", run_field="context_kv_version_min", typecode="i"),
+    TokenColumn(field="context_kv_version_mean", run_field="context_kv_version_mean", typecode="d"),
+)
+REQUESTED_COLUMNS = tuple(column for column in TOKEN_COLUMNS if column.wanted_by)
+PROMPT_FIELDS = tuple(column.prompt_field for column in TOKEN_COLUMNS if column.prompt_field)
+
+
+def _fields(*, are_numbers: bool) -> tuple[str, ...]:
+    """Return the fields of generated and of prompt tokens that hold numbers, or dictionaries."""
+    columns = [column for column in TOKEN_COLUMNS if bool(column.typecode) is are_numbers]
+    names = [name for column in columns for name in (column.field, column.prompt_field)]
+    return tuple(name for name in names if name)
+
+
+ARRAY_FIELDS = _fields(are_numbers=True)
+TOP_N_FIELDS = _fields(are_numbers=False)
+ArrayType = Literal["<i4", "<i8", "<f4", "<f8"]
+_TYPES: tuple[str, ...] = get_args(ArrayType)
+if TYPE_CHECKING:
+    ArrayField = str
+    TopNField = str
+else:
+    ArrayField = Literal[ARRAY_FIELDS]
+    TopNField = Literal[TOP_N_FIELDS]
 
 
 class _ListWhenRead:
-    """A field that is held as an array, and becomes a list when it is read for the first time.
+    """Descriptor of a field that is held as an array until it is read for the first time.
 
-    From then on the request holds the list, and Python finds it without this descriptor, which has
-    no `__set__`.
+    From then on the request's own attribute is a list, which Python finds before this descriptor:
+    it has no `__set__`.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,26 +133,33 @@ class _ListWhenRead:
 
 
 def lists_when_read(cls: type[T]) -> type[T]:
-    """Let the fields of a dataclass that are COLUMNS be held as arrays."""
-    for name in COLUMNS:
+    """Return the dataclass `cls`, whose ARRAY_FIELDS can be held as arrays from now on."""
+    for name in ARRAY_FIELDS:
         setattr(cls, name, _ListWhenRead(name))
     return cls
 
 
 class ColumnStore:
-    """Holds the arrays of fields that were not read yet. Copies share them; nobody changes them."""
+    """Holds the arrays of the fields that were not read as lists yet.
 
-    _columns: ClassVar[Mapping[str, Column]] = MappingProxyType({})  # and of each instance
+    Copies of a request share the arrays; nothing changes them.
+    """
+
+    # Replaced in each instance that has arrays.
+    _columns: ClassVar[Mapping[str, Array]] = MappingProxyType({})
 
     def column(self, name: str) -> Any:
-        """Return the values of a field as they are held: an array, a list, a tensor or None."""
+        """Return the values of field `name` as they are held: an array, list, tensor or None."""
         stored = vars(self)
         return stored[name] if name in stored else self._columns[name]
 
     def hold_arrays(self) -> None:
-        """Hold the fields that are arrays now as columns; those of `array.array` are copied."""
+        """Let fields that are arrays now become lists when they are read.
+
+        Values of an `array.array`, which may still grow, are copied.
+        """
         stored, taken = vars(self), {}
-        for name in COLUMNS:
+        for name in ARRAY_FIELDS:
             values = stored.get(name)
             if isinstance(values, (np.ndarray, array)):
                 column = np.array(values) if isinstance(values, array) else values
@@ -83,8 +170,8 @@ class ColumnStore:
             stored["_columns"] = {**self._columns, **taken}
 
 
-def as_column(values: Any) -> Column | None:
-    """Return numbers as an array that gives the same list; None if no type of array does."""
+def as_array(values: Any) -> Array | None:
+    """Return numbers as an array that holds the same numbers; None if no array type can."""
     if isinstance(values, list):
         types = set(map(type, values))
         if types != {int} and types != {float}:

@@ -1,4 +1,8 @@
-"""DynamicInferenceRequest: one segment of a request's life in an engine, with its versions."""
+"""DynamicInferenceRequest: the document of a request, from its entry or last checkpoint on.
+
+Users get one per request, merged by DynamicInferenceRequestRecord. While an engine runs a request,
+OutputProcessor alone writes it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,14 @@ from typing_extensions import Self
 from rollout.errors import InvalidRequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.codec import SPANS, FieldCodec, encode_fields
-from rollout.requests.columns import COLUMNS, Column, ColumnStore, as_column, lists_when_read
+from rollout.requests.columns import (
+    ARRAY_FIELDS,
+    TOP_N_FIELDS,
+    Array,
+    ColumnStore,
+    as_array,
+    lists_when_read,
+)
 from rollout.requests.event import DynamicInferenceEvent, EventLog
 from rollout.requests.request import InferenceRequest, Status, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -34,9 +45,10 @@ _METADATA_TYPES: tuple[tuple[str, torch.dtype, bool], ...] = (
 
 
 class _BlockHashes:
-    """A field that reads as the hashes it was set to, or as those of the prompt's complete blocks.
+    """Descriptor of `precomputed_block_hashes`, which are computed at the first read.
 
-    The latter are computed at the first read, if prefix caching is on and the block size is known.
+    Hashes that were set are returned as they are. The hashes of the prompt's complete blocks are
+    computed if prefix caching is on and the block size is known.
     """
 
     def __get__(self, request: DynamicInferenceRequest | None, owner: type) -> Any:
@@ -55,30 +67,30 @@ class _BlockHashes:
 @lists_when_read
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
-    """One segment: a prompt and what was generated on it until it finished or was checkpointed.
+    """A segment of a request: a prompt, and the tokens generated until its end or a checkpoint.
 
     Positions count over prompt + generated tokens. An engine that runs the request appends to
-    arrays instead of lists; a request that it hands out is `complete`. Values per token may be
-    given as NumPy arrays; they become lists when they are read.
+    arrays instead of lists; a request that leaves it is `complete`. Values per token may be given
+    as NumPy arrays; they become lists when they are read.
 
     prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
         unless it has one dimension.
     finish_reason: stop | length | abort | error, or None while unfinished.
     stop_reason: the id of `stop_token_ids`, or the stop word, that ended the request; None if an
         end token, the length or anything else did.
-    num_cached_tokens: tokens of the prompt whose KV was found in the prefix cache; samples that are
-        forked from another one have its number. None before the prefill.
+    num_cached_tokens: tokens of the prompt whose KV was found in the prefix cache; samples forked
+        from another sample have that sample's number. None before the prefill.
     seed: the request seed. weights_version: the version under which the request entered.
     policy_spans: the version that sampled each position; the prompt carries `weights_version`.
-    kv_spans: the version that wrote each position's KV; positions after its end are not written.
+    kv_spans: the version that wrote each position's KV; later positions are not written yet.
     policy_clock, kv_clock: the versions that staleness is relative to, None until a record sets
-        them. completed_at_version, once set, stands for both.
+        them. completed_at_version, once set, replaces both.
     context_kv_version_min, _mean: per generated token, over the context it attended to.
     latency, ttft: seconds; ttft from `event_add_engine` to the first token of all segments.
     routing_indices: the experts that computed each token, int16 [num_tokens - 1, layers with
-        experts, experts per token]; row p is of the forward pass of position p, and the last token
-        never had one. Ids are the checkpoint's, shared experts are left out. A row that is not
-        known is -1; a segment may lack its last rows. None unless `record_routing` is set.
+        experts, experts per token]. Row p belongs to the forward pass of position p; the last token
+        has no pass. Ids are the checkpoint's, without shared experts. Unknown rows are -1; a
+        segment may lack its last rows. None unless `record_routing` is set.
     """
 
     prompt_tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -146,7 +158,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @property
     def remaining_prompt_tokens(self) -> torch.Tensor:
-        """The prompt tokens that are not prefilled yet, int64: a view of `prompt_tokens`."""
+        """Prompt tokens that are not prefilled yet, int64: a view of `prompt_tokens`."""
         return self.prompt_tokens[self.finished_chunk_token_count :]
 
     @property
@@ -156,7 +168,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @property
     def tracked_metadata(self) -> list[Any]:
-        """The sampling parameters in the order of `get_metadata_types`; no termination id is -1."""
+        """Sampling parameters in the order of `get_metadata_types`; -1 for no termination id."""
         params = self.sampling_params or SamplingParams()
         values = (getattr(params, name) for name, _, _ in _METADATA_TYPES)
         return [-1 if value is None else value for value in values]
@@ -167,7 +179,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return list(_METADATA_TYPES)
 
     def succeeded(self) -> bool:
-        """Return whether the request completed, without a non-transient error."""
+        """Return whether the request completed without a non-transient error."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
@@ -212,9 +224,9 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     def freeze_versions(self, version: int, *, num_sampled_before: int = 0) -> None:
         """Fix the staleness of a request that ended at weights version `version`.
 
-        KV that is not written reads as `version`. The KV of the last generated token reads as the
-        version that sampled it, for no forward pass ever writes it. `num_sampled_before`: tokens at
-        the end of the prompt that were generated in earlier segments.
+        Positions without KV get `version`. The last generated token, whose KV no forward pass ever
+        writes, gets the version that sampled it. `num_sampled_before`: tokens at the end of the
+        prompt that were generated in earlier segments.
         """
         self.completed_at_version = version
         self.policy_spans = self.stamped_policy_spans()
@@ -230,8 +242,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """Return the oldest and the mean KV version of the contexts of generated tokens [start, n).
 
-        int32 and float64 [n - start]. A complete request holds them. Otherwise they are computed
-        from `kv_spans`, since a token attends to all positions before it.
+        The arrays are int32 and float64 [n - start]. A complete request holds them. Otherwise they
+        are computed from `kv_spans`, because a token attends to all positions before it.
         """
         oldest, mean = self.column("context_kv_version_min"), self.column("context_kv_version_mean")
         num_generated = self.num_generated_tokens
@@ -240,7 +252,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return self.kv_spans.of_prefixes(len(self.prompt_tokens) + start, num_generated - start)
 
     def _padded(self, spans: VersionSpans, version: int) -> VersionSpans:
-        """Return a copy of `spans` over all positions, missing ones made under `version`."""
+        """Return a copy of `spans` over all positions, with `version` for missing ones."""
         padded = spans.copy()
         padded.append(self.num_tokens - len(spans), version)
         return padded
@@ -248,22 +260,22 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     # ---- copies
 
     def copy(self) -> Self:
-        """Return a request of the same values, with lists and spans of its own and complete.
+        """Return a complete copy with lists and spans of its own.
 
-        Tensors, events and arrays that were not read as lists are shared.
+        It shares tensors, events, and arrays that were not read as lists.
         """
         copied = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, (list, VersionSpans)):
                 vars(copied)[name] = value.copy()
-        for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
+        for name in TOP_N_FIELDS:
             if (values := getattr(self, name)) is not None:
                 setattr(copied, name, [value and dict(value) for value in values])
         copied.complete()
         return copied
 
     def complete(self) -> None:
-        """Add the versions of the tokens' contexts, and hold arrays as columns.
+        """Compute the KV versions of the tokens' contexts, and hold arrays as columns.
 
         An engine keeps no such versions while it runs the request: they follow from `kv_spans`.
         """
@@ -282,13 +294,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         del encoded["event_add_engine"]
         return encoded
 
-    def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Column]]:
-        """Return values per token as arrays, and before them the rest of what `serialize` returns,
-        without fields that have their defaults.
+    def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Return the dictionary of `serialize` in two parts: plain values, then arrays per token.
 
-        `deserialize` reads the union of both.
+        Fields that have their defaults are left out. `deserialize` reads the union of both.
         """
-        found = {name: as_column(self.column(name)) for name in COLUMNS}
+        found = {name: as_array(self.column(name)) for name in ARRAY_FIELDS}
         columns = {name: column for name, column in found.items() if column is not None}
         encoded = encode_fields(
             self,

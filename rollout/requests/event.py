@@ -1,4 +1,4 @@
-"""The events of a request: what happened to it, and when."""
+"""Events of a request: what happened to it, and when. OutputProcessor logs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.errors import (
 
 
 class DynamicInferenceEventType(Enum):
-    """What can happen to a request. Travels by name."""
+    """Type of an event. Serialized as its name, not its number."""
 
     ADD_ENGINE = auto()  # once per request, when it enters the engine's queue
     ADD_CONTEXT = auto()  # with the last chunk of its prefill
@@ -39,7 +39,7 @@ _ERROR_EVENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamicInferenceEvent:
-    """One event. Raises EventPayloadError if the payload is not the one its type takes.
+    """One event. Raises EventPayloadError for a payload that its type does not take.
 
     timestamp: seconds since the epoch; now if not given.
     payload: an exception for ERROR_*, a dictionary with `token_id` for GENERATED_TOKEN, else None.
@@ -68,7 +68,7 @@ class DynamicInferenceEvent:
         return f"[{self.timestamp:.3f}] {self.type.name}{detail}"
 
     def serialize(self) -> dict[str, Any]:
-        """Return type name, timestamp and payload for the wire; errors by `encode_error`."""
+        """Return type name, timestamp and payload for msgpack; errors by `encode_error`."""
         payload = self.payload
         if self.type in _ERROR_EVENTS:
             is_transient = self.type is DynamicInferenceEventType.ERROR_TRANSIENT
@@ -95,7 +95,7 @@ class DynamicInferenceEvent:
 class EventLog:
     """The events of one segment, oldest first.
 
-    `event_add_engine` is that of the request, even if an earlier segment logged it.
+    `event_add_engine` is the request's ADD_ENGINE event, even if an earlier segment logged it.
     """
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
@@ -104,7 +104,7 @@ class EventLog:
     def add_event(
         self, type: DynamicInferenceEventType, payload: Any | None = None
     ) -> DynamicInferenceEvent:
-        """Append an event that happens now and return it. ADD_ENGINE is entered only once."""
+        """Append an event that happens now and return it. A second ADD_ENGINE is not logged."""
         if type is DynamicInferenceEventType.ADD_ENGINE and self.event_add_engine is not None:
             return self.event_add_engine
         event = DynamicInferenceEvent(type=type, payload=payload)
@@ -115,12 +115,14 @@ class EventLog:
 
     @property
     def last_error(self) -> BaseException | None:
-        """The error that was logged last, None without any."""
+        """The error that was logged last; None if there is none."""
         payloads = (event.payload for event in reversed(self.events))
         return next((payload for payload in payloads if isinstance(payload, BaseException)), None)
 
     def add_event_add_engine(self) -> DynamicInferenceEvent:
-        """Log that the request entered the engine's queue. Twice returns the first event."""
+        """Log that the request entered the engine's queue. A second call returns the first
+        event.
+        """
         return self.add_event(DynamicInferenceEventType.ADD_ENGINE)
 
     def add_event_add_context(self) -> DynamicInferenceEvent:
@@ -147,7 +149,7 @@ class EventLog:
         return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
 
     def add_event_pause(self) -> DynamicInferenceEvent:
-        """Log that the request waits for blocks and keeps those it has."""
+        """Log that the request waits for blocks, and keeps the blocks it has."""
         return self.add_event(DynamicInferenceEventType.PAUSE)
 
     def add_event_evict(self) -> DynamicInferenceEvent:
@@ -171,7 +173,7 @@ class EventLog:
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def add_text_error(self, error: DetokenizeError) -> None:
-        """Log the error for which the request has no text. Its end stays the last event."""
+        """Log the tokenizer's error, before the request's last event: FINISH or FAIL stays last."""
         last = self.events[-1:]
         timestamp = last[0].timestamp if last else time.time()
         event = DynamicInferenceEvent(

@@ -1,8 +1,9 @@
 """DynamicInferenceRequestRecord: the history of one request over its checkpoints.
 
-A merged request concatenates the values of its segments. A segment without values contributes
-placeholders, one per generated token, so that values stay aligned with tokens. If no segment has
-values the result is None.
+OutputProcessor owns the records of an engine's requests. A record moves to another engine by
+`serialize`, and becomes the request that a user gets by `merge`: it joins the values of the
+segments. A segment without values of a token column contributes the column's placeholders, so that
+values stay aligned with tokens. If no segment has values the result is None.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from rollout.errors import EngineStateError, ProtocolError
 from rollout.requests.codec import decode_value
-from rollout.requests.columns import COLUMNS, Column
+from rollout.requests.columns import PROMPT_FIELDS, TOKEN_COLUMNS, Array, TokenColumn
 from rollout.requests.dynamic_request import DynamicInferenceRequest, DynamicVLMInferenceRequest
 from rollout.requests.event import DynamicInferenceEvent, DynamicInferenceEventType
 from rollout.requests.request import Status
@@ -39,9 +40,7 @@ _CLEARED_BY_CHECKPOINT = (
     "generated_text",
     "generated_segments",
     "generated_sequence_lengths",
-    "prompt_log_probs",
-    "prompt_ranks",
-    "prompt_top_n_logprobs",
+    *PROMPT_FIELDS,
     "latency",
     "ttft",
     "routing_indices",
@@ -53,9 +52,9 @@ _CLEARED_BY_CHECKPOINT = (
 class DynamicInferenceRequestRecord:
     """All segments of one request, oldest first; only the last one grows. `latency` in seconds.
 
-    The last segment holds the record's clock, the versions its staleness is relative to. A record
-    that no engine owns is aged by `increment_staleness`; an engine calls `observe_version` before
-    it hands a record out.
+    The last segment holds the record's clocks: the versions to which staleness is relative.
+    `increment_staleness` ages a record outside of an engine; an engine calls `observe_version`
+    before a record leaves it.
     """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -63,7 +62,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
-        """Return a record of `request`, which stays its first segment."""
+        """Return a record whose only segment is `request`."""
         return cls(requests=[request])
 
     def __getitem__(self, idx: int) -> DynamicInferenceRequest:
@@ -82,25 +81,27 @@ class DynamicInferenceRequestRecord:
 
     @property
     def policy_clock(self) -> int:
-        """The version policy staleness is relative to; at first that of the request's entry."""
+        """The version to which policy staleness is relative; at first the version of the entry."""
         clock = self.current.policy_clock
         return self.current.weights_version if clock is None else clock
 
     @property
     def kv_clock(self) -> int:
-        """The version KV staleness is relative to; at first that of the request's entry."""
+        """The version to which KV staleness is relative; at first the version of the entry."""
         clock = self.current.kv_clock
         return self.current.weights_version if clock is None else clock
 
     def observe_version(self, version: int) -> None:
-        """Set the clock to the engine's weights version. A completed request keeps its own."""
+        """Set both clocks to the engine's weights version. A completed request keeps its
+        version.
+        """
         self.current.policy_clock = version
         self.current.kv_clock = version
 
     def increment_staleness(self, policy_only: bool = False) -> None:
         """Age all tokens so far by one version, unless the request is completed.
 
-        With `policy_only` the KV clock stands still: for requests that have no KV to age.
+        `policy_only`: the KV clock stays, for a request that has no KV.
         """
         request = self.current
         policy_clock, kv_clock = self.policy_clock, self.kv_clock
@@ -115,49 +116,43 @@ class DynamicInferenceRequestRecord:
         request.kv_clock = kv_clock + 1
 
     def checkpoint(self, tokenizer: object = None) -> None:
-        """Append a segment whose prompt is everything so far, to be prefilled again.
+        """Append a segment whose prompt is all tokens so far, to be prefilled again.
 
-        Policy spans are carried, KV spans start anew, block hashes are recomputed when they are
-        read, and num_tokens_to_generate shrinks by what was generated. The prompts of all segments
-        are views of one tensor: a segment costs little, however long they are.
-        The new segment has the event of the request's entry; a request that was in no engine yet
-        enters now, by the new segment's log. `tokenizer` is accepted for callers of the former
-        interface and not used. Raises EngineStateError if no token is left to generate.
+        Policy spans continue, KV spans start empty, block hashes are recomputed when they are read,
+        and num_tokens_to_generate shrinks by the tokens generated. The prompts of all segments are
+        views of one tensor, so a segment costs little memory.
+        The new segment has the event of the request's entry; if there is none, it logs one now.
+        `tokenizer` is accepted for callers of the former interface and not used. Raises
+        EngineStateError if no token is left to generate.
         """
         old = self.current
         params = _remaining_params(old)
         entry = old.event_add_engine or self.entry_event()
         known_tokens = _followed_by(old.prompt_tokens, [old.column("generated_tokens")])
         self._share_prompts(known_tokens)
-        cleared: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
+        changes: dict[str, Any] = dict.fromkeys(_CLEARED_BY_CHECKPOINT)
+        changes |= {c.field: _empty_like(old.column(c.field)) for c in TOKEN_COLUMNS}
         self.requests.append(
             dataclasses.replace(
                 old,
-                **cleared,
+                **changes,
                 prompt_tokens=known_tokens,
                 sampling_params=params,
                 status=Status.WAITING_IN_QUEUE,
                 finished_chunk_token_count=0,
                 precomputed_block_hashes=[],
-                generated_tokens=[],
-                generated_log_probs=_empty_like(old.column("generated_log_probs")),
-                generated_ranks=_empty_like(old.column("generated_ranks")),
-                generated_top_n_logprobs=_empty_like(old.generated_top_n_logprobs),
-                tpot=_empty_like(old.column("tpot")),
                 events=[],
                 event_add_engine=entry,
                 policy_spans=old.stamped_policy_spans(),
                 kv_spans=VersionSpans(),
-                context_kv_version_min=[],
-                context_kv_version_mean=[],
             )
         )
         if entry is None:
             self.current.add_event_add_engine()
 
     def entry_event(self) -> DynamicInferenceEvent | None:
-        """Return the request's first ADD_ENGINE event, None without one. A record that came over
-        the wire has the event in `events` alone."""
+        """Return the request's first ADD_ENGINE event; None if there is none. A deserialized record
+        has the event in `events` alone."""
         events = (event for segment in self.requests for event in segment.events)
         entries = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         return next(entries, None)
@@ -171,7 +166,7 @@ class DynamicInferenceRequestRecord:
                 segment.prompt_tokens = known_tokens[: len(segment.prompt_tokens)]
 
     def copy(self) -> DynamicInferenceRequestRecord:
-        """Return a record as of now: complete, and with segments and prompts of its own."""
+        """Return a complete copy as of now, with segments and prompts of its own."""
         copied = DynamicInferenceRequestRecord(
             [segment.copy() for segment in self.requests], self.latency
         )
@@ -182,29 +177,25 @@ class DynamicInferenceRequestRecord:
         return copied
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """Return the whole history as one request, as if it had never been checkpointed.
+        """Return the history as one request, as if it had never been checkpointed.
 
-        What describes the prompt comes from the first segment, the outcome from the last, the
-        rest is concatenated; log-probs are float32 tensors. Each position's experts are those of
-        the first segment that knows them. The record does not change.
+        Fields of the prompt come from the first segment and fields of the outcome from the last;
+        values per token and events are joined. Log-probs are float32 tensors. Each position has
+        the experts of the first segment that recorded them. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
         if not self.requests:
             raise EngineStateError("an empty record has nothing to merge; begin with from_request")
         first, last = self.requests[0], self.current
-        prefilled = segment_of_prompt(self.requests)
         num_chunk_tokens = min(last.finished_chunk_token_count, len(first.prompt_tokens))
         return dataclasses.replace(
             first,
-            **_concatenated_fields(self.requests),
+            **_joined_fields(self.requests),
             status=last.status,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             finished_chunk_token_count=num_chunk_tokens,
             precomputed_block_hashes=vars(first)["precomputed_block_hashes"],
-            prompt_log_probs=_log_probs_tensor(prefilled.column("prompt_log_probs")),
-            prompt_ranks=prefilled.column("prompt_ranks"),
-            prompt_top_n_logprobs=prefilled.prompt_top_n_logprobs,
             latency=self.latency,
             ttft=_time_to_first_token(self.requests),
             completed_at_version=last.completed_at_version,
@@ -215,15 +206,15 @@ class DynamicInferenceRequestRecord:
         )
 
     def serialize(self) -> dict[str, Any]:
-        """Return the record as a dictionary that msgpack can carry.
+        """Return the record as a dictionary for msgpack.
 
-        If each segment continues the one before, only the first prompt is in it.
+        If each segment continues the one before, only the first segment's prompt is included.
         """
         encoded = [request.serialize() for request in self.requests]
         self._drop_known_prompts(encoded)
         return {"requests": encoded, "latency": self.latency}
 
-    def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Column]]]:
+    def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
         """Return the two parts of each segment: DynamicInferenceRequest.serialize_apart."""
         encoded = [request.serialize_apart() for request in self.requests]
         self._drop_known_prompts([segment for segment, _ in encoded])
@@ -236,7 +227,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
-        """Return the record that `serialize` wrote. Raises ProtocolError if it is not one."""
+        """Return the record that `serialize` wrote. Raises ProtocolError for anything else."""
         if not isinstance(obj, Mapping):
             raise ProtocolError(
                 f"not an encoded record but a {type(obj).__name__}; pass the dictionary that "
@@ -271,7 +262,7 @@ def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None
 
 
 def _empty_like(values: object) -> list[Any] | None:
-    """Return a list to append to if `values` were kept, None if they were not asked for."""
+    """Return a list to append to; None if `values` is None, because they were not requested."""
     return None if values is None else []
 
 
@@ -295,9 +286,9 @@ def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bo
 
 
 def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return encoded segments, each of which continues the one before, with their prompts.
+    """Return encoded segments with their prompts, which follow from the first prompt.
 
-    Raises ProtocolError if they have no tokens.
+    Each segment continues the one before. Raises ProtocolError if a segment has no token field.
     """
     try:
         generated = [segment["generated_tokens"] for segment in encoded]
@@ -318,44 +309,42 @@ def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
     return request_type.deserialize(obj)
 
 
-# ---- how the values of several segments become those of one request
+# ---- merging the values of several segments
 
 
-def _concatenated_fields(segments: Segments) -> dict[str, Any]:
-    """Return the fields of a merged request that are its segments' fields, one after the other."""
-    log_probs = values_from(segments, "generated_log_probs", float("nan"))
+def _joined_fields(segments: Segments) -> dict[str, Any]:
+    """Return the fields of a merged request that are made of the fields of several segments."""
+    prefilled = segment_of_prompt(segments)
+    joined: dict[str, Any] = {name: prefilled.column(name) for name in PROMPT_FIELDS}
+    joined |= {column.field: values_from(segments, column) for column in TOKEN_COLUMNS}
+    for name in ("prompt_log_probs", "generated_log_probs"):
+        joined[name] = _log_probs_tensor(joined[name])
     return {
-        "generated_tokens": _joined([s.column("generated_tokens") for s in segments]),
+        **joined,
         "generated_length": sum(s.num_generated_tokens for s in segments),
         "generated_text": _text(segments),
-        "generated_log_probs": _log_probs_tensor(log_probs),
-        "generated_ranks": values_from(segments, "generated_ranks", 0),
-        "generated_top_n_logprobs": values_from(segments, "generated_top_n_logprobs", None),
-        "tpot": values_from(segments, "tpot", float("nan")),
         "routing_indices": first_known(
             [s.routing_indices for s in segments], max(0, segments[-1].num_tokens - 1)
         ),
         "events": [event for segment in segments for event in segment.events],
-        "context_kv_version_min": _joined([s.column("context_kv_version_min") for s in segments]),
-        "context_kv_version_mean": _joined([s.column("context_kv_version_mean") for s in segments]),
     }
 
 
-def values_from(segments: Segments, name: str, placeholder: object, *, start: int = 0) -> Any:
-    """Return the values `name` of all segments, from generated token `start` on.
+def values_from(segments: Segments, column: TokenColumn, *, start: int = 0) -> Any:
+    """Return the column's values of all segments, from generated token `start` on.
 
-    `placeholder` stands where a segment has no values. Returns None if no segment has any, an array
-    if all are arrays.
+    A segment without values has the column's placeholder for each token. Returns None if no segment
+    has values, an array if all are arrays.
     """
-    columns = [getattr(s, name) if name not in COLUMNS else s.column(name) for s in segments]
-    if all(own is None for own in columns):
+    held = [segment.column(column.field) for segment in segments]
+    if all(own is None for own in held):
         return None
     parts: list[Any] = []
-    for segment, own in zip(segments, columns, strict=True):
+    for segment, own in zip(segments, held, strict=True):
         num_tokens = segment.num_generated_tokens
         if start < num_tokens:
             has_none = own is None or not len(own)
-            parts.append([placeholder] * (num_tokens - start) if has_none else own[start:])
+            parts.append([*column.placeholder] * (num_tokens - start) if has_none else own[start:])
         start = max(0, start - num_tokens)
     return _joined(parts)
 
@@ -368,7 +357,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
-    """Return the segment that answers for the original prompt: the last one that has no other.
+    """Return the last segment whose prompt is the original one: it has the prompt's values.
 
     It is the first segment, unless that was evicted before its first token and started over.
     """
@@ -379,7 +368,7 @@ def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
 def _log_probs_tensor(
     log_probs: torch.Tensor | npt.NDArray[Any] | list[float] | None,
 ) -> torch.Tensor | None:
-    """Return log-probs as a float32 tensor [num_tokens] on the CPU, None if there are none."""
+    """Return log-probs as a float32 tensor [num_tokens] on the CPU; None stays None."""
     if log_probs is None:
         return None
     if isinstance(log_probs, np.ndarray):
@@ -388,7 +377,7 @@ def _log_probs_tensor(
 
 
 def _time_to_first_token(segments: Segments) -> float | None:
-    """Return seconds from ADD_ENGINE to the first token of any segment, None without either.
+    """Return seconds from ADD_ENGINE to the first token of any segment; None if one is missing.
 
     An engine sets `ttft` itself, since GENERATED_TOKEN events are optional.
     """

@@ -1,4 +1,7 @@
-"""InferenceRequest: a prompt, what was asked for, and the result. Data only."""
+"""InferenceRequest: a prompt, its sampling parameters, and the result. Data only.
+
+DynamicInferenceRequest, which engines return, is built on it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from rollout.requests.codec import (
     decode_fields,
     encode_fields,
 )
+from rollout.requests.columns import TOP_N_FIELDS
 from rollout.sampling_params import SamplingParams
 
 Request = TypeVar("Request", bound="InferenceRequest")
 
 
 class Status(Enum):
-    """Where a request is: queued, running, paused, done, failed. Travels by name."""
+    """Status of a request. Serialized as its name, not its number."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -40,7 +44,7 @@ class InferenceRequest:
     arrival_time, and seconds in `tpot` (one per generated token), are floats.
     inference_parameters: former name of `sampling_params`, used if that is None.
     *_log_probs: float32, one per token; prompt positions start at the second token.
-    *_ranks: 1 + the number of tokens with a larger logit, one per log-prob; 0 where it is unknown.
+    *_ranks: 1 + the number of tokens with a larger logit, one per log-prob; 0 if unknown.
     *_top_n_logprobs: one dictionary {token id: log-prob} per token, None where there is no value.
     """
 
@@ -70,8 +74,7 @@ class InferenceRequest:
         "sampling_params": SAMPLING_PARAMS,
         "inference_parameters": SAMPLING_PARAMS,
         "status": FieldCodec(lambda status: status.name, lambda name: Status[name]),
-        "prompt_top_n_logprobs": TOP_N,
-        "generated_top_n_logprobs": TOP_N,
+        **dict.fromkeys(TOP_N_FIELDS, TOP_N),
     }
 
     def __post_init__(self) -> None:
@@ -79,12 +82,12 @@ class InferenceRequest:
             self.sampling_params = self.inference_parameters
 
     def serialize(self) -> dict[str, Any]:
-        """Return all fields as a dictionary for msgpack; tensors as dtype, shape and bytes."""
+        """Return all fields as a dictionary for msgpack, tensors as dtype, shape and bytes."""
         return encode_fields(self, self._codecs)
 
     @classmethod
     def deserialize(cls: type[Request], obj: Mapping[str, Any]) -> Request:
-        """Return the request that `serialize` wrote. Raises ProtocolError if it is not one."""
+        """Return the request that `serialize` wrote. Raises ProtocolError for anything else."""
         return decode_fields(cls, obj, cls._codecs)
 
 

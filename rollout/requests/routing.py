@@ -1,4 +1,6 @@
-"""The routing of a request, by position: which experts computed its tokens.
+"""The experts that computed each token of a request: merging what several segments recorded.
+
+Used by the merge of records and by trainer_hooks, which replay the routing.
 
 Shape letters: P positions, L layers with experts, K experts of a token.
 """
@@ -9,16 +11,16 @@ from collections.abc import Iterable
 
 import torch
 
-UNKNOWN = -1  # in place of an expert id: no record of this row
+UNKNOWN = -1  # stands for the expert ids of a row without a record
 
 
 def first_known(parts: Iterable[torch.Tensor | None], num_positions: int) -> torch.Tensor | None:
-    """Return one routing [P, L, K] of what several parts know of the same positions.
+    """Return one routing [P, L, K] from several parts that recorded the same positions.
 
-    Row p of a part is that of position p; a part may have fewer rows, or more. The result has the
-    first known row of each position: the token after it was drawn from that pass, and its log-prob
-    is kept, also if the position was computed again later. -1 where nobody knows. None if no part
-    is there.
+    Row p of a part belongs to position p; a part may have fewer rows, or more. The result has the
+    row of the first part that knows the position: the next token was drawn from that pass, and its
+    log-prob is kept even if the position was computed again later. Rows that no part knows are -1.
+    Returns None if all parts are None.
     """
     known = [part for part in parts if part is not None]
     if not known:
@@ -33,5 +35,5 @@ def first_known(parts: Iterable[torch.Tensor | None], num_positions: int) -> tor
 
 
 def is_known(routing: torch.Tensor) -> torch.Tensor:
-    """Return where the last two dimensions, layers and experts, are a whole row."""
+    """Return which rows, the last two dimensions [L, K], have no UNKNOWN expert."""
     return (routing >= 0).flatten(-2).all(dim=-1)

@@ -1,5 +1,6 @@
-"""Checks before a request is queued: whether it is well formed, whether it can ever run on this
-engine, and how long it may get.
+"""Checks of a request before it is queued: its form, whether it can ever run, its longest length.
+
+Used by InputProcessor. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What an engine can hold; lengths are in tokens. `can_score_prompts`: it makes logits of
-    prompt tokens for requests that want their log-probs.
+    """Limits of an engine; lengths are in tokens. `can_score_prompts`: the engine computes logits
+    of prompt tokens, for requests that want prompt log-probs.
     """
 
     vocab_size: int
@@ -34,10 +35,10 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The result of `admit`. `max_length` counts prompt and output.
+    """Result of `admit`. max_length: most tokens of prompt and output.
 
-    error: why the request can never run on this engine; None if it can.
-    clamped: why it may get fewer tokens than it asks for; None if it may get all.
+    error: the reason why the request can never run on this engine; None if it can.
+    clamped: the reason for fewer tokens than it asks for; None if it may get all of them.
     """
 
     max_length: int
@@ -48,7 +49,7 @@ class Admission:
 def check_well_formed(
     prompt_tokens: Tokens[int], params: SamplingParams, limits: AdmissionLimits
 ) -> None:
-    """Raise InvalidRequestError for a request that makes no sense on any engine of this model."""
+    """Raise InvalidRequestError for a request that no engine of this model could run."""
     if not len(prompt_tokens):
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     low, high = min(prompt_tokens), max(prompt_tokens)
@@ -84,8 +85,9 @@ def check_well_formed(
 def admit(
     request_id: int, num_prompt: int, params: SamplingParams, limits: AdmissionLimits
 ) -> Admission:
-    """Return how long a well-formed request may get. P prompt and N new tokens need KV for
-    P + N - 1 positions.
+    """Return the longest length of a well-formed request, or the reason why it can never run.
+
+    P prompt tokens and N new tokens need KV for P + N - 1 positions.
     """
     error = _impossible(request_id, num_prompt, limits)
     if error is not None:

@@ -1,4 +1,8 @@
-"""MemoryForecast: whether one more request fits, given how long outputs are expected to get."""
+"""MemoryForecast: predicts from the expected lengths of outputs whether one more request fits.
+
+The scheduler asks it before it admits or forks a request; the scheduler and RunningRequests report
+to it what happens to sequences.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +18,36 @@ from rollout.scheduling.sequence import Sequence
 Floats = NDArray[np.float64]
 
 _DECAY_AFTER_STOPS = 1024
-# A rate that few outputs have shown is uncertain. So each block counts as if this many more outputs
-# had begun it and had stopped at the overall rate. Beyond all blocks seen, outputs are expected to
-# stop at the rate of the later half of those blocks, which is smoothed in the same way.
+# A rate from few outputs is uncertain. So each block counts as if this many more outputs had begun
+# it and had stopped at the overall rate. Beyond all blocks seen, outputs are expected to stop at
+# the rate of the later half of the seen blocks, which is smoothed in the same way.
 _SMOOTHING, _TAIL_SMOOTHING = 1.0, 8.0
 _LARGEST_HAZARD = 1.0 - 1e-9
-# The blocks that preempted sequences held stay in reserve: at most this part of the pool, and less
-# by this fraction with each step.
+# The blocks of preempted sequences stay in reserve: at most this part of the pool. The reserve
+# shrinks by this fraction with each step.
 _LARGEST_RESERVE, _RESERVE_DECAY = 0.25, 1 / 512
-# Tokens that an output without a limit of its own is assumed to take as long as none has stopped.
-# The longest sequence of a model may be far longer than outputs ever get.
+# Length assumed for an output without a limit of its own, as long as no output has stopped. The
+# longest sequence of a model may be far longer than outputs ever get.
 ASSUMED_OUTPUT_TOKENS = 2048
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """Return the number that picks the expected output length of the request that arrives as
-    number `arrival`. The numbers of many requests fill the unit exponential distribution evenly.
+    """Return the draw that picks the expected output length of the request number `arrival`.
+
+    The draws of many requests fill the unit exponential distribution evenly.
     """
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
 
 class OutputLengthEstimator:
-    """Learns how long outputs get, in blocks, from outputs that have ended and outputs that run.
+    """Estimates the lengths of outputs, in blocks, from outputs that have ended and outputs that
+    run.
 
-    Each output block has a hazard: the fraction that stopped in it, of the outputs that began it.
-    Outputs that still run, and outputs that their limit cut off, count as begun and not stopped, so
-    that long outputs are not underestimated because they end last. The counts are halved now and
-    then, since a policy's lengths drift as it is trained.
+    Each output block has a hazard: the fraction of the outputs that began the block which stopped
+    in it. Running outputs, and outputs cut off by their limit, count as begun and not stopped, so
+    that long outputs, which end last, are not underestimated. The counts are halved now and then,
+    since a policy's lengths drift in training.
     Source: the product-limit estimator (Kaplan and Meier 1958).
     """
 
@@ -50,7 +56,7 @@ class OutputLengthEstimator:
         self._num_stopped = np.zeros(64)
         self._stops_until_decay = _DECAY_AFTER_STOPS
         self._cumulative: Floats | None = None  # hazard before each block; None once counts change
-        self._tail_hazard = 0.0  # of blocks beyond those seen
+        self._tail_hazard = 0.0  # hazard of each block beyond the blocks seen
 
     @property
     def has_stops(self) -> bool:
@@ -68,7 +74,7 @@ class OutputLengthEstimator:
         self._cumulative = None
 
     def stop(self, block: int) -> None:
-        """Record that an output has stopped by itself in its block `block`, which it had begun."""
+        """Record that an output has stopped by itself in block `block`, which it had begun."""
         self._num_stopped[block] += 1
         self._stops_until_decay -= 1
         if not self._stops_until_decay:
@@ -117,12 +123,13 @@ class OutputLengthEstimator:
 class MemoryForecast:
     """Predicts the largest number of blocks that the running sequences will hold at once.
 
-    Each takes a block for every `block_size` tokens and frees its own when it ends, so the pool is
-    fullest just before one of them ends. Blocks of a shared prefix count once. A preemption shows
-    that the forecast was too low: what the preempted sequence held is kept in reserve for a while.
+    A sequence takes a block for every `block_size` tokens and frees its own blocks when it ends, so
+    the pool is fullest just before some sequence ends. Blocks of a shared prefix count once. A
+    preemption shows that the forecast was too low: as many blocks as the preempted sequence held
+    are kept in reserve for a while.
 
-    `conservativeness` 1 counts what is expected; a smaller number counts that part of all growth
-    and of the reserve; 0 admits each request that has room to begin.
+    `conservativeness` 1 counts all expected growth and the reserve; a smaller number counts that
+    fraction; 0 admits each request that has room to begin.
     Source: the future required memory of Past-Future scheduling (Gong et al. 2025, LightLLM).
     """
 
@@ -131,27 +138,27 @@ class MemoryForecast:
         self._lengths = OutputLengthEstimator()
         self._conservativeness = conservativeness
         self._num_reserved = 0.0
-        self._num_blocks_at_limits = 0  # if every running sequence came to its limit
-        # For each running sequence: the blocks that it alone holds, and how many more it is
-        # expected to take. Computed at most once a step.
+        self._num_blocks_at_limits = 0  # needed if every running sequence reached its limit
+        # For each running sequence: the number of blocks that it alone holds, and the number that
+        # it is expected to take. Computed at most once a step.
         self._own: tuple[Floats, Floats] | None = None
-        self._num_untaken = 0  # counted as held, but taken from the pool in the next step only
+        self._num_untaken = 0  # counted as held, and taken from the pool in the next step
 
-    # ---- what happens to sequences
+    # ---- events
 
     def start_step(self) -> None:
-        """Begin a step: forget the forecast of the step before."""
+        """Begin a step: drop the forecast of the last step, and shrink the reserve."""
         self._own, self._num_untaken = None, 0
         self._num_reserved *= 1.0 - _RESERVE_DECAY
 
     def add(self, sequence: Sequence) -> None:
-        """Count a sequence, which runs from now on."""
+        """Count a sequence that begins to run."""
         self._num_blocks_at_limits += sequence.max_blocks
         self.observe_length(sequence)
 
     def remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
-        """Count a sequence no more. `has_stopped`: it ended by itself, and not by a limit, an abort
-        or a preemption.
+        """Stop counting a sequence. `has_stopped`: it ended by itself, not by a limit, an abort or
+        a preemption.
         """
         self._num_blocks_at_limits -= sequence.max_blocks
         if has_stopped:
@@ -170,7 +177,7 @@ class MemoryForecast:
         num_wanted = self._num_reserved + self._conservativeness * num_blocks
         self._num_reserved = min(num_wanted, limit)
 
-    # ---- what will fit
+    # ---- the forecast
 
     def num_missing_blocks(
         self,
@@ -180,11 +187,10 @@ class MemoryForecast:
         *,
         takes_later: bool = False,
     ) -> int:
-        """Return how many blocks are missing for `candidate` to run beside `running`; 0 if it may.
+        """Return how many blocks are missing for `candidate` to run beside `running`; 0 if it fits.
 
-        It takes `num_own` blocks to begin with, at once, or in the next step if `takes_later`. The
-        expected lengths of all must not overflow the pool. If no sequence runs, there is always
-        room for it to grow.
+        It takes `num_own` blocks at once, or in the next step if `takes_later`. It fits if the pool
+        holds the expected lengths of all sequences. If no sequence runs, it can always grow.
         """
         num_short = num_own - self._kv.num_free_blocks
         if num_short > 0:
@@ -200,7 +206,7 @@ class MemoryForecast:
     ) -> int:
         """Return how many blocks the pool lacks when it is fullest, if `candidate` runs as well.
 
-        If none is missing, it counts as running from now on.
+        If none is missing, the candidate counts as running from now on.
         """
         now, growth = self._own or self._own_blocks(running)
         self._own = now, growth
@@ -212,11 +218,11 @@ class MemoryForecast:
         now = np.append(now, float(num_own))
         growth = np.append(growth, self._growth(first[0], first[1], limit, assumed, draw))
         num_untaken = self._num_untaken + num_own
-        # Blocks that no sequence counts as its own: shared ones whose first user has left, and
-        # those of plans in flight.
+        # Blocks that no sequence counts as its own: shared blocks whose first user has left, and
+        # blocks of plans in flight.
         num_others = self._kv.num_used_blocks + num_untaken - now.sum()
         longest_first = np.argsort(-growth, kind="stable")
-        # Before the end of the i-th of these, it and those before it are left, each grown as much.
+        # Just before sequence i ends, sequences 0 .. i are left, and each has grown as much as i.
         rounds = growth[longest_first]
         held = np.cumsum(now[longest_first]) + rounds * np.arange(1, len(rounds) + 1)
         num_available = self._kv.num_blocks - self._num_reserved
@@ -249,7 +255,7 @@ class MemoryForecast:
     def _growth(
         self, held: Floats, prompt: Floats, limit: Floats, assumed: Floats, draw: Floats
     ) -> Floats:
-        """Return how many blocks each output is expected to take beyond those that it holds."""
+        """Return how many further blocks each output is expected to take."""
         if not self._lengths.has_stops:
             limit = np.maximum(assumed, held)
         last = self._lengths.last_blocks(held - prompt, limit - prompt, draw)

@@ -1,5 +1,7 @@
-"""Invariants of a scheduler's queue, rows and KV blocks. O(requests + blocks): for tests and for a
-suspected bug, not for every step.
+"""Checks the invariants of a scheduler's queue, rows and KV blocks.
+
+Used by `Engine.check_integrity`, in tests and when a bug is suspected: it takes O(requests +
+blocks), too long for every step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def find_violations(
     in_flight: Iterable[PlannedStep],
     kv: KVCacheManager,
 ) -> list[str]:
-    """Return the invariants that do not hold, one sentence each. Nothing is changed."""
+    """Return the invariants that do not hold, one sentence each. Changes nothing."""
     planned = [sequence for step in in_flight for sequence in step.sequences()]
     # Ended sequences keep row and blocks while a step in flight uses them.
     holders = list({id(s): s for s in (*running, *planned) if s.table.row}.values())
@@ -127,8 +129,10 @@ def _of_blocks(users: Mapping[int, int], kv: KVCacheManager) -> Iterator[str]:
 def _of_index(
     running: Iterable[Sequence], users: Mapping[int, int], kv: KVCacheManager
 ) -> Iterator[str]:
-    """A block that can be found has its predecessors in the index, and they are released after
-    it."""
+    """Yield violations of the prefix index: its counts, its unused blocks, its chains.
+
+    A block that can be found has its predecessors in the index, and is released before them.
+    """
     index = kv.prefix_index
     entries, unused = index.entries(), list(index.unused)
     by_block = {entry.block: entry for entry in entries}

@@ -1,4 +1,8 @@
-"""The scheduler's results: SchedulerOutput of a schedule, StepUpdate of a result."""
+"""What the scheduler returns: SchedulerOutput from `schedule`, StepUpdate from
+`update_from_output`.
+
+StepPipeline passes them on to the executor and to OutputProcessor.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ class SchedulerOutput:
     num_forked: requests that share the prompt of their group from this step on.
     num_prefix_hit_tokens: tokens whose KV was found in the prefix index.
 
-    The others are ids of requests, in the scheduler's order.
-    admitted: they got a row.
-    paused: they keep their blocks, but there is none for their next token.
-    resumed: they go on after such a pause.
-    preempted: they lost their blocks and are queued again.
+    The other fields are ids of requests, in the scheduler's order.
+    admitted: requests that got a row.
+    paused: requests that keep their blocks, and found none for their next token.
+    resumed: requests that go on after a pause.
+    preempted: requests that lost their blocks and are queued again.
     """
 
     plan: StepPlan | None
@@ -37,7 +41,7 @@ class SchedulerOutput:
 class FinishedRequest:
     """A request that ends with this step: by "stop" or "length", or by `error` with "error".
 
-    stop_reason: the stop token id or the stop word that ended it, None if another thing did.
+    stop_reason: the stop token id or the stop word that ended it; None for any other end.
     kv_spans: the version that wrote the KV of each position.
     """
 
@@ -50,11 +54,11 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilledPrompt:
-    """The KV of the first `num_tokens` tokens of this request's prompt is written.
+    """A request whose prompt has KV for its first `num_tokens` tokens after this step.
 
-    num_cached_tokens: those of them that were found in the prefix index.
+    num_cached_tokens: number of these tokens whose KV was found in the prefix index.
     kv_spans: the version that wrote the KV of each position. The scheduler appends to this object
-    until the request is queued again, and then leaves it as it is.
+        until the request is queued again, and does not change it afterwards.
     """
 
     request_id: int
@@ -65,7 +69,7 @@ class PrefilledPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPrompt:
-    """Entries [start, end) of the plan's scored tokens belong to this request, in prompt order."""
+    """A request that owns entries [start, end) of the step's scored tokens, in prompt order."""
 
     request_id: int
     start: int
@@ -74,12 +78,13 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUpdate:
-    """All that a step has changed, for the request documents.
+    """The changes of a step that OutputProcessor writes into the records.
 
-    request_ids, token_ids, sample_indices: the requests that have a new token, that token, and its
-    sample row in StepOutput; equally long. A request whose logits were not finite has no new token.
-    finished: the requests that end, with that token or without one.
-    prefilled: the requests of whose prompt the step has computed a chunk.
+    request_ids, token_ids, sample_indices: the requests with a new token, that token, and its
+        sample row in StepOutput; equally long. A request whose logits were not finite has no new
+        token.
+    finished: the requests that end, with or without a new token.
+    prefilled: the requests of which the step has computed a chunk of the prompt.
     scored: the requests whose prompt tokens the step has scored.
     """
 

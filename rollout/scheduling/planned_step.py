@@ -1,4 +1,4 @@
-"""PlannedStep: one step from its schedule to its result."""
+"""PlannedStep: one step, from the scheduler's decisions to its result. Scheduler alone uses it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 
 
 class PlannedStep:
-    """One step: which sequences take part in it, what it does for each of them, and its StepPlan.
+    """One step: its sequences, the work for each of them, and its StepPlan.
 
-    The scheduler adds rows: first the rows that decode, then prefills and forks. Their order is the
-    order of the step's tokens. Adding a row changes the counts of its sequence. `build_plan` packs
-    the rows, and `update_from_output` writes the result into the sequences.
+    The scheduler adds rows: first the rows that decode, then prefills and forks. The order of rows
+    is the order of the step's tokens. Adding a row changes the counts of its sequence. `build_plan`
+    packs the rows, and `update_from_output` writes the result into the sequences.
     """
 
     def __init__(self, step_id: int, weights_version: int) -> None:
         self.step_id, self.weights_version = step_id, weights_version
         self.num_tokens = 0
-        # What the scheduler has decided for this step.
+        # The scheduler's decisions, reported in its output.
         self.admitted: list[Sequence] = []
         self.paused: list[Sequence] = []
         self.resumed: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.num_prefix_hit_tokens = 0
-        # What the step does.
+        # The work of the step.
         self.computed: list[tuple[Sequence, int]] = []  # number of tokens
         self.forks: list[tuple[Sequence, Sequence]] = []  # (parent, child)
         self.sampled: list[Sequence] = []
         self.scored: list[tuple[Sequence, int]] = []  # number of prompt tokens
-        self.prefilled: list[tuple[Sequence, int]] = []  # number of prompt tokens done with it
-        # Sequences with a block that is copied before the step; they may have no other part in it.
+        self.prefilled: list[tuple[Sequence, int]] = []  # number of prompt tokens with KV after it
+        # Sequences with a block that is copied before the step; some have no row in it.
         self.copied: list[Sequence] = []
         # The fields of the plan.
         self._num_decode_rows = 0
@@ -73,8 +73,10 @@ class PlannedStep:
     def add_copies(
         self, copies: list[tuple[int, int]], num_written: list[int], sequence: Sequence
     ) -> None:
-        """Copy blocks from source to target before the step, each as many tokens as were written;
-        `sequence` goes on in the copies."""
+        """Copy blocks of `sequence`, which are (source, target), before the step.
+
+        `num_written`: the number of tokens to copy of each block. `sequence` holds the targets.
+        """
         for (source, target), count in zip(copies, num_written, strict=True):
             self._copy_sources.append(source)
             self._copy_targets.append(target)
@@ -82,8 +84,9 @@ class PlannedStep:
         self.copied.append(sequence)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
-        """Compute one token of each, the last one sampled in its row, and draw the next one. These
-        rows come before all others.
+        """Add a row for each sequence that decodes: compute its newest token and draw the next one.
+
+        These rows come before all others.
         """
         assert not self.num_tokens, "decode rows come first"
         for sequence in sequences:
@@ -103,7 +106,10 @@ class PlannedStep:
         self.sampled = sequences.copy()
 
     def add_prefill(self, sequence: Sequence, count: int) -> None:
-        """Compute the next `count` known tokens. With the last known token, draw the next one."""
+        """Add a row that computes the next `count` known tokens of a sequence.
+
+        If they include its last known token, the next token is drawn.
+        """
         start, end = sequence.num_computed, sequence.num_computed + count
         self._prefill_token_ids.extend(sequence.tokens[start:end])
         if sequence.scores_prompt:
@@ -121,7 +127,7 @@ class PlannedStep:
             self._add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Draw for `child` from the logits of `parent`, the row that was added last."""
+        """Draw a token for `child` from the logits of `parent`, whose row was added last."""
         self.forks.append((parent, child))
         self.prefilled.append((child, parent.num_computed))
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
@@ -129,7 +135,7 @@ class PlannedStep:
         self._add_sample(child)
 
     def _add_sample(self, sequence: Sequence) -> None:
-        """Draw the sequence's next token from the logits of the step's newest token."""
+        """Draw the sequence's next token from the logits of the token that was added last."""
         if sequence.is_new_row:
             self._add_new_row(sequence)
         self._sample_sources.append(self.num_tokens - 1)
@@ -154,7 +160,7 @@ class PlannedStep:
         )
 
     def _send_blocks(self, sequence: Sequence) -> None:
-        """Add the entries of its block table that no plan has named yet."""
+        """Add the entries of the sequence's block table that no plan has named yet."""
         blocks = sequence.table.blocks
         for index in range(sequence.num_blocks_sent, len(blocks)):
             self._table_rows.append(sequence.table.row)
@@ -208,7 +214,7 @@ class PlannedStep:
         )
 
     def output(self) -> SchedulerOutput:
-        """Return what the scheduler decided for this step."""
+        """Return the plan and the decisions of this step."""
         return SchedulerOutput(
             plan=self.build_plan() if self.num_tokens else None,
             num_forked=len(self.forks),
@@ -222,8 +228,9 @@ class PlannedStep:
     # ---- the result
 
     def update_from_output(self, output: StepOutput) -> StepUpdate:
-        """Record the version that wrote the KV, and append the sampled tokens, except to sequences
-        that have ended meanwhile.
+        """Record the version that wrote the KV, and append sampled tokens to the sequences.
+
+        Sequences that have ended meanwhile get no token. Returns the changes for the records.
         """
         for sequence, count in self.computed:
             # Also where the sequence has ended: the children of its fork go on in the same blocks.
@@ -262,7 +269,7 @@ class PlannedStep:
         )
 
     def cache_blocks(self, kv_cache_manager: KVCacheManager) -> None:
-        """Index the blocks that the step has filled, after `update_from_output`."""
+        """Index the blocks that the step has filled. Called after `update_from_output`."""
         for sequence, _ in self.computed:
             # Also where the sequence has ended: its blocks are there until the step has left the
             # flight, and the children of its fork go on from them. But the tokens that were sampled
@@ -302,10 +309,10 @@ class PlannedStep:
 
 
 def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedRequest]:
-    """Append its token to each sequence. Returns those that end by it.
+    """Append one token to each sequence. Returns the requests that end with it.
 
-    A call per token would take most of the time here, so that only tokens that may end a request
-    are checked in one.
+    `check_stop` is called only for tokens that may end a request: a call for each token would take
+    most of the time here.
     """
     finished = []
     for sequence, token_id in zip(sampled, token_ids, strict=True):

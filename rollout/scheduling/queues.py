@@ -1,4 +1,7 @@
-"""A scheduler's requests: those that wait (RequestQueue) and those with rows (RunningRequests)."""
+"""A scheduler's requests: the waiting ones (RequestQueue) and those with rows (RunningRequests).
+
+The scheduler owns one of each.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ _Order = tuple[int, int]
 
 
 class RequestQueue:
-    """The requests that wait, sorted by `Sequence.order`, so that a preempted request comes back to
-    its place. Adding, removing and reading the head take O(log n). Iteration is in no particular
-    order.
+    """The requests that wait, sorted by `Sequence.order`: a preempted request returns to its place.
+
+    Adding, removing and reading the head take O(log n). Iteration is in no particular order.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class RequestQueue:
         return self._waiting[self._by_order[0]]
 
     def promote_longest_waiting(self) -> None:
-        """Move the request that arrived first to the head, with the priority of the old head."""
+        """Move the request that arrived first to the head, by giving it the old head's priority."""
         while self._by_arrival[0][1] not in self._waiting:
             heapq.heappop(self._by_arrival)
         sequence, head = self._waiting[self._by_arrival[0][1]], self.head
@@ -81,13 +84,13 @@ class RequestQueue:
 
 
 class RunningRequests:
-    """The requests that have rows, sorted by `Sequence.order`. It gives them the blocks of their
-    next tokens, oldest first.
+    """The requests that have rows, sorted by `Sequence.order`.
 
-    When blocks run out, the newest request is preempted: its row and blocks are freed, and the
-    scheduler queues it again. With `max_paused_blocks` above 0, a request that finds no block is
-    paused instead and keeps its blocks. Paused requests are preempted when all of them together
-    hold more blocks than that. `paused` has them in order.
+    It allocates the blocks of their next tokens, oldest request first. When blocks run out, the
+    newest request is preempted: its row and blocks are freed, and the scheduler queues it again.
+    With `max_paused_blocks` above 0, a request that finds no block is paused instead and keeps its
+    blocks. Paused requests are preempted, newest first, while all of them together hold more blocks
+    than that. `paused` has the paused requests in order.
     """
 
     def __init__(
@@ -121,10 +124,10 @@ class RunningRequests:
         self._forecast.add(sequence)
 
     def finish(self, sequence: Sequence, *, has_stopped: bool) -> None:
-        """Remove a sequence that has ended. Its row and blocks are free at once, or when no plan in
-        flight uses them any more.
+        """Remove a sequence that has ended. Its row and blocks are freed at once, or as soon as no
+        plan in flight uses them.
 
-        `has_stopped`: it ended by itself, and not by a limit or an abort.
+        `has_stopped`: it ended by itself, not by a limit or an abort.
         """
         self._remove(sequence, has_stopped=has_stopped)
         sequence.phase = Phase.FINISHED
@@ -139,7 +142,7 @@ class RunningRequests:
                 self._free(sequence)
 
     def release(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Take rows and blocks from sequences, which wait from now on. Returns them in order."""
+        """Free the rows and blocks of sequences, which wait from now on. Returns them in order."""
         ordered = sorted(sequences, key=order_of)
         for sequence in ordered:
             assert not sequence.num_in_flight, "a plan in flight writes to its blocks"
@@ -166,7 +169,7 @@ class RunningRequests:
     # ---- blocks for the next step
 
     def allocate(self, step: PlannedStep) -> list[Sequence]:
-        """Give each sequence the blocks of its next tokens. Returns those that have them."""
+        """Give each sequence the blocks of its next tokens. Returns the sequences that got them."""
         self._forecast.start_step()
         runnable: list[Sequence] = []
         for sequence in self._sequences.copy():
@@ -185,8 +188,10 @@ class RunningRequests:
         return runnable
 
     def allocate_alone(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Give one sequence the blocks of its next tokens, whatever its place. If it waits, a row
-        is free for it afterwards. Others are preempted if they hold what it needs.
+        """Give one sequence the blocks of its next tokens, whatever its place in the order.
+
+        If it waits, a row is free for it afterwards. Other sequences are preempted if they hold the
+        blocks or the row that it needs.
         """
         has_row = sequence.phase is not Phase.WAITING or self._kv.num_free_rows > 0
         has_blocks = has_row and self._allocate(sequence, step)
@@ -198,7 +203,7 @@ class RunningRequests:
         self._resume(step, [sequence])
 
     def _allocate_or_preempt(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence its blocks, if need be those of newer ones; otherwise pause it."""
+        """Give the sequence its blocks, preempting newer sequences if needed; else pause it."""
         while not self._allocate(sequence, step):
             if not self._preempt_for(sequence, step):
                 self._pause(sequence, step)
@@ -232,11 +237,11 @@ class RunningRequests:
         step.preempted.append(sequence)
 
     def _preempt_for(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Preempt the newest sequence that no plan in flight holds, if it is not older than
-        `sequence`. Returns False if there is none. The oldest is never preempted, so that it
-        progresses.
+        """Preempt the newest sequence that no plan in flight uses, if it is not older than
+        `sequence`. Returns False if there is none.
 
-        Where sequences may pause, only the oldest has others preempted.
+        The oldest sequence is never preempted, so that it progresses. If sequences may pause,
+        others are preempted only for the oldest one.
         """
         oldest = self._sequences[0]
         if self._max_paused_blocks and sequence is not oldest:
@@ -257,8 +262,9 @@ class RunningRequests:
             step.paused.append(sequence)
 
     def _pause_newest(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Pause the newest sequences that plans in flight protect from preemption, until they hold
-        the blocks that older sequences lack. They are preempted in the next step.
+        """Pause the newest sequences in flight, as many as hold the blocks that older ones lack.
+
+        Plans in flight protect them from preemption now; they are preempted in the next step.
         """
         short = [s for s in self.paused if s.num_tokens > s.writable_end]
         if self._max_paused_blocks or not short:
@@ -277,9 +283,9 @@ class RunningRequests:
                 step.resumed.append(sequence)
 
     def _preempt_excess(self, step: PlannedStep) -> None:
-        """Preempt the newest paused sequences until the others fit the buffer for them.
+        """Preempt the newest paused sequences until the rest hold at most `max_paused_blocks`.
 
-        The oldest running sequence is never preempted: what it waits for is in flight.
+        The oldest running sequence is never preempted: the blocks that it waits for are in flight.
         """
         num_held = sum([len(s.table.blocks) for s in self.paused])
         for sequence in reversed(self.paused.copy()):

@@ -2,7 +2,8 @@
 
 Continuous batching (Yu et al. 2022, "Orca") over a paged KV cache. Decode rows go first, prefill
 chunks share what is left of `max_tokens`. The order is fixed: higher priority first, then arrival.
-A request is admitted when the lengths that outputs are expected to have leave room for it.
+A request is admitted when the expected lengths of outputs leave room for it. StepPipeline calls
+`schedule` and `update_from_output`; the engine adds and ends requests.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from rollout.step.plan import StepPlan
 from rollout.telemetry import SchedulerCounts
 from rollout.version_spans import VersionSpans
 
-# Every so many admissions, the request that has waited longest is next, whatever its priority.
+# One admission in so many takes the request that has waited longest, whatever its priority.
 ADMISSIONS_PER_AGED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockedHead:
-    """A head of the queue that found no room, and when to try it again."""
+    """A head of the queue that found no room, and the conditions to try it again."""
 
     order: tuple[int, int]
     weights_version: int
-    # The forecast changes by whole blocks. So it is asked again after as many steps as a block has
-    # tokens, or as soon as this many blocks are free.
+    # The forecast changes by whole blocks. So the head is tried again after as many steps as a
+    # block has tokens, or as soon as this many blocks are free.
     period: int
     num_free_blocks_needed: int
 
 
 class Scheduler:
-    """The only writer of sequences. `schedule` may be called again before the result of its plan is
-    known: `in_flight` has the planned steps without a result, oldest first.
+    """Implements `SchedulerInterface` of rollout.engine.protocols. The only writer of sequences.
 
-    Each of `requests` is in `waiting`, or in `running` with a row and blocks. A preempted request
-    comes back to its old place in the queue.
+    `schedule` may be called again before the result of its plan is known: `in_flight` has the
+    planned steps without a result, oldest first. Each of `requests` is in `waiting`, or in
+    `running` with a row and blocks. A preempted request returns to its old place in the queue.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Scheduler:
         schedule_conservativeness: float = 1.0,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`routing`: where the experts of tokens are recorded; None if they are not."""
+        """`routing`: the record of the tokens' experts; None if they are not recorded."""
         self.kv_cache_manager = self._kv = kv_cache_manager
         self.requests: dict[int, Sequence] = {}
         self.waiting = RequestQueue()
@@ -83,7 +84,8 @@ class Scheduler:
         self._next_step_id = 0
         self._num_arrivals = 0
         self._num_admissions = 0
-        self._leaders: dict[int, Sequence] = {}  # by group: the others wait for its prefill
+        # By group: the sample whose prefill the other samples wait for.
+        self._leaders: dict[int, Sequence] = {}
         self._blocked_head: _BlockedHead | None = None
         self._was_prefill_alone = False
         self._num_without_room = 0  # requests that the last step had no room for
@@ -131,9 +133,9 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def finish_request(self, request_id: int) -> VersionSpans:
-        """End a request, whatever it is doing. Returns the version that wrote each position's KV.
+        """End a request in any phase. Returns the version that wrote each position's KV.
 
-        Its blocks are free at once, or when no plan in flight uses them any more.
+        Its blocks are freed at once, or as soon as no plan in flight uses them.
         """
         sequence = self.requests[request_id]
         self._finish(sequence)
@@ -152,9 +154,7 @@ class Scheduler:
         return self.requests[request_id].kv_spans.copy()
 
     def routing(self, request_id: int) -> NDArray[np.int16] | None:
-        """Return the experts of the request's first positions, as far as their KV is committed;
-        None if they are not recorded.
-        """
+        """Return the experts of the request's positions with committed KV; None if not recorded."""
         sequence = self.requests[request_id]
         if self._routing is None or not sequence.table.blocks:
             return None
@@ -193,7 +193,7 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, weights_version: int) -> SchedulerOutput:
-        """Plan the next step and mark its tokens as planned. Changes blocks, rows and phases."""
+        """Plan the next step and count its tokens as planned. Changes blocks, rows and phases."""
         step = PlannedStep(self._next_step_id, weights_version)
         runnable = self.running.allocate(step)
         for sequence in step.preempted:
@@ -209,7 +209,8 @@ class Scheduler:
         return self._enter_flight(step)
 
     def schedule_alone(self, request_id: int, weights_version: int) -> SchedulerOutput:
-        """Plan a step of this request and no other, whatever its place. No plan may be in flight.
+        """Plan a step of this request alone, whatever its place. No plan may be in flight.
+
         The request shares no cached prefix and forks no group.
         """
         sequence = self.requests[request_id]
@@ -226,7 +227,7 @@ class Scheduler:
         return self._enter_flight(step)
 
     def _enter_flight(self, step: PlannedStep) -> SchedulerOutput:
-        """Put a step that has rows in flight. Returns what was decided."""
+        """Put a step in flight if it has rows. Returns its plan and the decisions."""
         has_queue = len(self.waiting) > 0
         is_deferred = has_queue and self._awaits_leader(self.waiting.head)
         self._num_without_room = 0 if is_deferred else len(self.waiting)
@@ -239,8 +240,9 @@ class Scheduler:
         return output
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
-        """Write the result of the oldest plan in flight into its requests. Finished requests leave
-        the scheduler.
+        """Write the result of the oldest plan in flight into its sequences.
+
+        Finished requests leave the scheduler.
         """
         step = self.in_flight.popleft()
         assert step.step_id == plan.step_id, "results come in the order of the plans"
@@ -260,20 +262,21 @@ class Scheduler:
         return update
 
     def _distrust_kv_of(self, sequence: Sequence, version: int) -> None:
-        """Exclude the KV of a request whose logits under `version` were not finite from matches
-        under other weights. If some of its KV is older, that KV may be the cause and is excluded
-        from all matches.
+        """Exclude KV that may be the cause of logits that were not finite under `version`.
+
+        If all KV of the request is of this version, requests under other weights do not match it.
+        If some is older, that KV is excluded from all matches.
         """
         self._kv.distrust(version - 1 if sequence.kv_spans.min() < version else version)
 
     def abandon(self) -> tuple[int, ...]:
-        """Give up the plans in flight, which have failed. Their requests are queued again, with
-        their committed tokens. Returns the ids of these requests.
+        """Drop the plans in flight, which have failed. Their requests are queued again, with their
+        committed tokens. Returns the ids of these requests.
         """
         touched: dict[int, Sequence] = {}
         while self.in_flight:
             step = self.in_flight.popleft()
-            # Where a copy has not run, the sequences whose tables name its target have lost KV.
+            # If a block copy has not run, the sequences whose tables name its target have no KV.
             touched |= {id(s): s for s in (*step.sequences(), *step.copied)}
             self.running.leave_flight(step)
         has_row = (Phase.RUNNING, Phase.PAUSED)

@@ -1,6 +1,4 @@
-"""Sequence: the running state of one request. Only the scheduler and the parts that it owns write
-it.
-"""
+"""Sequence: the running state of one request. Only the scheduler and its parts write it."""
 
 from __future__ import annotations
 
@@ -30,27 +28,25 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """The running state of one request. Its counts include the plans in flight, but `tokens` has
-    committed tokens only.
+    """The running state of one request. Counts include plans in flight; `tokens` are committed.
 
     order           (-priority, arrival): a smaller one runs first, a larger one is preempted first
     num_prompt      length of the original prompt, before any checkpoint
     num_prompt_blocks, max_blocks   blocks of the prompt, and of all tokens that may be computed
-    assumed_blocks  max_blocks, or fewer where no limit was given
-    length_draw     says how long the output is expected to be, among outputs of equal requests
+    assumed_blocks  max_blocks, or fewer if the request gives no limit
+    length_draw     quantile of the expected output length, as a draw of MemoryForecast
     num_output_blocks   blocks of output that the forecast has counted
     num_computed    positions whose KV is written
-    num_cached      those of them that were found in the prefix index when it began to run
-    num_tokens      prompt and sampled tokens; those beyond len(tokens) are still on the device
+    num_cached      positions found in the prefix index when it began to run
+    num_tokens      prompt and sampled tokens; tokens beyond len(tokens) are still on the device
     num_entered     tokens with which it entered this engine
     num_in_flight   number of plans in flight that compute or sample it
-    num_blocks_sent how many first blocks of the table earlier plans have named
+    num_blocks_sent number of first blocks of the table that earlier plans have named
     writable_end    positions before this one can be written: the sequence alone holds their blocks
     is_on_device    it decodes: its last token was sampled in this row
     is_new_row      no plan has named the sampling parameters of its row yet
-    kv_spans        committed: the version that wrote the KV of each position. The request's
-                    document reads the same object while it grows; `restart` leaves that one as it
-                    is.
+    kv_spans        the version that wrote the KV of each committed position. The request's
+                    document reads the same object while it grows; `restart` makes a new one.
     """
 
     request_id: int
@@ -93,12 +89,12 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no token of it has been sampled and committed yet."""
+        """Whether no sampled token has been committed yet."""
         return len(self.tokens) == self.num_prompt
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probs of its prompt are wanted and not known yet."""
+        """Whether the prompt's log-probs are wanted and not computed yet."""
         return self.wants_prompt_logprobs and self.num_tokens == self.num_entered
 
     def restart(self) -> None:

@@ -1,4 +1,7 @@
-"""When a request ends: a function of its tokens and, if it has stop words, of their text."""
+"""check_stop: whether a request ends, from its tokens and, for stop words, from their text.
+
+The scheduler calls it for tokens that may end a request.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from rollout.generated_text import StopStrings
 
 
 class Stop(NamedTuple):
-    """Why a request ends. stop_reason: the stop token id or the stop word that ends it, None where
-    an end token or the length does.
+    """The end of a request. stop_reason: the stop token id or stop word that ends it; None if an
+    end token or the length does.
     """
 
     finish_reason: str
@@ -19,7 +22,7 @@ class Stop(NamedTuple):
 
 
 class StopWord(NamedTuple):
-    """A stop word, and its ids as the tokenizer encodes it."""
+    """A stop word, and its token ids as the tokenizer encodes it."""
 
     word: str
     ids: tuple[int, ...]
@@ -27,15 +30,15 @@ class StopWord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """The conditions that end a request. Within the first `min_tokens` generated tokens only the
-    length ends it.
+    """The conditions that end a request.
 
-    end_ids: each of these token ids ends it.
-    stop_token_ids: those of them that are its own, and not the model's or the tokenizer's.
-    stop_words: it ends when the generated tokens end with the ids of one of them.
-    max_length: of prompt and output together.
-    stop_strings: finds the stop words in the generated text; None if there are none. It remembers
-        what it has read, so each request needs its own.
+    end_ids: token ids that end it.
+    stop_token_ids: the `end_ids` that the request names, not the model or the tokenizer.
+    stop_words: words that end it when the newest tokens are their ids.
+    max_length: most tokens of prompt and output together.
+    stop_strings: finds the stop words in the generated text; None if there are none. It keeps the
+        state of one text, so each request needs its own.
+    min_tokens: within so many generated tokens only the length ends the request.
     """
 
     end_ids: tuple[int, ...]
@@ -47,10 +50,10 @@ class StopRule:
 
 
 def check_stop(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> Stop | None:
-    """Return why a request ends whose newest token is `tokens[-1]`, None if it goes on.
+    """Return the end of a request by its newest token, `tokens[-1]`; None if it goes on.
 
     A token that both stops and fills the length counts as "stop". Stop words never reach into the
-    prompt. Raises DetokenizeError if their text cannot be made.
+    prompt. Raises DetokenizeError if the tokenizer cannot decode the tokens.
     """
     if len(tokens) - num_prompt_tokens > rule.min_tokens:
         if tokens[-1] in rule.end_ids:
@@ -62,8 +65,9 @@ def check_stop(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> S
 
 
 def _stop_word_at_end(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> str | None:
-    """Return the stop word that the newest token completes: in the text if it is there, else the
-    first whose ids are the last ones.
+    """Return the stop word that the newest token completes in the text.
+
+    If there is none, return the first stop word whose ids are the newest tokens, else None.
     """
     strings = rule.stop_strings
     word = None if strings is None else strings.word_at_end(tokens, num_prompt_tokens)

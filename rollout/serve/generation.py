@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import MaxSequenceLengthOverflowError, RequestAbortedError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState

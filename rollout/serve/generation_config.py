@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rollout.errors import ConfigError
-from rollout.json_files import object_if_there
+from rollout.json_files import read_optional_object
 from rollout.ranges import Fraction, Interval, NonNegativeInt, PositiveInt, check_fields
 from rollout.sampling_params import Temperature
 
@@ -46,7 +46,7 @@ def sampling_defaults(directory: str | None, generation_config: str) -> Sampling
     """
     if generation_config == "vllm" or directory is None:
         return SamplingDefaults()
-    config = object_if_there(Path(directory) / _FILE)
+    config = read_optional_object(Path(directory) / _FILE)
     names = {field.name: field.name for field in fields(SamplingDefaults)}
     names["max_tokens"] = _MAX_TOKENS
     given = {ours: config[name] for ours, name in names.items() if config.get(name) is not None}

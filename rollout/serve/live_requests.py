@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,7 +31,15 @@ class LiveRequests:
     @property
     def num_samples(self) -> int:
         """Samples that have not ended."""
-        return sum(not future.done() for _, futures in self._samples.values() for future in futures)
+        return len(self._unfinished())
+
+    def _unfinished(self) -> list[RequestFuture]:
+        return [f for _, futures in self._samples.values() for f in futures if not f.done()]
+
+    async def all_ended(self) -> None:
+        """Wait until no sample runs, those included that come meanwhile."""
+        while unfinished := self._unfinished():
+            await asyncio.wait(unfinished)
 
     @contextmanager
     def of(self, name: str, samples: Sequence[RequestFuture]) -> Iterator[None]:

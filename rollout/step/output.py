@@ -1,4 +1,6 @@
-"""StepOutput: what one step sampled and scored.
+"""StepOutput: the tokens that one step sampled and scored.
+
+The executor makes it; the scheduler and OutputProcessor read it.
 
 Shape letters: S sample rows, P scored tokens, N the largest top-n of the step, T tokens, L layers
 with experts, K experts of a token.
@@ -13,14 +15,14 @@ from typing import Any, Generic
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-# The kind of array that holds the values: tensors on the device, NumPy arrays on the host.
+# Type of the arrays: tensors on the device, NumPy arrays on the host.
 Array = TypeVar("Array", default=NDArray[Any])
 Other = TypeVar("Other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult(Generic[Array]):
-    """S draws. Log-probs are in the mode of the row's request.
+    """S sampled tokens. Log-probs follow the `logprobs_mode` of the row's request.
 
     A row whose logits were not finite has `is_finite_S` False and a meaningless token. Arrays that
     no request of the step wants are None.
@@ -36,7 +38,7 @@ class SampleResult(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult(Generic[Array]):
-    """P tokens of prompts, scored by raw logits. Arrays that no request wants are None."""
+    """P prompt tokens, scored by raw logits. Arrays that no request of the step wants are None."""
 
     logprobs_P: Array  # float32
     ranks_P: Array | None = None  # int32
@@ -46,10 +48,10 @@ class ScoreResult(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput(Generic[Array]):
-    """The results of a step's sample rows and scored tokens, in the order of the plan.
+    """Results of one step, in the order of its plan.
 
-    Where experts are recorded, `routing_TLK` has those of the step's tokens, in the order of the
-    plan, and `slots_T` says where the KV of each token was written.
+    routing_TLK, slots_T: the experts of each token of the step, and the cache slot to which its KV
+    was written; None unless experts are recorded.
     """
 
     samples: SampleResult[Array]
@@ -59,7 +61,7 @@ class StepOutput(Generic[Array]):
 
 
 def map_arrays(output: StepOutput[Array], convert: Callable[[Array], Other]) -> StepOutput[Other]:
-    """Return the output with each array replaced by `convert(array)`; the slots stay."""
+    """Return the output with `convert(array)` in place of each array except `slots_T`."""
     routing_TLK = output.routing_TLK
     return StepOutput(
         samples=SampleResult(**_converted(output.samples, convert)),

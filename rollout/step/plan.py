@@ -1,9 +1,11 @@
-"""StepPlan: which tokens run in one forward pass, as arrays of integers.
+"""StepPlan: the tokens of one forward pass, as arrays of integers.
+
+The scheduler makes it and the executor runs it, on all ranks alike.
 
 A *row* is a slot that a request keeps for as long as it runs; row 0 is scratch. A *compute row* is
 a row that has tokens in this step. A *sample row* is a row that draws a token from the logits of
-some computed token. They differ: all children of a fork are sampled from one compute row. A row's
-block table and its sampling parameters last, so that a plan holds only what changes of them.
+some computed token. They differ: all children of a fork are sampled from one compute row. The
+executor keeps a row's block table and sampling parameters, so a plan holds only their changes.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ def _empty() -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRow:
-    """A row that a request has taken, and how its tokens are drawn.
+    """A row that a request has taken, and the sampling of its tokens.
 
-    The first `num_prompt` tokens of the request are its prompt. `end_ids` are the ids that end it,
-    which are not drawn within its first `min_tokens` generated tokens. `token_ids` are all tokens
-    that it has so far where its sampling parameters have penalties, and else empty.
+    num_prompt: number of the request's tokens that are its prompt. end_ids: ids that end the
+    request; they are not drawn within its first `min_tokens` generated tokens. token_ids: all
+    tokens of the request so far if its sampling parameters have penalties, else empty.
     """
 
     row: int
@@ -51,19 +53,20 @@ class StepPlan:
     first, with one token each. A decode row names no token: its last sampled token is already on
     the device.
 
-    rows, query_lens, context_lens: [R] the compute rows, how many tokens each computes in this
-        step, and how long its KV is afterwards.
+    rows, query_lens, context_lens: [R] the compute rows, the number of tokens that each computes in
+        this step, and the length of its KV afterwards.
     prefill_token_ids: ids of the tokens of all rows that do not decode.
     table_rows, table_indices, table_blocks: [C] the row whose block table changes, the index of the
         entry, and its new block.
-    copy_sources, copy_targets, copy_lengths: [K] blocks that are copied before the forward pass,
-        and how many of their first tokens. No block is both a source and a target.
-    sample_sources, sample_rows, sample_positions: [S] the token of this step whose logits are drawn
-        from, the row that gets the drawn token, and the absolute position of that.
+    copy_sources, copy_targets, copy_lengths: [K] source and target of each block that is copied
+        before the forward pass, and the number of its first tokens to copy. No block is both a
+        source and a target.
+    sample_sources, sample_rows, sample_positions: [S] the token of this step from whose logits a
+        token is drawn, the row that gets the drawn token, and the drawn token's absolute position.
     score_sources, score_targets: [P] the token of this step whose logits score a prompt token, and
-        the id of that.
-    score_top_n, score_ranks: how many of the best tokens are reported with each, and whether ranks
-        are.
+        the prompt token's id.
+    score_top_n, score_ranks: number of most likely tokens reported with each scored token, and
+        whether its rank is reported.
     """
 
     step_id: int

@@ -1,7 +1,8 @@
-"""The random number of a token: a pure function of (request seed, absolute position).
+"""Random numbers of sampling: a pure function of (request seed, absolute position).
 
-Nothing here depends on the batch, so a token is the same whatever ran beside it. The mixer is
-SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+Nothing here depends on the batch, so a token is the same whatever ran beside it. Used by the worker
+to draw tokens, and by everything that derives seeds. The mixer is SplitMix64 (Steele, Lea and Flood
+2014, "Fast splittable pseudorandom number generators").
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def system_seed() -> int:
 
 
 def given_or_drawn(seed: int | None, owner: str) -> int:
-    """Return `seed`, or one of the system if it is None. Logs what is drawn for `owner`."""
+    """Return `seed`, or a new system seed if it is None. Logs the seed drawn for `owner`."""
     if seed is None:
         seed = system_seed()
         _logger.info("seed=%d was drawn for %s; give it to draw the same tokens again", seed, owner)
@@ -46,8 +47,10 @@ def mix_seed(seed: int, *indices: int) -> int:
 def params_of_sample(
     params: SamplingParams, prompt_index: int, sample_index: int
 ) -> SamplingParams:
-    """Return the parameters of one of several samples: a given seed is mixed with both indices, so
-    that no two samples share their noise."""
+    """Return the parameters of one of several samples of a prompt.
+
+    A given seed is mixed with both indices, so that no two samples share their random numbers.
+    """
     if params.seed is None:
         return params
     return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
@@ -76,10 +79,10 @@ def _finalize_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class UniformsAhead:
-    """The `uniforms` of S samples that go on by one position from call to call.
+    """Returns the `uniforms` of S samples whose positions grow by one from call to call.
 
-    From the second call on, those of the next positions are drawn at once: NumPy takes about as
-    long for one position as for 16.
+    From the second call on it draws the numbers of 16 positions at once: NumPy takes about as long
+    for one position.
     """
 
     def __init__(self, seeds: NDArray[np.uint64]) -> None:
@@ -88,7 +91,9 @@ class UniformsAhead:
         self._num_left = 0
 
     def at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Return the numbers at these positions, [S]: one beyond those of the call before."""
+        """Return the numbers at these positions, [S], each one above its position in the last
+        call.
+        """
         if not self._num_left:
             self._start = positions
             self._drawn = uniforms(self._seeds, positions[:, None] + np.arange(self._num_ahead))

@@ -10,7 +10,7 @@ import pytest
 
 from rollout import LLM, AsyncLLM, EngineState, InvalidRequestError, SamplingParams
 from rollout.apis.threaded_llm import ThreadedLLM
-from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.requests.token_runs import TokenRun
 from rollout.serve.llm import ServedLLM
 from tests.apis.fleets import directory
 from tests.serve.served import CONFIG

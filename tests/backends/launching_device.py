@@ -21,7 +21,7 @@ from rollout.backends.base import AttentionBackend, Backend, Executor
 from rollout.backends.buffers import CopyTokens, Strips
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.attention import TritonPagedAttention
-from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
+from rollout.backends.cuda.copy import copy_tokens
 from rollout.backends.cuda.graph import GraphExecutor
 from rollout.backends.cuda.graph_shapes import make_graph_shapes
 from rollout.backends.cuda.ops import TritonOps
@@ -33,6 +33,7 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.step.output import SampleResult
 from scripts.kernel_launches import Recorder
 from tests.backends.repeating_device import CPU, HostlessAttention, RepeatingDevice
+from tests.backends.triton_references import copy_tokens_reference
 
 NUM_MULTIPROCESSORS = 132  # of an H100 and of an H200
 

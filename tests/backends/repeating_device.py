@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rollout import DynamicInferenceEngine, SamplingParams
-from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cpu.backend import cpu_backend
@@ -26,6 +25,7 @@ from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch,
 from rollout.backends.step_tensors import Fetch
 from rollout.step.output import StepOutput, map_arrays
 from tests.backends.fake_graphs import FakeTorchCuda
+from tests.contracts.reference_attention import ReferenceAttention
 from tests.tiny_models import Margins, drain, prompt_of, tiny_engine
 
 CPU = torch.device("cpu")

@@ -18,16 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, Rotation
 from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
+from tests.backends.triton_references import append_kv_reference
+from tests.contracts.reference_attention import ReferenceAttention
 
 pytest.importorskip("triton")
 
 import triton
 
 from rollout.backends.cuda import attention_plan as triton_plan
-from rollout.backends.cuda.append import append_kv, append_kv_reference
+from rollout.backends.cuda.append import append_kv
 from rollout.backends.cuda.attention import (
     TritonPagedAttention,
     launch_choice,

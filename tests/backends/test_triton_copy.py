@@ -16,12 +16,13 @@ from rollout.backends.buffers import Strips
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.worker.kv_cache import MAX_COPIED_BYTES, KVCache, strips_of
+from tests.backends.triton_references import copy_tokens_reference
 from tests.device_bytes import DeviceBytes
 
 pytest.importorskip("triton")
 
 from rollout.backends.cuda.attention import TritonPagedAttention
-from rollout.backends.cuda.copy import copy_tokens, copy_tokens_reference
+from rollout.backends.cuda.copy import copy_tokens
 from tests.run_kind import scaled
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")

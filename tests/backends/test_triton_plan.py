@@ -16,9 +16,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.forward_batch import PLAIN, AttentionTraits
 from tests.backends.paged_mixes import Mix, as_in_a_graph, build, projection
+from tests.contracts.reference_attention import ReferenceAttention
 from tests.tiny_models import IS_LONG
 
 pytest.importorskip("triton")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
-pytest.importorskip("trl")
 
 from benchmarks.trl_step import compare
+from tests.installed import needs
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
+
+pytestmark = needs("reasoning_gym", "trl")
 
 
 @pytest.mark.slow

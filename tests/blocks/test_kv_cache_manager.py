@@ -1,4 +1,4 @@
-"""KVCacheManager: which request gets which block and row, and when a block is copied."""
+"""KVCacheManager: allocation of blocks and rows, and copies on write."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_block_that_was_freed_last_is_reused_first() -> None:
     assert third.blocks == [3, 4, 1, 2, 5]
 
 
-def test_a_load_that_repeats_takes_the_same_blocks_again() -> None:
+def test_a_repeated_load_takes_the_same_blocks() -> None:
     blocks = manager(num_blocks=100, block_size=1)
     taken = set()
     for _ in range(20):

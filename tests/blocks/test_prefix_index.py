@@ -1,4 +1,4 @@
-"""Shared prefixes: keys, matches, and which blocks are dropped first."""
+"""Prefix cache: keys, matches, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_block_whose_key_is_taken_stays_unindexed_and_so_do_its_successors() -
     assert (blocks.prefix_index.num_entries, blocks.num_free_blocks) == (1, 7)
 
 
-def test_matches_are_not_taken_by_the_allocation_that_follows() -> None:
+def test_matched_blocks_are_not_evicted_by_the_next_allocation() -> None:
     blocks, table = manager(4), BlockTable()
     blocks.free(compute(blocks, (1, 2, 3)))
     blocks.match_prefix(table, tokens_of((1, 2, 3)), 0)
@@ -195,7 +195,7 @@ def test_a_block_after_kv_older_than_allowed_is_not_found_either() -> None:
     assert [len(index.find(keys, oldest)) for oldest in (1, 2)] == [2, 0]
 
 
-def test_unused_kv_that_is_too_old_gives_its_key_and_in_time_its_block_to_younger_kv() -> None:
+def test_unused_kv_that_is_too_old_loses_its_key_to_younger_kv() -> None:
     options = {"reuse_across_versions": True, "max_age_versions": 0}
     blocks, other = manager(2, **options), manager(2, reuse_across_versions=True)
     for each in (blocks, other):
@@ -223,7 +223,7 @@ def test_a_new_generation_finds_nothing_of_the_old_one_and_gets_all_its_space() 
     assert compute(blocks, (5, 6, 7, 8)).blocks == found(blocks, (5, 6, 7, 8))
 
 
-def test_a_block_with_a_live_child_is_never_given_up() -> None:
+def test_a_block_with_a_used_successor_is_never_evicted() -> None:
     blocks = manager(3)
     blocks.free(compute(blocks, (1,)))
     table = compute(blocks, (1, 2))
@@ -325,7 +325,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
 @pytest.mark.parametrize("lru", [True, False])
 @given(st.lists(st.tuples(texts, st.booleans(), st.integers(0, 9)), max_size=40))
-def test_any_history_keeps_what_it_must_and_gives_up_in_order(
+def test_any_history_evicts_only_unused_blocks_in_order(
     lru: bool, history: list[tuple[Text, bool, int]]
 ) -> None:
     blocks, model = manager(7, lru=lru), Model()

@@ -1,4 +1,4 @@
-"""Rows follow the cache, in the order of the results, while steps are planned ahead."""
+"""RoutingRecord: rows follow the cache in the order of results, while steps are planned ahead."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_block_that_is_copied_takes_its_rows_along() -> None:
     assert np.array_equal(record.read([1], 2), rows(1, 5))
 
 
-def test_a_copy_of_a_step_in_flight_is_read_where_it_comes_from() -> None:
+def test_read_takes_rows_of_a_copy_in_flight_from_its_source() -> None:
     """The parent's step, which wrote to the shared block, is not even committed at its launch."""
     record = record_of()
     record.launch(EMPTY, EMPTY)
@@ -65,7 +65,7 @@ def test_a_copy_of_a_step_in_flight_is_read_where_it_comes_from() -> None:
     assert np.array_equal(record.read([5], 1), rows(1))
 
 
-def test_what_a_request_gave_up_is_not_mixed_with_rows_of_the_next_one() -> None:
+def test_kept_rows_are_not_mixed_with_rows_of_the_next_request() -> None:
     record = record_of()
     record.launch(EMPTY, EMPTY)
     record.launch(EMPTY, EMPTY)  # it writes to the blocks of a request that is ended by the first

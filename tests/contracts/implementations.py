@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.base import AttentionBackend, Ops
 from rollout.backends.buffers import HostArena, MemoryBackend
 from rollout.backends.cpu.attention import NativePagedAttention
@@ -27,6 +26,7 @@ from rollout.backends.cuda.unified import UnifiedMemory
 from rollout.backends.cuda.vmm import VirtualMemory
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import ConfigError
+from tests.contracts.reference_attention import ReferenceAttention
 
 
 def kernels() -> Kernels:

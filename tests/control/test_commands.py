@@ -1,4 +1,4 @@
-"""Whatever has `do` does each command alike and refuses it alike; results of engines are merged."""
+"""Everything with `do` runs and refuses each command alike; results of engines are merged."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ IMPLEMENTERS = [engine, runtime_of_an_llm, client_of_a_fleet]
 
 @pytest.mark.parametrize("implementer", IMPLEMENTERS)
 @pytest.mark.parametrize("state", WAYS)
-def test_do_does_what_is_legal_in_each_state_and_refuses_the_rest(
+def test_do_runs_legal_commands_in_each_state_and_refuses_others(
     implementer: Callable[[], Any], state: EngineState
 ) -> None:
     commands = [c for c in EXAMPLES if not (state is S.STOPPED and isinstance(c, ChecksumWeights))]

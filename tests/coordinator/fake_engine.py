@@ -41,8 +41,8 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     unpack_params,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, WeightUpdateError
+from rollout.requests.token_runs import TokenRun
 from rollout.weights.source import WeightsSource
 from rollout.wire import Message, pack
 from tests.coordinator.message_strategies import joined

@@ -17,8 +17,8 @@ from rollout.coordinator.core import core, dispatcher
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.protocol.codec import decode, encode
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     Ack,
     Connect,
     Heartbeat,
@@ -40,7 +40,7 @@ Peer = FakeEngine | FakeClient
 # Of what a core makes for itself, by their module: what a test looks into.
 _PARTS = {
     core: (
-        *("Clients", "Context", "Dispatcher", "Fleet", "PendingCommands"),
+        *("Clients", "Context", "Dispatcher", "Fleet", "CommandQueue"),
         *("Recent", "Registry", "RequestTable"),
     ),
     dispatcher: ("GroupQueue",),

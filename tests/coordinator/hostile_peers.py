@@ -14,13 +14,13 @@ import zmq
 from rollout import ProtocolError, SamplingParams
 from rollout.control.commands import Command, Pause, Shutdown, Stats
 from rollout.coordinator.protocol.codec import batched, decode, encode
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,
     Attempt,
     Connect,
     EngineReply,
+    Headers,
     Heartbeat,
     Register,
     ReplyAck,

@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rollout import DynamicInferenceEngine, EngineState
-from rollout.coordinator.agent.agent import EngineAgent
-from rollout.coordinator.agent.loop import serve
+from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link, LinkClosedError

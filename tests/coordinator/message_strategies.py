@@ -18,9 +18,9 @@ from hypothesis.extra import numpy as arrays
 
 from rollout import SamplingParams
 from rollout.control.commands import COMMANDS
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
     MESSAGE_TYPES,
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -47,11 +47,7 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     pack_params,
 )
-from rollout.coordinator.protocol.token_runs import (
-    TokenRun,
-    TokenRuns,
-    TopNRun,
-)
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.wire import Message, PlainMap
 
 TYPES = list(MESSAGE_TYPES.values())

@@ -15,8 +15,8 @@ from typing import TypeVar
 import zmq
 
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     Connect,
     ConnectAck,
     Heartbeat,

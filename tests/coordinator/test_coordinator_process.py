@@ -23,8 +23,8 @@ from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits, num_ahead
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     Ack,
     AssignRequest,
     Connect,

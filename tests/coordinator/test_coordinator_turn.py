@@ -14,8 +14,7 @@ from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.core import CoordinatorCore
 from rollout.coordinator.net.key_gate import Refusals
 from rollout.coordinator.protocol.codec import encode
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
-from rollout.coordinator.protocol.messages import Connect, Disconnect
+from rollout.coordinator.protocol.messages import PROTOCOL_VERSION, Connect, Disconnect
 from rollout.wire import Message
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine

@@ -13,8 +13,8 @@ import pytest
 
 from rollout.coordinator.net import key_gate
 from rollout.coordinator.net.key_gate import Refusals
-from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import CurveKeys
+from rollout.coordinator.net.sockets import RouterSocket
 from tests.coordinator.test_security import WAIT_S, fault_of, peer, received_by, router, server_keys
 from tests.coordinator.zmtp_recorder import Recorder
 

@@ -20,13 +20,11 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 from rollout.control.commands import COMMANDS, Pause
-from rollout.coordinator.net.dealer import DealerSocket
-from rollout.coordinator.net.link import Link, LinkClosedError
-from rollout.coordinator.net.link_queues import Inbox, Lease, Outbox, SelfPipe
-from rollout.coordinator.net.router import RouterSocket
+from rollout.coordinator.net.link import Inbox, Lease, Link, LinkClosedError, Outbox
+from rollout.coordinator.net.sockets import DealerSocket, RouterSocket, SelfPipe
 from rollout.coordinator.protocol.codec import batched, encode, frames_in
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     AssignRequest,

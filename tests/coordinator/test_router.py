@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from rollout.coordinator.net import router as router_module
-from rollout.coordinator.net.router import RouterSocket
+from rollout.coordinator.net import sockets
+from rollout.coordinator.net.sockets import RouterSocket
 from rollout.coordinator.protocol.codec import batched
 
 WAIT_S = 30.0
@@ -52,7 +52,7 @@ def frame_of(number: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "MAX_WAITING_FRAMES", 4)
+    monkeypatch.setattr(sockets, "MAX_WAITING_FRAMES", 4)
 
 
 def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
@@ -84,7 +84,7 @@ def test_what_a_slow_client_is_sent_is_not_kept() -> None:
 def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "MAX_KEPT_MESSAGES", 8)
+    monkeypatch.setattr(sockets, "MAX_KEPT_MESSAGES", 8)
     with router_and_peer() as (router, identity, _):
         sent = [router.send(identity, frame_of(i), keeps=everybody) for i in range(NUM_FRAMES)]
         assert sent == sorted(sent, reverse=True)
@@ -97,11 +97,11 @@ def test_what_is_kept_for_an_engine_counts_the_messages_of_a_batch(
     def num_kept(num_messages: int) -> int:
         """How many frames are taken after the one for which the socket had no room."""
         with router_and_peer() as (router, identity, _):
-            monkeypatch.setattr(router_module, "MAX_KEPT_MESSAGES", 0)
+            monkeypatch.setattr(sockets, "MAX_KEPT_MESSAGES", 0)
             assert not all(
                 router.send(identity, frame_of(i), keeps=everybody) for i in range(NUM_FRAMES)
             )
-            monkeypatch.setattr(router_module, "MAX_KEPT_MESSAGES", 64)
+            monkeypatch.setattr(sockets, "MAX_KEPT_MESSAGES", 64)
             frames = map(frame_of, range(NUM_FRAMES))
             return sum(router.send(identity, f, num_messages, keeps=everybody) for f in frames)
 

@@ -20,10 +20,7 @@ import zmq
 import zmq.auth
 
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.net.dealer import DealerSocket
 from rollout.coordinator.net.link import Link
-from rollout.coordinator.net.link_queues import SelfPipe
-from rollout.coordinator.net.router import RouterSocket
 from rollout.coordinator.net.security import (
     CurveKeys,
     CurveServerKeys,
@@ -35,6 +32,7 @@ from rollout.coordinator.net.security import (
     remove_private_address,
     server_keys_in,
 )
+from rollout.coordinator.net.sockets import DealerSocket, RouterSocket, SelfPipe
 from rollout.errors import ConfigError, CoordinatorLostError
 from tests.coordinator.test_link import registration, status
 

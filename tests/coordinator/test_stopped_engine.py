@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from rollout import DynamicInferenceRequest, SamplingParams
-from rollout.coordinator.agent.agent import EngineAgent
-from rollout.coordinator.agent.loop import serve
+from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.client import inference_client
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.client.streams import RequestStream
@@ -29,7 +28,7 @@ from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import EngineReply, EngineReplyPartial
-from rollout.coordinator.protocol.token_runs import TokenRun
+from rollout.requests.token_runs import TokenRun
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.wire import Message
 from tests.processes import PROCESSES

@@ -1,4 +1,4 @@
-"""A decoder without paging or batches, in float64: what each position's KV and logits are.
+"""DenseModel: a decoder without paging and batches, in float64, as a reference for KV and logits.
 
 Shape letters: C context positions, T new tokens, H heads, G KV heads, D head dim, E hidden size,
 V vocabulary.

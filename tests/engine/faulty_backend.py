@@ -1,4 +1,4 @@
-"""Backends whose parts fail: memory once at a chosen point, steps whenever they are told to."""
+"""Backends that fail: memory once at a chosen point, or steps on demand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.tiny_models import pool_gb, tiny_engine
 
 
 class InjectedFault(RuntimeError):
-    """What a fault raises."""
+    """Raised by an injected fault."""
 
 
 class Fuse:
-    """Blows at the named point, once, if armed. `passed` has the points that it was asked about."""
+    """Raises once at the armed point. `passed` has the points that calls went through."""
 
     def __init__(self) -> None:
         self.armed: str | None = None
@@ -33,7 +33,7 @@ class Fuse:
             raise InjectedFault(point)
 
     def around(self, point: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which may fail before or after its work."""
+        """Return the function so that it can fail before or after its work."""
 
         def call(*args: Any) -> Any:
             self.check(point)
@@ -45,7 +45,7 @@ class Fuse:
 
 
 class Wrapped:
-    """Delegates to `part`, save for the functions in `replaced`."""
+    """Delegates to `part`, except for the functions in `replaced`."""
 
     def __init__(self, part: Any, **replaced: Callable[..., Any]) -> None:
         self._part = part

@@ -1,5 +1,5 @@
-"""Random configs of small engines, and random inboxes of what they are asked: the same commands can
-be given to several engines.
+"""Random configs of small engines, and random sequences of commands that several engines can be
+given.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def random_config(rng: random.Random) -> dict[str, Any]:
 
 
 def random_inbox(rng: random.Random, tensors: Tensors, length: int = 8) -> list[Command]:
-    """Commands that depend on nothing but the engine they are given to."""
+    """Return random commands, which read nothing but the engine that they are applied to."""
     makers = (_add, _add, _steps, _steps, _abort, _suspend, _update)
     return [_add(rng, tensors), *(rng.choice(makers)(rng, tensors) for _ in range(length))]
 

@@ -1,4 +1,4 @@
-"""What the oracle knows of one request, and the comparison with the engine's document of it."""
+"""Known: the oracle's state of one request, and its comparison with the engine's document."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Known:
         return self.tokens[len(self.prompt) :]
 
     def copy(self) -> Known:
-        """What is known now, of which nothing changes when more becomes known."""
+        """Return a copy that later events do not change."""
         lists = ("tokens", "events", "kv", "scores_TV", "logprobs_TV", "policy")
         lists += ("context_min", "context_mean")
         return replace(self, **{name: list(getattr(self, name)) for name in lists})
@@ -119,7 +119,7 @@ def _check_logprobs(known: Known, request: DynamicInferenceRequest, tally: Count
 
 
 def _check_chosen(given: torch.Tensor, tokens: list[int], logprobs_TV: list[Array]) -> None:
-    """The log-prob of each token, as far as they are computed."""
+    """Check the log-prob of each token that is computed so far."""
     assert len(given) == len(logprobs_TV) == len(tokens)
     expected = [row_V[token] for row_V, token in zip(logprobs_TV, tokens, strict=True)]
     assert np.allclose(given.numpy(), expected, rtol=0, atol=TOLERANCE)
@@ -139,7 +139,7 @@ def _check_ranks(known: Known, request: DynamicInferenceRequest) -> None:
 
 
 def _check_places(given: list[int] | None, tokens: list[int], logprobs_TV: list[Array]) -> None:
-    """1 + how many are more likely; those within rounding may be on either side."""
+    """Check the rank of each token; tokens within rounding may count or not."""
     assert given is not None
     assert len(given) == len(tokens)
     for rank, token, row_V in zip(given, tokens, logprobs_TV, strict=True):
@@ -148,7 +148,7 @@ def _check_places(given: list[int] | None, tokens: list[int], logprobs_TV: list[
 
 
 def _check_top(given: list[dict[int, float]], logprobs_TV: list[Array], top_n: int) -> None:
-    """Each of the highest, best first; which of equals does not matter."""
+    """Check the most likely tokens, best first; equal ones may be exchanged."""
     assert len(given) == len(logprobs_TV)
     if not given:
         return

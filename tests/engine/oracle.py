@@ -1,6 +1,6 @@
-"""The list-based model of an engine: no blocks, no batches, every position's KV in a Python list.
+"""Oracle: a list-based model of an engine, without blocks and batches.
 
-It is told what was decided, and derives from that tokens, log-probs, versions, staleness, events.
+It gets the scheduler's decisions and derives tokens, log-probs, versions, staleness and events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.tiny_models import Logits, expected_logprobs, possible_tokens, sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the engine was made with. `max_paused_blocks` None: no bound."""
+    """Settings of the engine. `max_paused_blocks` None: no bound."""
 
     block_size: int
     num_blocks: int
@@ -108,15 +108,17 @@ class Oracle:
             self._end(known, "abort", ["ERROR_NONTRANSIENT", "FAIL"])
 
     def requeue_active(self) -> None:
-        """All that hold KV lose it and go back to the queue."""
+        """Requeue all requests with KV, which they lose."""
         self._requeue(known for known in self.unfinished() if known.phase != "waiting")
 
     def forget_unused(self, used_blocks: list[int]) -> None:
-        """The KV of all other blocks is gone."""
+        """Drop the KV of all other blocks."""
         self._contents = {b: c for b, c in self._contents.items() if b in used_blocks}
 
     def set_version(self, version: int, model: DenseModel | None) -> None:
-        """A committed update; None for one without tensors. KV that is too old now is given up."""
+        """Commit an update; `model` None: without tensors. Requests with KV that is too old are
+        requeued.
+        """
         self.models[version] = self.models[self.version] if model is None else model
         self.version = version
         if self.rules.max_age is not None:
@@ -128,7 +130,7 @@ class Oracle:
             )
 
     def abandon(self, decision: Decision, *, is_raised: bool) -> None:
-        """The forward pass failed: its requests start again. A raised error is none of theirs."""
+        """Requeue the requests of a failed forward pass. `is_raised`: they get no error event."""
         self._decide(decision)
         touched = {c.request_id for c in decision.chunks} | set(decision.sampled)
         plan = decision.schedule.plan
@@ -145,7 +147,7 @@ class Oracle:
     # ---- what the engine decides
 
     def draw(self, decision: Decision) -> list[tuple[Known, Logits]]:
-        """Do what was decided. Returns who samples, and from which logits, in order."""
+        """Apply a decision. Returns the requests that sample and their logits, in order."""
         self._decide(decision)
         plan = decision.schedule.plan
         if plan is None:
@@ -164,7 +166,7 @@ class Oracle:
         return [(self.known[i], logits[i]) for i in decision.sampled]
 
     def take(self, known: Known, logits_V: Logits, token: int) -> None:
-        """The engine sampled `token`; it must be the one that the logits and the seed give."""
+        """Append the engine's `token`, which must be the one that the logits and the seed give."""
         params, position = known.params, len(known.tokens)
         assert len(known.kv) == position
         self.tally["tokens"] += 1
@@ -197,7 +199,7 @@ class Oracle:
             self._end(known, "length", ["FINISH"])
 
     def _stop_word(self, known: Known) -> str | None:
-        """The stop word in the text so far that begins first."""
+        """Return the stop word that begins first in the generated text, or None."""
         if not known.params.stop_words:
             return None
         assert self.rules.tokenizer is not None
@@ -233,7 +235,8 @@ class Oracle:
             known.events.append("PAUSE")
 
     def _check_order(self, decision: Decision) -> None:
-        """Oldest first in, newest first out, and nobody comes in while others lack blocks."""
+        """Check the order: the oldest is admitted first, the newest preempted first, and no request
+        is admitted while others lack blocks."""
         if decision.is_alone:
             assert len(decision.chunks) == 1
             self.tally["steps of one request alone"] += 1

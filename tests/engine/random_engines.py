@@ -1,4 +1,4 @@
-"""Small engines and what they are asked: hypothesis strategies, and weights of their versions."""
+"""Hypothesis strategies of small engines and of their requests, and weights of each version."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def weights(index: int) -> tuple[Any, DenseModel]:
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    """What `EngineLife._add` cuts to what its engine and the prompt allow."""
+    """What `EngineMachine._add` cuts to what its engine and the prompt allow."""
     wants_scores = draw(st.integers(0, 5)) == 0
     limit = draw(st.sampled_from(("num_tokens_to_generate",) * 3 + ("num_tokens_total",)))
     return SamplingParams(
@@ -93,7 +93,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
-    """What an engine is made with; `num_blocks` and `num_paused_blocks` become sizes in GiB."""
+    """Configs of an engine; `num_blocks` and `num_paused_blocks` become sizes in GiB."""
     config: dict[str, Any] = {
         "num_blocks": draw(st.integers(4, 20)),
         "num_paused_blocks": draw(st.sampled_from((None, None, 0, 2, 5, 10, 10))),

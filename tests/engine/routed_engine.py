@@ -1,6 +1,6 @@
-"""An engine whose layers write, in place of experts, which token, position and pass a row is of.
+"""RoutedEngine: an engine whose layers write token, position and pass of a row in place of experts.
 
-So every row of a record says where it comes from, and a row of another request is found out.
+Each row of a record then says where it comes from, so a row of another request is detected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def model() -> Any:
 
 class RoutedEngine:
     """`sampled_in`: the passes that drew each request's tokens, in their order. `tokens`: of every
-    request that was handed out. `tally` counts what was compared.
+    returned request. `tally` counts comparisons.
     """
 
     def __init__(self, *, num_blocks: int, overlaps: bool, **config: Any) -> None:
@@ -115,7 +115,7 @@ class RoutedEngine:
         self._ended([self.engine.abort_request(request_id).merge()])
 
     def move(self, request_id: int) -> None:
-        """It leaves, and comes back as from another engine."""
+        """Abort a request and add its record again, as if it came from another engine."""
         packed = msgpack.packb(self.engine.get_record(request_id).serialize())
         self.abort(request_id)
         record = DynamicInferenceRequestRecord.deserialize(msgpack.unpackb(packed))
@@ -125,11 +125,11 @@ class RoutedEngine:
         return self.engine.request_ids()
 
     def has_ended(self, request_id: int) -> bool:
-        """Whether it only waits to be handed out."""
+        """Return whether the request has ended and its record was not returned yet."""
         return self.engine.get_record(request_id).current.finish_reason is not None
 
     def check_unfinished(self) -> None:
-        """What a caller may read of requests that go on."""
+        """Check the records of unfinished requests."""
         self.engine.check_integrity(may_be_in_flight=True)
         for request_id in self.unfinished():
             self.check(self.engine.get_record(request_id).merge())

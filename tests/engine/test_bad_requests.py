@@ -1,4 +1,6 @@
-"""Bad requests: one clear error each, and the other requests never notice."""
+"""Malformed and impossible requests get one clear error each, and other requests are not
+disturbed.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ MALFORMED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_request_raises_before_anything_is_queued(case: str) -> None:
+def test_add_request_with_a_malformed_request_raises_and_queues_nothing(case: str) -> None:
     prompt, changes, message = MALFORMED[case]
     engine = with_others()
     before = engine.stats()
@@ -139,7 +141,7 @@ def test_bad_sampling_params_name_field_and_value(params: dict[str, Any]) -> Non
         {"sampling_params": None},
     ],
 )
-def test_arguments_of_other_types_are_refused_and_leave_nothing_behind(
+def test_add_request_refuses_arguments_of_wrong_types(
     arguments: dict[str, Any],
 ) -> None:
     engine = with_others()
@@ -148,7 +150,7 @@ def test_arguments_of_other_types_are_refused_and_leave_nothing_behind(
     assert_others_unharmed(engine)
 
 
-def test_an_id_in_use_is_refused_until_its_request_was_handed_out() -> None:
+def test_a_request_id_in_use_is_refused_until_its_record_is_returned() -> None:
     engine = with_others()
     impossible = engine.add_request(prompt_of(MAX_LENGTH), GOOD, request_id=70)
     for request_id in (0, 1, impossible):
@@ -165,7 +167,7 @@ def test_an_id_in_use_is_refused_until_its_request_was_handed_out() -> None:
     assert engine.add_request([1], GOOD) == 71
 
 
-def test_ids_of_several_groups_are_those_of_all_samples_or_refused_before_any_is_queued() -> None:
+def test_add_groups_refuses_request_ids_that_do_not_fit_its_samples() -> None:
     engine = with_others()
     groups = [([1, 2], [GOOD] * 2), ([3], [GOOD])]
     bad: list[list[Any]] = [
@@ -188,7 +190,7 @@ def test_ids_of_several_groups_are_those_of_all_samples_or_refused_before_any_is
     assert_others_unharmed(engine)
 
 
-def test_one_bad_member_refuses_the_whole_group() -> None:
+def test_add_group_with_one_bad_sample_queues_none() -> None:
     engine = with_others()
     with pytest.raises(InvalidRequestError, match="num_tokens_total=1"):
         engine.add_group([1, 2], [GOOD, SamplingParams(num_tokens_total=1)])
@@ -211,7 +213,7 @@ IMPOSSIBLE: dict[str, tuple[int, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_an_impossible_request_comes_back_failed_from_the_next_step(case: str) -> None:
+def test_a_request_that_can_never_run_is_returned_failed_by_the_next_step(case: str) -> None:
     length, config, error_type, message = IMPOSSIBLE[case]
     engine = with_others(**config)
     request_id = engine.add_request(prompt_of(length), GOOD)
@@ -233,7 +235,7 @@ def test_an_impossible_request_comes_back_failed_from_the_next_step(case: str) -
     assert_others_unharmed(engine)
 
 
-def test_the_record_of_a_request_with_images_is_refused() -> None:
+def test_add_record_refuses_a_request_with_images() -> None:
     with_images = DynamicVLMInferenceRequest(
         request_id=70,
         prompt_tokens=torch.arange(4),
@@ -281,7 +283,9 @@ def test_a_prompt_that_just_fits_completes() -> None:
 
 
 @pytest.mark.parametrize("wanted", [{"num_tokens_to_generate": 90}, {"num_tokens_total": 101}])
-def test_more_tokens_than_fit_are_clamped_with_a_transient_event(wanted: dict[str, int]) -> None:
+def test_token_limits_beyond_the_engine_are_clamped_with_a_transient_event(
+    wanted: dict[str, int],
+) -> None:
     engine = tiny_engine(model(), num_blocks=12)
     params = SamplingParams(seed=1, **wanted)
     request_id = engine.add_request(prompt_of(11), params)
@@ -331,7 +335,7 @@ def test_the_callers_prompt_and_params_are_not_changed() -> None:
     assert params == SamplingParams(num_tokens_to_generate=90)
 
 
-def test_unknown_ids_are_refused_with_the_id() -> None:
+def test_abort_request_and_get_record_refuse_unknown_ids() -> None:
     engine = with_others()
     for act in (engine.abort_request, engine.get_record):
         with pytest.raises(EngineStateError, match="request 99"):

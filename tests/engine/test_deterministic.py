@@ -1,4 +1,4 @@
-"""deterministic=True: every schedule gives the same bits, tokens and log-probs alike."""
+"""`deterministic=True`: tokens and log-probs are bitwise equal under every schedule."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ REQUESTS = [
 
 
 def bits(request: DynamicInferenceRequest) -> tuple[list[int], bytes]:
-    """The tokens, and the log-probs to the last bit."""
+    """Return tokens, and log-probs as bits."""
     log_probs = np.array([*request.generated_log_probs], dtype=np.float64)
     return [*request.generated_tokens], log_probs.tobytes()
 
 
 @cache
 def alone(family: str, dtype: torch.dtype = torch.float32) -> list[tuple[list[int], bytes]]:
-    """Each request in an engine of its own."""
+    """Return the results of each request in an engine of its own."""
     found = []
     for prompt, sampling_params in REQUESTS:
         engine = tiny_engine(model_of(family).to(dtype), deterministic=True)

@@ -1,4 +1,4 @@
-"""The life log of a request, its times, its stops, and what a failed step leaves behind."""
+"""Events, times and stops of a request in an engine, and requests of a failed step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_ordered(request: DynamicInferenceRequest) -> None:
     assert request.event_add_engine is request.events[0]
 
 
-def test_an_undisturbed_request_logs_three_events_and_its_times() -> None:
+def test_events_of_an_undisturbed_request_are_three_and_have_its_times() -> None:
     engine = tiny_engine(model())
     before = time.time()
     engine.add_request(prompt_of(9), params())
@@ -62,7 +62,9 @@ def test_an_undisturbed_request_logs_three_events_and_its_times() -> None:
     assert before <= request.arrival_time == request.event_add_engine.timestamp
 
 
-def test_no_duration_follows_a_wall_clock_that_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_ttft_and_tpot_do_not_depend_on_the_wall_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = tiny_engine(model())
     engine.add_request(prompt_of(9), params())
     an_hour_ago = time.time() - 3600
@@ -73,7 +75,7 @@ def test_no_duration_follows_a_wall_clock_that_is_set_back(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("entered_s_ago", "least_s"), [(100.0, 100.0), (-100.0, 0.0)])
-def test_the_latency_of_a_request_begun_elsewhere_is_since_its_entry_there(
+def test_latency_of_a_request_of_another_engine_counts_from_its_first_entry(
     entered_s_ago: float, least_s: float
 ) -> None:
     """The other machine's clock may be ahead."""
@@ -93,7 +95,7 @@ def test_the_latency_of_a_request_begun_elsewhere_is_since_its_entry_there(
     assert least_s <= drain(engine)[0].latency < least_s + 100
 
 
-def test_a_record_that_was_asked_for_does_not_change_with_later_steps() -> None:
+def test_get_record_returns_a_copy_that_later_steps_do_not_change() -> None:
     engine = tiny_engine(model(), kv_cache_management_mode="recompute")
     engine.add_request(prompt_of(9), params(return_log_probs=True, skip_prompt_log_probs=False))
     for _ in range(3):
@@ -124,7 +126,7 @@ def test_add_context_comes_with_the_last_chunk_of_a_prompt() -> None:
         assert names(engine.get_record(0).merge()) == expected
 
 
-def test_the_rest_of_a_prompt_shrinks_with_each_chunk_also_again_after_a_suspend() -> None:
+def test_remaining_prompt_length_shrinks_with_each_chunk_and_restarts_after_a_suspend() -> None:
     engine = tiny_engine(model(), enable_chunked_prefill=True, max_tokens=4)
     engine.add_request(prompt_of(10), params())
 
@@ -142,7 +144,7 @@ def test_the_rest_of_a_prompt_shrinks_with_each_chunk_also_again_after_a_suspend
     assert [left(), left(), left(), left()] == [6, 2, 0, 0]
 
 
-def test_a_record_read_from_a_running_engine_is_a_copy_with_lists() -> None:
+def test_get_record_of_a_running_request_has_lists_of_its_own() -> None:
     engine = tiny_engine(model(), kv_cache_management_mode="recompute", enable_prefix_caching=True)
     wanted = params(return_log_probs=True, top_n_logprobs=2)
     engine.add_request(prompt_of(9), wanted)
@@ -192,7 +194,7 @@ def test_statuses_follow_the_request() -> None:
     assert len(seen) == 3
 
 
-def test_pauses_and_evictions_are_logged_in_order() -> None:
+def test_pause_and_evict_events_are_logged_in_order() -> None:
     engine = tiny_engine(
         model(),
         num_blocks=8,
@@ -215,7 +217,7 @@ def test_pauses_and_evictions_are_logged_in_order() -> None:
         assert request.ttft == request.tpot[0]
 
 
-def test_suspend_adds_no_second_add_engine_and_keeps_the_first_tokens_time() -> None:
+def test_suspend_adds_no_second_add_engine_event_and_keeps_ttft() -> None:
     engine = tiny_engine(model(), kv_cache_management_mode="recompute")
     engine.add_request(prompt_of(9), params())
     engine.step()
@@ -254,7 +256,7 @@ def test_the_termination_id_stops_and_is_part_of_the_tokens() -> None:
         assert (request.generated_tokens, request.finish_reason) == (tokens, "length")
 
 
-def test_the_models_own_end_ids_stop_unless_another_is_named() -> None:
+def test_the_models_end_ids_stop_unless_termination_id_is_set() -> None:
     tokens = free_run()
     ends = sorted({tokens[5], tokens[9]})
     ending = tiny_model(seed=6, eos_token_id=ends)
@@ -265,7 +267,7 @@ def test_the_models_own_end_ids_stop_unless_another_is_named() -> None:
     assert (stopped.finish_reason, other.finish_reason) == ("stop", "length")
 
 
-def test_a_stop_token_id_stops_also_where_end_ids_are_ignored() -> None:
+def test_stop_token_ids_stop_also_with_ignore_eos() -> None:
     tokens = free_run()
     changes = {"stop_token_ids": [tokens[5]], "termination_id": tokens[2]}
     jobs = [(prompt_of(9), params(40, ignore_eos=ignores, **changes)) for ignores in (True, False)]
@@ -277,7 +279,7 @@ def test_a_stop_token_id_stops_also_where_end_ids_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"termination_id": 7}, {"stop_token_ids": [3, 7]}])
-def test_no_end_is_drawn_before_min_tokens(changes: dict[str, Any]) -> None:
+def test_no_end_token_is_sampled_before_min_tokens(changes: dict[str, Any]) -> None:
     """Token 7 would always be drawn; checkpoints between do not begin to count anew."""
     wants = params(40, min_tokens=9, logit_bias={7: 100.0}, **changes)
     engine = tiny_engine(model(), kv_cache_management_mode="recompute")
@@ -318,7 +320,7 @@ def lettered(**config: Any) -> DynamicInferenceEngine:
     )
 
 
-def test_a_stop_word_of_several_tokens_stops_across_a_checkpoint() -> None:
+def test_stop_words_of_several_tokens_stop_across_a_checkpoint() -> None:
     tokens = free_run()
     word = LetterTokenizer().decode(tokens[10:13])
     engine = lettered(kv_cache_management_mode="recompute")
@@ -334,7 +336,7 @@ def test_a_stop_word_of_several_tokens_stops_across_a_checkpoint() -> None:
     assert request.finish_reason == "stop"
 
 
-def test_a_request_begun_elsewhere_stops_at_words_as_this_tokenizer_encodes_them() -> None:
+def test_add_record_encodes_stop_words_with_this_engines_tokenizer() -> None:
     tokens = free_run()
     word = LetterTokenizer().decode(tokens[10:13])
     begun = DynamicInferenceRequest(
@@ -361,7 +363,7 @@ class ForeignTokenizer(LetterTokenizer):
         return [210] * len(text)
 
 
-def test_a_stop_string_stops_across_an_engine_that_took_the_request_over() -> None:
+def test_stop_words_found_as_text_stop_across_a_move_to_another_engine() -> None:
     tokens = free_run()
     word = ForeignTokenizer().decode(tokens[10:14])
     config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 100))
@@ -379,7 +381,7 @@ def test_a_stop_string_stops_across_an_engine_that_took_the_request_over() -> No
         assert request.finish_reason == "stop"
 
 
-def test_a_text_that_cannot_be_made_fails_the_request_that_looks_for_stop_words_in_it() -> None:
+def test_a_tokenizer_error_fails_only_the_request_with_stop_words() -> None:
     tokens = free_run()
 
     class Faulty(LetterTokenizer):
@@ -479,7 +481,7 @@ class FullDisk:
             raise OSError("disk full")
 
 
-def test_no_record_is_lost_when_the_metrics_writer_fails() -> None:
+def test_no_record_is_lost_if_the_metrics_writer_raises() -> None:
     engine = tiny_engine(model(), metrics_writer=FullDisk(at_row=3), logging_step_interval=1)
     engine.add_request(prompt_of(9), params(3))
     engine.add_request(prompt_of(9), params(6))
@@ -488,7 +490,7 @@ def test_no_record_is_lost_when_the_metrics_writer_fails() -> None:
     assert engine.stats().num_finished == 2
 
 
-def test_top_log_probs_of_a_copy_are_its_own() -> None:
+def test_get_record_copies_top_n_logprobs() -> None:
     engine = tiny_engine(model())
     engine.add_request(prompt_of(5), params(4, top_n_logprobs=2))
     engine.step()

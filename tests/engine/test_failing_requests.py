@@ -1,4 +1,4 @@
-"""A request whose forward passes raise ends by its error, and takes nobody with it."""
+"""A request whose forward passes raise ends with its error; all other requests go on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def undisturbed() -> list[list[int]]:
 
 
 def engine_failing(fails: Callable[[Any], bool], **config: Any) -> DynamicInferenceEngine:
-    """Its model raises in each forward pass of whose batch `fails` is true."""
+    """Return an engine whose model raises in each forward pass for whose batch `fails` is true."""
 
     def forward(batch: Any) -> None:
         if fails(batch):
@@ -80,7 +80,7 @@ def assert_unharmed(finished: Finished, ids: list[int]) -> None:
     assert [finished[i].generated_tokens for i in ids] == undisturbed()
 
 
-def test_a_request_that_fails_every_step_is_failed_and_its_neighbours_lose_nothing() -> None:
+def test_a_request_whose_steps_fail_ends_with_the_error_and_others_go_on() -> None:
     engine = engine_failing(is_poisoned)
     healthy = add_healthy(engine)
     culprit = engine.add_request([4, POISON, 5], params(6))
@@ -95,7 +95,7 @@ def test_a_request_that_fails_every_step_is_failed_and_its_neighbours_lose_nothi
     assert (stats.num_failed_steps, stats.num_blocks_used) == (3, 0)
 
 
-def test_a_failing_step_keeps_no_tensors_alive_in_the_events_it_leaves() -> None:
+def test_error_events_of_a_failed_step_keep_no_tensors_alive() -> None:
     engine = engine_failing(is_poisoned)
     culprit = engine.add_request([4, POISON, 5], params(6))
     finished = drain(engine, MAX_STEPS)
@@ -103,7 +103,7 @@ def test_a_failing_step_keeps_no_tensors_alive_in_the_events_it_leaves() -> None
     assert [error.__traceback__ for error in errors] == [None, None]
 
 
-def test_all_samples_of_a_prompt_that_fails_are_failed_and_others_of_a_group_go_on() -> None:
+def test_all_samples_of_a_failing_prompt_end_and_other_groups_go_on() -> None:
     engine = engine_failing(is_poisoned)
     healthy = add_healthy(engine)
     culprits = engine.add_group([POISON, 7], [params(6, seed=i) for i in range(4)])
@@ -115,7 +115,7 @@ def test_all_samples_of_a_prompt_that_fails_are_failed_and_others_of_a_group_go_
     assert [finished[i].generated_tokens for i in group] == [undisturbed()[0]] * 3
 
 
-def test_a_request_is_found_whose_first_chunk_passes() -> None:
+def test_a_request_whose_second_chunk_fails_is_found() -> None:
     engine = engine_failing(is_poisoned, enable_chunked_prefill=True, max_tokens=16)
     culprit = engine.add_request([5] * 30 + [POISON], params(6))
     healthy = add_healthy(engine)
@@ -124,7 +124,7 @@ def test_a_request_is_found_whose_first_chunk_passes() -> None:
     assert_unharmed(finished, healthy)
 
 
-def test_a_request_is_found_whose_prefill_passes_and_whose_decode_steps_fail() -> None:
+def test_a_request_whose_decode_steps_fail_is_found() -> None:
     def decodes_far(batch: Any) -> bool:
         return bool((batch.context_lens[: batch.num_decode_rows] >= 35).any())
 
@@ -137,13 +137,13 @@ def test_a_request_is_found_whose_prefill_passes_and_whose_decode_steps_fail() -
     assert_unharmed(finished, healthy)
 
 
-def test_a_batch_that_fails_only_as_a_whole_fails_nobody() -> None:
+def test_a_step_that_fails_only_as_a_whole_batch_ends_no_request() -> None:
     engine = engine_failing(lambda batch: len(batch.context_lens) > 2)
     healthy = add_healthy(engine)
     assert_unharmed(drain(engine, MAX_STEPS), healthy)
 
 
-def test_an_abort_of_the_request_that_runs_alone_lets_the_others_go_on() -> None:
+def test_abort_request_of_the_suspect_that_runs_alone_lets_others_go_on() -> None:
     engine = engine_failing(is_poisoned)
     culprit = engine.add_request([4, POISON, 5], params(6))
     healthy = add_healthy(engine)
@@ -154,7 +154,7 @@ def test_an_abort_of_the_request_that_runs_alone_lets_the_others_go_on() -> None
     assert engine.stats().num_failed_steps == 2
 
 
-def test_a_device_that_fails_every_step_ends_no_request_and_raises() -> None:
+def test_step_raises_and_ends_no_request_if_every_step_fails() -> None:
     is_broken = True
     engine = engine_failing(lambda _: is_broken)
     healthy = add_healthy(engine)
@@ -168,7 +168,7 @@ def test_a_device_that_fails_every_step_ends_no_request_and_raises() -> None:
     assert_unharmed(drain(engine, MAX_STEPS), healthy)
 
 
-def test_a_pause_goes_on_where_what_was_on_its_way_fails() -> None:
+def test_pause_succeeds_if_the_step_in_flight_fails() -> None:
     engine = engine_failing(is_poisoned)
     culprit = engine.add_request([4, POISON, 5], params(6))
     engine.step()
@@ -179,7 +179,7 @@ def test_a_pause_goes_on_where_what_was_on_its_way_fails() -> None:
     assert_failed(drain(engine, MAX_STEPS)[culprit])
 
 
-def test_an_interrupt_is_no_requests_fault() -> None:
+def test_an_interrupt_in_a_step_fails_no_request() -> None:
     interrupts = [KeyboardInterrupt()]
 
     def forward(_: Any) -> None:

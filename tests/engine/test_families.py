@@ -53,7 +53,7 @@ def model_of(family: str, seed: int = 0) -> Any:
 
 
 def chunking_engine(family: str, **config: Any) -> InspectedEngine:
-    """Chunks of at most 24 tokens, in steps with decode rows, and a prefix cache."""
+    """Return an engine with chunks of at most 24 tokens and a prefix cache."""
     fields = {"max_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": True}
     fields |= {"prefix_caching_eviction_policy": "lru", "max_sequence_length": 128} | config
     return tiny_engine(model_of(family), **fields)
@@ -80,7 +80,7 @@ def assert_like_the_trainer(model: Any, requests: list[DynamicInferenceRequest])
 
 
 def assert_logprobs(model: Any, request: DynamicInferenceRequest) -> None:
-    """Of the prompt's tokens but the first, if they were asked for, and of the generated ones."""
+    """Check the log-probs of generated tokens and, if requested, of the prompt."""
     tokens = tokens_of(request)
     logits_TV = full_logits(model, tokens[:-1])
     params = SamplingParams()

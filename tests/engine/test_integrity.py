@@ -1,4 +1,4 @@
-"""check_integrity finds every kind of contradiction between the parts of an engine."""
+"""`check_integrity` finds every kind of contradiction between the parts of an engine."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _add_policy_version(engine: InspectedEngine) -> None:
 
 
 def _lose_log_prob(engine: InspectedEngine) -> None:
-    record(engine).log_probs.pop()
+    record(engine).requested["log_probs"].pop()
 
 
 def _count_entry(engine: InspectedEngine) -> None:
@@ -228,7 +228,7 @@ def test_check_integrity_lists_all_violations_at_once() -> None:
         engine.check_integrity()
 
 
-def test_check_integrity_wants_no_step_in_flight_unless_told() -> None:
+def test_check_integrity_reports_a_step_in_flight_unless_may_be_in_flight() -> None:
     engine = busy_engine(change_backend=running_ahead)
     assert engine.num_steps_in_flight
     engine.check_integrity(may_be_in_flight=True)

@@ -1,6 +1,6 @@
-"""Exceptions that arrive within a call of an engine: of a signal, and of another thread.
+"""Exceptions that arrive within a call of an engine, from a signal handler or another thread.
 
-They are placed at a random line that a call runs in the package, by a trace function.
+A trace function raises them at a random line that the call runs in the package.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add(engine: DynamicInferenceEngine) -> None:
 
 
 def new_engine() -> DynamicInferenceEngine:
-    """Too few blocks for all: requests are preempted, and share prefixes."""
+    """Return an engine with too few blocks: requests are preempted, and share prefixes."""
     return tiny_engine(tiny_model(seed=3), num_blocks=12, enable_prefix_caching=True)
 
 
@@ -121,7 +121,7 @@ def raises(error: type[BaseException]) -> Callable[[], None]:
     """Return a function that raises `error`, as if another thread raised it at this line."""
 
     def act() -> None:
-        raise error("from elsewhere")
+        raise error("from another thread")
 
     return act
 
@@ -168,7 +168,7 @@ def interrupted_at(line: int, act: Callable[[], None]) -> tuple[DynamicInference
 
 
 def assert_broken_for_good(engine: DynamicInferenceEngine, fault: EngineStateError) -> None:
-    """One error for each further call, and no memory is left after the end."""
+    """Check that each further call raises, and that shutdown releases all memory."""
     assert "halfway" in str(fault)
     assert "create a new engine" in str(fault)
     params = SamplingParams(num_tokens_to_generate=1)
@@ -181,7 +181,7 @@ def assert_broken_for_good(engine: DynamicInferenceEngine, fault: EngineStateErr
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_within_a_call_changes_no_token_or_breaks_the_engine_by_name(
+def test_an_exception_within_a_call_changes_no_token_or_breaks_the_engine(
     kind: str, expected: dict[int, list[int]], num_lines: int
 ) -> None:
     chooser, outcomes = random.Random(run_seed()), {"whole": 0, "broken": 0}
@@ -236,7 +236,7 @@ def test_a_signal_at_any_line_of_a_guard_leaves_it_free() -> None:
         enter(guard)
 
 
-def test_a_second_thread_is_refused_by_name_and_the_first_ones_requests_end(
+def test_a_call_of_a_second_thread_is_refused_and_names_the_first(
     expected: dict[int, list[int]],
 ) -> None:
     engine = new_engine()
@@ -270,7 +270,7 @@ def test_a_second_thread_is_refused_by_name_and_the_first_ones_requests_end(
     assert tokens_of(finished) == expected
 
 
-def test_at_the_end_of_the_process_a_call_ends_and_no_other_thread_gets_in() -> None:
+def test_block_at_exit_waits_for_the_running_call_and_blocks_other_threads() -> None:
     """A daemon thread that computed while the interpreter is torn down would abort the process."""
     guard = CallGuard()
     inside, may_end, is_out, got_in = (threading.Event() for _ in range(4))
@@ -285,7 +285,7 @@ def test_at_the_end_of_the_process_a_call_ends_and_no_other_thread_gets_in() -> 
 
     threading.Thread(target=call_for_ever, daemon=True).start()
     assert inside.wait(60)
-    held = threading.Thread(target=guard.hold_at_exit)
+    held = threading.Thread(target=guard.block_at_exit)
     held.start()
     while guard._ends_process is None:
         time.sleep(0.001)
@@ -297,7 +297,9 @@ def test_at_the_end_of_the_process_a_call_ends_and_no_other_thread_gets_in() -> 
     assert not got_in.is_set()
 
 
-def test_collect_keeps_what_has_ended_when_a_signal_comes(expected: dict[int, list[int]]) -> None:
+def test_collect_keeps_ended_requests_if_a_signal_handler_raises(
+    expected: dict[int, list[int]],
+) -> None:
     """At any line of it, also between a step and the list of finished groups."""
     chooser = random.Random(run_seed())
     for _ in range(COUNT // 4):

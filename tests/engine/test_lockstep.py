@@ -1,4 +1,4 @@
-"""Two engines fed one inbox make the same plans: nothing but the inbox and the tokens decides."""
+"""Two engines that get the same commands make the same plans."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def params_of(sampler: str, mode: str, **changes: Any) -> SamplingParams:
 
 
 def sampled_batch(model: Any, **changes: Any) -> list[DynamicInferenceRequest]:
-    """Every sampler in every mode, in one batch."""
+    """Return requests with every sampler in every mode, for one batch."""
     pairs = [(sampler, mode) for sampler in SAMPLERS for mode in MODES]
     requests = [
         (prompt_of(3 + 7 * i, seed=i), params_of(*pair, seed=i, **changes))

@@ -1,4 +1,4 @@
-"""What an engine has done is reported done, whatever its metrics_writer raises."""
+"""Exceptions of a metrics_writer do not change what an engine reports as done."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Broken:
         self.log({})
 
 
-def test_a_writer_that_raises_undoes_nothing_and_is_logged_once(
+def test_an_exception_of_metrics_writer_undoes_nothing_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, writer = tiny_model(), Broken()
@@ -65,7 +65,7 @@ def test_a_writer_that_raises_undoes_nothing_and_is_logged_once(
     assert faults[0].exc_info is not None
 
 
-def test_an_interrupt_in_a_writer_is_no_fault_of_it() -> None:
+def test_an_interrupt_in_metrics_writer_is_raised() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -73,7 +73,7 @@ def test_an_interrupt_in_a_writer_is_no_fault_of_it() -> None:
         ObserverGuard("the writer").call(interrupted)
 
 
-def test_the_other_sinks_of_a_metrics_logger_get_what_one_refuses(
+def test_metrics_logger_writes_to_other_sinks_if_one_raises(
     tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Greedy tokens against transformers' own generate, every head layout, all lengths in one batch."""
+"""Greedy tokens equal those of transformers' generate, for every head layout and mixed lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests say of the prefix cache, and what keeps them apart in it."""
+"""`num_cached_tokens` of requests, and what keeps requests apart in the prefix cache."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def engine_with_cache(of: Any = None, **config: Any) -> Any:
 
 
 def num_cached(engine: Any, n: int = 1, **fields: Any) -> list[int | None]:
-    """Of each of n samples."""
+    """Return `num_cached_tokens` of each of n samples."""
     params = SamplingParams(num_tokens_to_generate=2, seed=4, **fields)
     engine.add_group(PROMPT, [params] * n)
     return [request.num_cached_tokens for request in drain(engine).values()]
 
 
-def test_a_request_knows_how_much_of_its_prompt_was_cached() -> None:
+def test_num_cached_tokens_counts_prompt_tokens_from_the_prefix_cache() -> None:
     engine = engine_with_cache()
     assert num_cached(engine) == [0]
     assert num_cached(engine, n=3) == [16, 16, 16]
 
 
-def test_samples_that_share_a_prefill_found_nothing_in_the_cache() -> None:
+def test_num_cached_tokens_of_forked_samples_is_that_of_their_prefill() -> None:
     assert num_cached(engine_with_cache(), n=3) == [0, 0, 0]
 
 
-def test_a_request_that_never_ran_does_not_know() -> None:
+def test_num_cached_tokens_is_none_before_the_prefill() -> None:
     engine = engine_with_cache()
     request_id = engine.add_request(PROMPT, SamplingParams(num_tokens_to_generate=2))
     assert engine.abort_request(request_id).merge().num_cached_tokens is None
 
 
 @pytest.mark.parametrize("across_versions", [False, True])
-def test_requests_of_other_salts_share_no_prefix(across_versions: bool) -> None:
+def test_requests_with_different_cache_salts_share_no_prefix(across_versions: bool) -> None:
     engine = engine_with_cache(prefix_reuse_across_versions=across_versions)
     salts = [None, "one", "two", None, "one", "two"]
     found = [num_cached(engine, cache_salt=salt) for salt in salts]
@@ -62,7 +62,7 @@ def test_requests_of_other_salts_share_no_prefix(across_versions: bool) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", 3])
-def test_a_salt_is_a_text(salt: Any) -> None:
+def test_cache_salt_must_be_a_text(salt: Any) -> None:
     with pytest.raises(InvalidRequestError, match="cache_salt"):
         SamplingParams(cache_salt=salt)
 
@@ -82,7 +82,7 @@ def fails_under_bad_weights(engine: Any) -> None:
 
 
 def leaves_after_its_first_chunk(engine: Any) -> None:
-    """Nothing is sampled, so nobody has seen the logits."""
+    """Nothing is sampled, so no check has seen the logits."""
     request_id = engine.add_request(PROMPT, SamplingParams(num_tokens_to_generate=2))
     engine.step()
     engine.abort_request(request_id)

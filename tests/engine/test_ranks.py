@@ -1,4 +1,4 @@
-"""Ranks of an engine in processes of their own give the results of one process."""
+"""An engine of several rank processes gives the results of one process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_two_ranks_equal_one_over_random_schedules(number: int) -> None:
             )
 
 
-def test_num_blocks_is_that_of_the_rank_with_the_least_room(
+def test_num_blocks_is_limited_by_the_rank_with_the_least_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def with_more_room(*arguments: Any) -> LoadedModel:
@@ -263,7 +263,7 @@ def test_a_rank_that_draws_other_tokens_ends_the_engine() -> None:
             drain(engine)
 
 
-def test_update_weights_that_one_rank_refuses_changes_none() -> None:
+def test_update_weights_refused_by_one_rank_changes_no_rank() -> None:
     with engine_of(model_of(0, 0)) as engine:
         before = engine.weights_checksum()
         change_command(
@@ -280,7 +280,7 @@ def test_update_weights_that_one_rank_refuses_changes_none() -> None:
         assert engine.weights_checksum() != before
 
 
-def test_commit_weights_that_fails_on_another_rank_is_undone_on_all() -> None:
+def test_commit_weights_that_fails_on_another_rank_is_rolled_back_on_all() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()
@@ -301,7 +301,7 @@ def test_commit_weights_that_fails_on_another_rank_is_undone_on_all() -> None:
         assert len(drain(engine)) == 3
 
 
-def test_commit_weights_that_fails_on_rank_0_is_undone_on_all(
+def test_commit_weights_that_fails_on_rank_0_is_rolled_back_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine_of(model_of(0, 0)) as engine:
@@ -323,7 +323,7 @@ def test_commit_weights_that_fails_on_rank_0_is_undone_on_all(
 # ---- a rank that is lost
 
 
-def test_a_rank_that_is_killed_ends_the_engine_by_name_and_loses_no_request() -> None:
+def test_a_killed_rank_ends_the_engine_and_no_request_is_lost() -> None:
     with engine_of(model_of(0, 0)) as engine:
         add_requests(engine)
         engine.step()

@@ -45,7 +45,7 @@ def reasons(stats: EngineStats) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("num_blocks", [8, 512])
-def test_totals_are_those_of_the_requests_whether_or_not_they_were_evicted(num_blocks: int) -> None:
+def test_request_totals_do_not_depend_on_evictions(num_blocks: int) -> None:
     crowd: dict[str, Any] = {"schedule_conservativeness": 0.0, "paused_buffer_size_gb": 0.0}
     engine = tiny_engine(tiny_model(), num_blocks=num_blocks, **crowd)
     for i in range(4):
@@ -68,7 +68,7 @@ def test_totals_are_those_of_the_requests_whether_or_not_they_were_evicted(num_b
     assert stats.request_seconds == pytest.approx(sum(record.latency for record in records))
 
 
-def test_a_request_from_another_engine_has_its_first_token_there() -> None:
+def test_a_request_from_another_engine_counts_no_first_token() -> None:
     first, second = (tiny_engine(tiny_model()) for _ in range(2))
     request_id = first.add_request(prompt_of(9), params(6))
     run(first, num_steps=3)
@@ -87,7 +87,7 @@ def test_a_request_from_another_engine_has_its_first_token_there() -> None:
     assert sum(stats.token_latency) == 6 - num_before - 1, "the gap between engines is not known"
 
 
-def test_requests_beyond_the_rows_are_without_room() -> None:
+def test_num_without_room_counts_requests_beyond_the_rows() -> None:
     engine = tiny_engine(tiny_model(), max_requests=2)
     for i in range(5):
         engine.add_request(prompt_of(4, seed=i), params(3))
@@ -100,7 +100,7 @@ def test_requests_beyond_the_rows_are_without_room() -> None:
     assert engine.stats().num_without_room == 0
 
 
-def test_samples_that_wait_for_their_prompt_are_not_without_room() -> None:
+def test_num_without_room_excludes_samples_that_wait_for_their_prompt() -> None:
     engine = tiny_engine(tiny_model(), max_tokens=8, enable_chunked_prefill=True)
     engine.add_group(prompt_of(20), [params(2)] * 4)
     engine.step()

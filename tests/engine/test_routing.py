@@ -1,4 +1,4 @@
-"""What an engine records of a mixture is what its model's own routers choose.
+"""Recorded `routing_indices` are the choices of the model's own routers.
 
 Shape letters: B rows, T positions, L layers with experts, K experts of a token.
 """
@@ -59,7 +59,9 @@ def assert_is_of_model(model: Any, requests: Sequence[DynamicInferenceRequest]) 
     ],
     ids=["whole", "in chunks, running ahead", "evictions and prefix hits"],
 )
-def test_rows_are_what_the_trainers_routers_choose(family: str, config: dict[str, Any]) -> None:
+def test_routing_indices_are_the_choices_of_the_trainers_routers(
+    family: str, config: dict[str, Any]
+) -> None:
     model = tiny_mixture(family)
     jobs = [(prompt_of(length)[:length], PARAMS) for length in (1, 7, 30, 45)]
     jobs += [([*prompt_of(30), 5], PARAMS), (prompt_of(30), PARAMS)]
@@ -71,7 +73,7 @@ def test_rows_are_what_the_trainers_routers_choose(family: str, config: dict[str
         assert engine.stats().num_prefix_hit_tokens > 0
 
 
-def test_samples_of_a_group_have_the_rows_of_their_prompt() -> None:
+def test_routing_indices_of_a_group_share_the_rows_of_the_prompt() -> None:
     model = tiny_mixture()
     engine = tiny_engine(model, record_routing=True)
     params = [SamplingParams(num_tokens_to_generate=9, seed=i) for i in range(4)]
@@ -83,7 +85,7 @@ def test_samples_of_a_group_have_the_rows_of_their_prompt() -> None:
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_a_new_policy_does_not_rewrite_the_rows_of_the_old_one(mode: str) -> None:
+def test_routing_indices_of_old_tokens_stay_after_an_update(mode: str) -> None:
     """Rows of tokens sampled before an update are those of the weights that sampled them."""
     old, new = tiny_mixture(), tiny_mixture()
     perturb_routers(new, 1.0)
@@ -108,7 +110,7 @@ def test_a_new_policy_does_not_rewrite_the_rows_of_the_old_one(mode: str) -> Non
         assert torch.equal(as_sets(request.routing_indices[20:]), by_new[20:])
 
 
-def test_a_request_that_goes_on_has_the_rows_so_far_and_an_aborted_one_keeps_them() -> None:
+def test_routing_indices_of_running_and_aborted_requests_are_returned() -> None:
     model = tiny_mixture()
     engine = tiny_engine(model, record_routing=True, max_tokens=8)
     request_id = engine.add_request(prompt_of(20), PARAMS)
@@ -148,12 +150,12 @@ def test_routing_survives_the_wire() -> None:
         assert torch.equal(restored.merge().routing_indices, routing)
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
+def test_routing_indices_are_none_without_record_routing() -> None:
     (request,) = generate_all(tiny_engine(tiny_mixture()), [(prompt_of(5), PARAMS)])
     assert request.routing_indices is None
 
 
-def test_the_hosts_memory_for_rows_is_reported() -> None:
+def test_stats_report_routing_bytes() -> None:
     engine = tiny_engine(tiny_mixture(), record_routing=True)
     num_slots = (engine.build.sizes.num_blocks + 1) * engine.build.sizes.block_size
     num_bytes = num_slots * 2 * 2  # a byte for each layer and expert of a token
@@ -161,14 +163,14 @@ def test_the_hosts_memory_for_rows_is_reported() -> None:
     assert tiny_engine(tiny_mixture()).stats().routing_bytes == 0
 
 
-def test_recording_changes_no_token() -> None:
+def test_record_routing_changes_no_token() -> None:
     model, jobs = tiny_mixture(), [(prompt_of(length), PARAMS) for length in (5, 20, 33)]
     plain = generate_all(tiny_engine(model), jobs)
     recorded = generate_all(tiny_engine(model, record_routing=True), jobs)
     assert [r.generated_tokens for r in recorded] == [r.generated_tokens for r in plain]
 
 
-def test_a_dense_model_has_nothing_to_record() -> None:
+def test_record_routing_is_refused_for_a_dense_model() -> None:
     with pytest.raises(ConfigError, match="record_routing=True with a 'qwen3' model without exp"):
         tiny_engine(tiny_model("qwen3"), record_routing=True)
 

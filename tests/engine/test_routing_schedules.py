@@ -1,4 +1,4 @@
-"""However requests are scheduled, row p of a routing is of the pass that computed position p first.
+"""Under every schedule, row p of `routing_indices` is of the first pass that computed position p.
 
 Shape letters are those of `rollout.blocks.routing_record`.
 """
@@ -48,7 +48,7 @@ def random_config(chooser: random.Random) -> dict[str, Any]:
 
 
 class Schedule:
-    """One engine, and the random things that happen to it."""
+    """One engine, and random operations on it."""
 
     def __init__(self, seed: int) -> None:
         self.chooser = random.Random(seed)
@@ -122,7 +122,9 @@ class Schedule:
         self.tally["failed steps"] += self.engine.stats().num_failed_steps - num_failed
 
 
-def test_rows_are_right_under_random_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+def test_routing_indices_are_right_under_random_schedules(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tally: Counter[str] = Counter()
     for index in range(NUM_SCHEDULES):
         tally += Schedule(run_seed() + index).run()

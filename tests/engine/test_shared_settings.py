@@ -1,5 +1,5 @@
-"""Which settings all engines of a fleet must have alike: each field is compared, or named as one in
-which engines may differ.
+"""shared_settings: every field of a config or model is compared, or listed as one that may
+differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 
 from rollout import InferenceConfig
 from rollout.engine.shared_settings import (
-    OWN_CONFIG_FIELDS,
     OWN_MODEL_FIELDS,
     SHARED_CONFIG_FIELDS,
     shared_settings,
@@ -26,6 +25,24 @@ from rollout.models.spec import ModelSpec
 from tests.family_cases import FAMILY_CASES, family_model
 from tests.tiny_models import tiny_engine, tiny_model
 
+# Fields of InferenceConfig that are not compared: memory, speed, devices and reports.
+OWN_CONFIG_FIELDS = (
+    "max_sequence_length",  # compared as the engine has it: the model or the pool may allow less
+    "dtype",  # compared as the model's
+    *("block_size_tokens", "buffer_size_gb", "paused_buffer_size_gb", "static_kv_memory_pointers"),
+    *("memory_kind", "unified_memory_level", "max_requests", "schedule_conservativeness"),
+    "max_tokens",  # compared where it bounds prompts, which are not cut into chunks then
+    "seed",  # clients name seeds
+    *("enable_prefix_caching", "prefix_caching_eviction_policy"),
+    "prefix_caching_coordinator_policy",  # the coordinator's
+    *("device", "num_threads", "num_cuda_graphs"),
+    *("cuda_graph_mixed_prefill_count", "use_cuda_graphs_for_non_decode_steps"),
+    *("use_flashinfer_fused_rope", "tensor_parallel_size", "tensor_parallel_timeout_s"),
+    *("tensor_parallel_start_timeout_s", "pg_collection"),
+    *("mamba_memory_ratio", "mamba_inference_state_config"),
+    "reject_non_finite_weights",  # an update that one engine refuses is taken by none
+    *("metrics_writer", "logging_step_interval", "request_metadata_types"),
+)
 DIMS = LatentDims(
     q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
 )
@@ -38,7 +55,7 @@ def spec() -> ModelSpec:
 
 
 def changed(of: Any, name: str, value: Any) -> Any:
-    """A copy with another value, which need not be a legal one."""
+    """Return a copy with another value, legal or not."""
     other = copy(of)
     object.__setattr__(other, name, value)
     return other
@@ -67,7 +84,7 @@ def test_a_config_field_is_compared_if_replies_depend_on_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ModelSpec)])
-def test_each_number_of_a_model_is_compared(name: str) -> None:
+def test_each_field_of_a_model_spec_is_compared(name: str) -> None:
     value, own = getattr(spec(), name), settings(spec())
     if is_dataclass(value) and name not in OWN_MODEL_FIELDS:
         for part in fields(value):
@@ -101,7 +118,7 @@ def test_max_tokens_is_compared_where_it_bounds_prompts() -> None:
         assert names_that_differ(*pair) == expected
 
 
-def test_what_the_engine_applies_is_compared_and_fits_the_wire() -> None:
+def test_shared_settings_have_the_values_that_the_engine_applies() -> None:
     engine = tiny_engine(tiny_model(), max_sequence_length=48)
     assert engine.shared_settings["max_sequence_length"] == "48"
     many = settings(changed(spec(), "windows", (4096, None) * 500))

@@ -1,4 +1,4 @@
-"""The whole state space: every command in every reachable state, and every failure inside one."""
+"""Every command in every reachable state of an engine, and every failure inside a command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny_models import IS_LONG, Finished, prompt_of, tiny_model
 PARAMS = SamplingParams(num_tokens_to_generate=8, seed=1)
 PROMPTS = (9, 20)
 MODES = ("persist", "offload", "recompute")
-OWNERS = (("kv_cache",), ("weights",), ("kv_cache", "weights"))
+RELEASES = (("kv_cache",), ("weights",), ("kv_cache", "weights"))
 S = EngineState
 RESTING = (S.RUNNING, S.PAUSED, S.SUSPENDED, S.STOPPED)
 Engine = DynamicInferenceEngine
@@ -49,10 +49,10 @@ def commands() -> Iterator[tuple[str, Callable[[Engine], Any]]]:
     yield "pause", lambda engine: engine.pause()
     yield "unpause", lambda engine: engine.unpause()
     for mode in MODES:
-        for owners in OWNERS:
-            for discard in (False, True) if "weights" in owners else (False,):
-                name = f"suspend {mode} {'+'.join(owners)}{' discard' if discard else ''}"
-                yield name, lambda e, m=mode, r=owners, d=discard: e.suspend(m, r, d)
+        for release in RELEASES:
+            for discard in (False, True) if "weights" in release else (False,):
+                name = f"suspend {mode} {'+'.join(release)}{' discard' if discard else ''}"
+                yield name, lambda e, m=mode, r=release, d=discard: e.suspend(m, r, d)
     for only in (None, "weights", "kv_cache"):
         yield f"resume {only}", lambda e, o=only: e.resume(o)
     yield "update", update
@@ -66,9 +66,9 @@ def commands() -> Iterator[tuple[str, Callable[[Engine], Any]]]:
     yield "abort", lambda engine: engine.abort_request(1)
     yield "get_record", lambda engine: engine.get_record(0)
     yield "stats", lambda engine: engine.stats()
-    yield "suspend an unknown owner", lambda engine: engine.suspend(release=("kv",))
+    yield "suspend an unknown resource", lambda engine: engine.suspend(release=("kv",))
     yield "suspend unknown discard", lambda engine: engine.suspend(discard_weights=True)
-    yield "resume an unknown owner", lambda engine: engine.resume("kv")
+    yield "resume an unknown resource", lambda engine: engine.resume("kv")
     yield "shutdown", lambda engine: engine.shutdown()
 
 
@@ -100,7 +100,7 @@ LEGAL = {
 
 @dataclass(frozen=True)
 class Key:
-    """What tells two states apart."""
+    """The properties that distinguish two states."""
 
     state: EngineState
     to_restore: tuple[str, ...]
@@ -113,7 +113,7 @@ class Key:
 
 
 class Rig:
-    """An engine with two requests under way, and a fuse in its memory."""
+    """An engine with two requests in generation, and a fuse in its memory."""
 
     def __init__(self, path: tuple[tuple[str, str | None], ...] = ()) -> None:
         self.engine, self.fuse = engine_with_fuse(model(), 32, memory_kind="reserved")
@@ -154,7 +154,7 @@ class Rig:
         )
 
     def finish(self) -> dict[int, list[int]]:
-        """Bring the engine back, whatever it lacks, and run it to the end."""
+        """Bring the engine back to RUNNING from any state, and run it to the end."""
         engine = self.engine
         if engine.state is EngineState.SUSPENDED:
             engine.resume()
@@ -181,7 +181,7 @@ def assert_requests_intact(rig: Rig, *history: object) -> None:
 
 
 def assert_answered(before: Key, name: str, error: BaseException | None, after: Key) -> None:
-    """Done, or refused with the state and the legal commands, and then without any effect."""
+    """Check that a command was done, or refused with the legal commands and without effect."""
     target = ANSWERS.get(name, ANSWERS[name.partition(" ")[0]]).get(before.state)
     if error is None:
         is_partial = name.startswith("resume") and bool(after.to_restore)
@@ -203,7 +203,7 @@ def assert_answered(before: Key, name: str, error: BaseException | None, after: 
 
 
 def points(key: Key, name: str) -> tuple[str, ...]:
-    """Where a command is made to fail."""
+    """Return the points at which a command is made to fail."""
     if key.state in (EngineState.RUNNING, EngineState.STOPPED):
         return ()
     if not name.startswith(("suspend", "resume", "unpause", "shutdown")):
@@ -233,7 +233,7 @@ class Explorer:
                             self._run_failure(key, name, point)
 
     def _run_commands(self, key: Key) -> dict[str, set[str]]:
-        """The points where each of them could have failed."""
+        """Run every command. Returns the points at which each of them could have failed."""
         passed = {}
         rig = Rig(self.paths[key])
         assert rig.key() == key, "a path leads to one state"
@@ -254,7 +254,9 @@ class Explorer:
         return passed
 
     def _run_failure(self, key: Key, name: str, point: str) -> None:
-        """The command fails at `point`: it can be retried, or the engine stopped."""
+        """Make a command fail at `point`, and check that it can be retried or the engine
+        stopped.
+        """
         path = self.paths[key]
         rig = Rig(path)
         error = rig.run(name, point)
@@ -275,7 +277,7 @@ class Explorer:
 
 
 @pytest.mark.timeout(1800 if IS_LONG else 600)  # 144 states: a minute; in long runs many
-def test_every_state_answers_every_command_and_survives_every_failure(
+def test_every_command_in_every_state_works_or_is_refused_and_may_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     explorer = Explorer()

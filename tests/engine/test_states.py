@@ -1,4 +1,6 @@
-"""Aborts in every state, and an unknown mode. test_state_space.py runs every command."""
+"""Aborts in every state, checks of updates, and legal commands. test_state_space.py runs every
+command.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def model() -> Any:
 
 
 def engine_in(state: EngineState, **config: Any) -> DynamicInferenceEngine:
-    """An engine with request 0 in context."""
+    """Return an engine in `state` with request 0 in generation."""
     engine = tiny_engine(model(), **config)
     engine.add_request(prompt_of(9), PARAMS)
     for _ in range(3):
@@ -52,7 +54,7 @@ def engine_in(state: EngineState, **config: Any) -> DynamicInferenceEngine:
     return engine
 
 
-def test_an_unknown_mode_is_refused_and_the_engine_stays_paused() -> None:
+def test_suspend_refuses_an_unknown_mode_and_the_engine_stays_paused() -> None:
     engine = engine_in(S.PAUSED)
     with pytest.raises(ConfigError, match=r"mode='keep' must be one of \['persist', 'offload'"):
         engine.suspend("keep")
@@ -61,7 +63,7 @@ def test_an_unknown_mode_is_refused_and_the_engine_stays_paused() -> None:
     assert len(drain(engine)[0].generated_tokens) == 10
 
 
-def test_a_stopped_engine_still_gives_its_records_back() -> None:
+def test_abort_request_returns_records_after_shutdown() -> None:
     engine = engine_in(S.SUSPENDED, kv_cache_management_mode="offload")
     engine.shutdown()
     engine.shutdown()
@@ -72,7 +74,7 @@ def test_a_stopped_engine_still_gives_its_records_back() -> None:
         engine.add_request(prompt_of(9), PARAMS)
 
 
-def test_an_engine_whose_device_fails_while_it_pauses_is_stopped_all_the_same() -> None:
+def test_shutdown_stops_the_engine_also_if_the_step_in_flight_fails() -> None:
     # A failed step, a prefill, and a decode step that is in flight when the device breaks for good.
     faults = chain(("fetch", "fetch", None, "fetch"), repeat("launch"))
     engine = tiny_engine(model(), change_backend=failing_steps(lambda: next(faults), overlaps=True))
@@ -91,7 +93,7 @@ def test_an_engine_whose_device_fails_while_it_pauses_is_stopped_all_the_same() 
 
 
 def aborted(engine: DynamicInferenceEngine, request_id: int, num_tokens: int) -> None:
-    """Abort and check the record; it is handed out by the abort alone."""
+    """Abort a request and check its record, which only the abort returns."""
     expected = generate_all(tiny_engine(model()), [(prompt_of(9), PARAMS)])[0]
     request = engine.abort_request(request_id).merge()
     assert (request.status, request.finish_reason) == (Status.FAILED, "abort")
@@ -124,7 +126,9 @@ def test_abort_of_a_running_request_frees_its_blocks() -> None:
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 @pytest.mark.parametrize("state", [S.PAUSED, S.SUSPENDED], ids=lambda state: state.name)
-def test_abort_of_one_of_two_in_a_quiet_state(state: EngineState, mode: str) -> None:
+def test_abort_while_paused_or_suspended_frees_one_of_two_requests(
+    state: EngineState, mode: str
+) -> None:
     engine = tiny_engine(model(), kv_cache_management_mode=mode)
     for _ in range(2):
         engine.add_request(prompt_of(9), PARAMS)
@@ -144,7 +148,7 @@ def test_abort_of_one_of_two_in_a_quiet_state(state: EngineState, mode: str) -> 
     assert engine.stats().num_blocks_used == 0
 
 
-def test_abort_of_a_request_that_waits_for_blocks() -> None:
+def test_abort_of_a_paused_request() -> None:
     engine = tiny_engine(model(), num_blocks=7, paused_buffer_size_gb=1.0)
     for _ in range(3):
         engine.add_request(prompt_of(9), PARAMS)
@@ -197,7 +201,7 @@ def test_commands_are_legal_from_their_sources_and_at_their_target(state, comman
     assert legal_commands(state) == [*commands, "stats", "weight_checksums", "shutdown"]
 
 
-def test_a_fresh_engine_has_counted_nothing_and_an_update_is_counted_once() -> None:
+def test_stats_of_a_new_engine_are_zero_and_an_update_counts_once() -> None:
     engine = tiny_engine(model())
     stats = engine.stats()
     passed_over = (*SIZES, *RANK_FIELDS)
@@ -210,7 +214,7 @@ def test_a_fresh_engine_has_counted_nothing_and_an_update_is_counted_once() -> N
     assert stats.update_seconds > 0
 
 
-def test_an_update_is_checked_before_it_is_staged() -> None:
+def test_check_update_raises_what_a_commit_would_raise() -> None:
     engine = tiny_engine(model(), weights_version=3)
     with pytest.raises(EngineStateError, match="update weights"):
         engine.check_update()
@@ -229,7 +233,7 @@ def test_a_first_version_beyond_int32_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", ["weights", "kv_cache"])
-def test_an_engine_is_paused_again_once_both_owners_are_restored(first: str) -> None:
+def test_resume_only_returns_to_paused_once_both_resources_are_restored(first: str) -> None:
     engine = engine_in(S.PAUSED)
     engine.suspend("offload", ("kv_cache", "weights"))
     with pytest.raises(ConfigError, match="only='hair'"):

@@ -1,4 +1,4 @@
-"""How long a step may take, by the steps that were measured."""
+"""StepTimes and `longest_step_s`: bounds for a step, from measured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an update reports as its stall is what a request waits for it."""
+"""`stall_seconds` of an update is the time for which requests wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def running_engine() -> Any:
     return engine
 
 
-def test_the_stall_begins_with_the_end_of_the_last_step() -> None:
+def test_stall_seconds_begin_with_the_end_of_the_last_step() -> None:
     engine = running_engine()
     staged = engine.stage_weights(WEIGHTS)
     engine.step()
@@ -29,7 +29,7 @@ def test_the_stall_begins_with_the_end_of_the_last_step() -> None:
     assert report.seconds - staged.seconds < report.stall_seconds
 
 
-def test_staging_between_two_steps_is_part_of_the_stall() -> None:
+def test_stall_seconds_include_staging_between_two_steps() -> None:
     engine = running_engine()
     report = engine.update_weights(
         ((time.sleep(0.01), pair)[1] for pair in WEIGHTS.items()), in_flight=True
@@ -37,7 +37,7 @@ def test_staging_between_two_steps_is_part_of_the_stall() -> None:
     assert report.stall_seconds >= 0.01 * len(WEIGHTS)
 
 
-def test_an_engine_with_nothing_to_run_is_stalled_by_the_commit_alone() -> None:
+def test_stall_seconds_of_an_idle_engine_are_the_commit_alone() -> None:
     engine = running_engine()
     engine.pause()
     staged = engine.stage_weights(WEIGHTS)

@@ -1,4 +1,4 @@
-"""Which version sampled each token, which wrote its KV, and what context it saw."""
+"""The versions that sampled each token, wrote its KV, and wrote its context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(engine: DynamicInferenceEngine, count: int) -> list[DynamicInferenceRe
 
 
 def bump(engine: DynamicInferenceEngine, how: str) -> None:
-    """The next version: quietly, through a suspend, or in flight."""
+    """Set the next version: while paused, through a suspend, or in flight."""
     tensors = dict(tiny_model(seed=50 + engine.weights_version).named_parameters())
     if how == "in_flight":
         engine.update_weights(tensors, in_flight=True)
@@ -70,7 +70,7 @@ KEEPING = [
 
 
 @pytest.mark.parametrize(("how", "config"), KEEPING)
-def test_the_reference_numbers_where_kv_is_kept(how: str, config: dict[str, Any]) -> None:
+def test_versions_of_a_request_whose_kv_is_kept(how: str, config: dict[str, Any]) -> None:
     request = three_versions(how, **config)
     assert request.policy_staleness.tolist() == [2] * 11 + [1] * 3 + [0] * 2
     assert request.kv_cache_staleness.tolist() == [2] * 10 + [1] * 3 + [0] * 3
@@ -81,7 +81,7 @@ def test_the_reference_numbers_where_kv_is_kept(how: str, config: dict[str, Any]
     assert request.completed_at_version == 2
 
 
-def test_the_reference_numbers_where_kv_is_recomputed() -> None:
+def test_versions_of_a_request_whose_kv_is_recomputed() -> None:
     request = three_versions("recompute")
     assert request.policy_staleness.tolist() == [2] * 11 + [1] * 3 + [0] * 2
     assert request.kv_cache_staleness.tolist() == [0] * 16
@@ -122,7 +122,7 @@ def test_stats_count_all_tokens_older_than_seven_versions_together() -> None:
     assert engine.stats().policy_staleness == (7, 0, 0, 0, 0, 0, 0, 0, 1)
 
 
-def test_later_versions_age_a_finished_request_only_on_demand() -> None:
+def test_staleness_of_a_finished_request_grows_only_in_staleness_at() -> None:
     request = three_versions("persist")
     policy, kv = request.staleness_at(7)
     assert policy.tolist() == [7] * 11 + [6] * 3 + [5] * 2
@@ -220,7 +220,7 @@ def test_an_abort_after_an_eviction_keeps_the_version_of_the_last_token() -> Non
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-def test_kv_older_than_the_limit_is_recomputed_while_younger_kv_goes_on(limit: int) -> None:
+def test_max_kv_staleness_versions_recomputes_only_older_kv(limit: int) -> None:
     engine = tiny_engine(tiny_model(), max_kv_staleness_versions=limit)
     old = engine.add_request(PROMPT, params(12))
     steps(engine, 2)
@@ -244,7 +244,7 @@ def test_kv_older_than_the_limit_is_recomputed_while_younger_kv_goes_on(limit: i
     assert len(finished[old].generated_tokens) == 12
 
 
-def test_a_staleness_limit_frees_what_waits_on_the_host() -> None:
+def test_max_kv_staleness_versions_recomputes_offloaded_kv() -> None:
     engine = tiny_engine(
         tiny_model(), max_kv_staleness_versions=0, kv_cache_management_mode="offload"
     )
@@ -259,7 +259,7 @@ def test_a_staleness_limit_frees_what_waits_on_the_host() -> None:
 # ---- the version itself
 
 
-def test_the_generation_epoch_moves_only_when_quiet_and_only_forwards() -> None:
+def test_set_generation_epoch_needs_a_paused_engine_and_a_higher_version() -> None:
     engine = tiny_engine(tiny_model(), weights_version=3)
     request_id = engine.add_request(PROMPT, params())
     steps(engine, 2)
@@ -285,7 +285,7 @@ def test_the_generation_epoch_moves_only_when_quiet_and_only_forwards() -> None:
 
 
 @pytest.mark.parametrize("version", [1.5, "3", True, 2**31, 2**40])
-def test_a_version_that_is_no_32_bit_integer_is_refused(version: Any) -> None:
+def test_a_version_that_is_not_a_32_bit_integer_is_refused(version: Any) -> None:
     engine = tiny_engine(tiny_model())
     engine.pause()
     with pytest.raises(WeightUpdateError, match=f"version={version!r}"):
@@ -295,7 +295,7 @@ def test_a_version_that_is_no_32_bit_integer_is_refused(version: Any) -> None:
     assert engine.weights_version == 0
 
 
-def test_updates_set_the_version_that_they_name_or_the_next_one() -> None:
+def test_update_weights_sets_the_given_version_or_the_next_one() -> None:
     engine = tiny_engine(tiny_model(), weights_version=7)
     tensors = dict(tiny_model(seed=1).named_parameters())
     with pytest.raises(EngineStateError, match="RUNNING"):

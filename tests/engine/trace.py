@@ -1,4 +1,6 @@
-"""What an engine's scheduler decided, plan by plan, told by request and not by block or row."""
+"""trace_decisions: the decisions of an engine's scheduler, by request instead of by block and
+row.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tests.inspected_engine import InspectedEngine
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions [start, end) of a request are computed."""
+    """Positions [start, end) of a request that a step computes."""
 
     request_id: int
     start: int
@@ -20,7 +22,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One call of schedule(). `tables` are the blocks of all that hold some, after it."""
+    """One call of schedule(). `tables`: the blocks of each request with blocks after it."""
 
     schedule: SchedulerOutput
     version: int
@@ -35,7 +37,7 @@ class Decision:
 
 
 def trace_decisions(engine: InspectedEngine) -> list[Decision]:
-    """A list that grows with every schedule of the engine from now on."""
+    """Return a list to which every later schedule of the engine appends its decision."""
     scheduler, decisions = engine.scheduler, []
     decide, decide_alone = scheduler.schedule, scheduler.schedule_alone
 

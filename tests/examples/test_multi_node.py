@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
+from tests.installed import needs
 from tests.launch.clusters import has_submitit
 from tests.trainer_hooks.train.grpo_settings import TINY
 from trainer_hooks.metrics import read_jsonl
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    needs("reasoning_gym"),
+]
 ROOT = Path(__file__).parents[2]
 
 

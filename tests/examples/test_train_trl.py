@@ -11,20 +11,21 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
-pytest.importorskip("trl")
 
 from tokenizers.processors import TemplateProcessing
 
 from examples.train_trl import make_trainer, reward_summary, run_job
 from rollout import LLM, ConfigError, EngineState, InferenceConfig, RolloutError
 from rollout.text import HFTokenizer, encode_prompt
+from tests.installed import needs
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.palindromes import letter_tokenizer
 from trainer_hooks.train.settings import DataSettings
 from trainer_hooks.train.task import Task
 from trainer_hooks.trl_rollouts import TRLRollouts, sampling_params_of
+
+pytestmark = needs("reasoning_gym", "trl")
 
 
 def trl_settings(**changes: Any) -> JobSettings:

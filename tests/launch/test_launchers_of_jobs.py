@@ -10,12 +10,12 @@ import pytest
 from rollout.errors import ConfigError
 from rollout.launch.local import LocalLauncher
 from rollout.launch.ray import RayLauncher
-from trainer_hooks.train import FunctionSettings
-from trainer_hooks.train.task import LOCAL_LAUNCHER, new_launcher
+from trainer_hooks.train.config_loading import make_object
+from trainer_hooks.train.settings import LOCAL_LAUNCHER
 
 
 def test_a_launcher_is_made_with_its_options() -> None:
-    assert isinstance(new_launcher(FunctionSettings(path=LOCAL_LAUNCHER)), LocalLauncher)
+    assert isinstance(make_object(LOCAL_LAUNCHER, {}, "launcher"), LocalLauncher)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_launcher_is_made_with_its_options() -> None:
 )
 def test_what_makes_no_launcher_is_named(path: str, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        new_launcher(FunctionSettings(path=path, options=options))
+        make_object(path, options, "launcher")
 
 
 def test_without_ray_its_launcher_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

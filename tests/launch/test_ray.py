@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("ray")
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 import ray
 import torch
@@ -38,6 +37,7 @@ from tests.apis.test_fleet_losses import (
     frozen_amid_work,
     served,
 )
+from tests.installed import needs
 from tests.launch.clusters import ray_launcher
 from tests.tiny_models import prompt_of
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
@@ -46,7 +46,7 @@ from trainer_hooks import AsyncRolloutProducer
 from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.train.main import run_seed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, needs("reasoning_gym")]
 OUTSIDER = """
 import asyncio, sys
 from rollout import AsyncLLM

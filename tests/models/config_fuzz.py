@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.ops.reference import ReferenceOps
 from rollout.errors import ModelError
 from rollout.models import CausalLM, ModelSpec
@@ -33,6 +32,7 @@ from rollout.models.family import ROUTER_LOSSES
 from rollout.models.plain_tensors import named_weights
 from rollout.models.rope_config import FULL, SLIDING
 from rollout.models.weights import copy_weights
+from tests.contracts.reference_attention import ReferenceAttention
 from tests.family_cases import FAMILY_CASES, family_of
 from tests.models.oracle_backend import BLOCK_SIZE, make_batch, oracle_backend
 from tests.run_seed import VARIABLE

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.backends.attention.reference import ReferenceAttention
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.errors import ModelError
 from rollout.layers.latent_attention import LatentAttentionSpec, LatentDims
@@ -19,6 +18,7 @@ from rollout.models import CausalLM, ModelSpec
 from rollout.models.families.registry import FAMILIES
 from rollout.models.layout import layers_of
 from rollout.worker.kv_cache import bytes_per_block
+from tests.contracts.reference_attention import ReferenceAttention
 from tests.family_cases import FAMILY_CASES, LONGROPE
 from tests.family_table import PAGE, family_table
 from tests.models.hf_models import CONFIG_CLASSES, LLAMA3_ROPE, YARN_ROPE, hf_config

@@ -1,4 +1,4 @@
-"""Values per token are arrays until they are read, and then lists of the same numbers."""
+"""Values per token are arrays until they are read as lists of the same numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
-from rollout.requests.columns import COLUMNS, as_column
+from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord, SamplingParams
+from rollout.requests.columns import (
+    ARRAY_FIELDS,
+    REQUESTED_COLUMNS,
+    TOKEN_COLUMNS,
+    as_array,
+)
+from rollout.requests.token_runs import TokenRun, TokenRuns
 from rollout.version_spans import VersionSpans
+from rollout.wire import columns_of
+
+
+def test_each_token_column_has_its_fields_in_requests_params_and_runs():
+    request_fields = DynamicInferenceRequest.__dataclass_fields__
+    param_fields = SamplingParams.__dataclass_fields__
+    run_fields = TokenRun.__struct_fields__
+    for column in TOKEN_COLUMNS:
+        assert column.field in request_fields
+        assert column.prompt_field in {*request_fields, ""}
+        assert column.wanted_by in {*param_fields, ""}
+        assert column.run_field in {*run_fields, ""}
+        if column.run_field and column.typecode:
+            dtype = columns_of(TokenRun)[column.run_field].dtype
+            assert dtype == columns_of(TokenRuns)[column.run_field].dtype == column.typecode
+    requested = {column.run_field for column in REQUESTED_COLUMNS}
+    optional = zip(run_fields[::-1], TokenRun.__struct_defaults__[::-1], strict=False)
+    assert {name for name, default in optional if default is None} == requested
+    flags = {name for name in TokenRuns.__struct_fields__ if name.startswith("has_")}
+    assert flags == {f"has_{name}" for name in requested}
 
 
 def request_of_arrays(num_tokens: int = 4) -> DynamicInferenceRequest:
@@ -30,10 +56,10 @@ def request_of_arrays(num_tokens: int = 4) -> DynamicInferenceRequest:
 
 
 def made_lists(request: DynamicInferenceRequest) -> set[str]:
-    return {name for name in COLUMNS if isinstance(vars(request).get(name), list)}
+    return {name for name in ARRAY_FIELDS if isinstance(vars(request).get(name), list)}
 
 
-def test_an_array_becomes_a_list_when_it_is_read_and_is_one_list_from_then_on():
+def test_an_array_becomes_one_list_at_its_first_read():
     request = request_of_arrays()
     assert made_lists(request) == set()
     tokens = request.generated_tokens
@@ -46,7 +72,7 @@ def test_an_array_becomes_a_list_when_it_is_read_and_is_one_list_from_then_on():
     assert request.tpot == [0.0, 0.25, 0.5, 0.75]
 
 
-def test_what_needs_no_list_makes_none():
+def test_copies_merges_and_checkpoints_make_no_lists():
     request = request_of_arrays()
     record = DynamicInferenceRequestRecord.from_request(request)
     assert request.num_tokens == 7
@@ -80,7 +106,7 @@ def test_a_copy_has_lists_of_its_own():
     assert copied.generated_tokens == [0, 1, 2, 3, 5]
 
 
-def test_what_an_engine_still_appends_to_is_copied_as_of_now():
+def test_copy_of_a_growing_array_has_its_values_as_of_now():
     request = request_of_arrays(0)
     running = array("i", [4, 5])
     request.generated_tokens = running
@@ -116,7 +142,7 @@ def test_segments_of_lists_and_of_arrays_merge_to_the_same():
     assert merged[0].generated_log_probs[:4].tolist() == [0.0, 0.125, 0.25, 0.375]
     assert merged[0].generated_log_probs[4:].isnan().all()
     for other in merged[1:]:
-        for name in set(COLUMNS) - {"generated_log_probs"}:
+        for name in set(ARRAY_FIELDS) - {"generated_log_probs"}:
             assert getattr(other, name) == getattr(merged[0], name)
         assert torch.equal(
             torch.nan_to_num(other.generated_log_probs),
@@ -126,7 +152,7 @@ def test_segments_of_lists_and_of_arrays_merge_to_the_same():
 
 @given(st.lists(st.integers(-(2**70), 2**70)) | st.lists(st.floats() | st.integers()))
 def test_a_column_holds_the_same_numbers_or_there_is_none(values):
-    column = as_column(values)
+    column = as_array(values)
     if column is not None:
         assert [repr(value) for value in column.tolist()] == [repr(value) for value in values]
     is_simple = values and (
@@ -138,11 +164,11 @@ def test_a_column_holds_the_same_numbers_or_there_is_none(values):
 
 @pytest.mark.parametrize("values", [[2**31 - 1], [2**31], [-(2**31)], [-(2**31) - 1]])
 def test_integers_at_the_limits_of_int32_stay_what_they_are(values):
-    column = as_column(values)
+    column = as_array(values)
     assert column is not None
     assert column.tolist() == values
     assert column.itemsize == (4 if -(2**31) <= values[0] < 2**31 else 8)
 
 
 def test_integers_beyond_int64_have_no_column():
-    assert as_column([0, 2**63]) is None
+    assert as_array([0, 2**63]) is None

@@ -1,4 +1,4 @@
-"""Events: what they may carry, and what is left of them after a journey."""
+"""Events: legal payloads, and encoding between processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BARE_TYPES = [t for t in EventType if t not in [*ERROR_TYPES, EventType.GENERATE
 
 
 def travel(event: DynamicInferenceEvent) -> DynamicInferenceEvent:
-    """What another process gets of `event`."""
+    """Return `event` as another process receives it."""
     return DynamicInferenceEvent.deserialize(msgpack.unpackb(msgpack.packb(event.serialize())))
 
 
-def test_event_happens_now_unless_told_otherwise():
+def test_an_event_happens_now_unless_a_timestamp_is_given():
     before = time.time()
     event = DynamicInferenceEvent(type=EventType.PAUSE)
     assert before <= event.timestamp <= time.time()

@@ -1,4 +1,4 @@
-"""Records: checkpoint as often as you like, merge as if it had never happened."""
+"""Records: any number of checkpoints merge to the request without them."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def test_prompt_log_probs_of_an_evicted_prefill_are_those_of_its_second_run():
     assert merged.prompt_top_n_logprobs == [{11: -3.0}, {12: -4.0}]
 
 
-def test_values_nobody_has_stay_none():
+def test_values_that_no_segment_has_stay_none():
     record = record_of(generated_tokens=[1])
     record.checkpoint()
     merged = record.merge()
@@ -389,7 +389,7 @@ def test_first_token_of_a_later_segment_sets_the_time_to_first_token():
     assert record.merge().ttft == 2.5
 
 
-def test_time_to_first_token_that_was_noted_is_kept():
+def test_merge_keeps_a_ttft_that_an_engine_set():
     record = record_of(ttft=0.25)
     record.checkpoint()
     record.current.ttft = 9.0

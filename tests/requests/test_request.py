@@ -1,4 +1,4 @@
-"""Requests as data: construction, metadata, events, the wire."""
+"""Requests as data: construction, metadata, events, encoding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ requests_strategy = st.builds(
 
 
 def travel(request):
-    """What another process gets of `request`."""
+    """Return `request` as another process receives it."""
     return type(request).deserialize(msgpack.unpackb(msgpack.packb(request.serialize())))
 
 

@@ -1,4 +1,4 @@
-"""Which version made what, and how old that is: records on their own, and as an engine drives them.
+"""Versions and staleness of records, alone and in an engine.
 
 The reference history: prompt of 8, then 3 tokens, update, 3 tokens, update, 2 tokens.
 """
@@ -23,7 +23,7 @@ def new_record(num_prompt_tokens: int = 8, version: int = 0) -> DynamicInference
 
 
 def generate(record: DynamicInferenceRequestRecord, num_tokens: int, version: int) -> None:
-    """What an engine does under `version`: write what KV is missing, sample a token, repeat."""
+    """Generate tokens under `version` as an engine does: write missing KV, sample, repeat."""
     request = record.current
     for _ in range(num_tokens):
         request.kv_spans.append(request.num_tokens - len(request.kv_spans), version)

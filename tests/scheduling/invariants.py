@@ -1,4 +1,4 @@
-"""What must hold after every step, of the sequences, blocks and rows that a scheduler has."""
+"""Invariants of a scheduler that Rig checks after every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scheduling.oracle import Known, Sizes, in_phase
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One active sequence as it was before a schedule."""
+    """A sequence with a row, before a schedule."""
 
     request_id: int
     order: tuple[int, int]
@@ -23,7 +23,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The active sequences before a schedule, oldest first, and how many plans were in flight."""
+    """The sequences with rows before a schedule, oldest first, and the number of plans in
+    flight.
+    """
 
     active: list[Seen]
     num_plans: int
@@ -38,7 +40,7 @@ def observe(scheduler: Scheduler) -> Before:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Queue, rows and blocks fit each other, and the counts say so."""
+    """Check that queue, rows, blocks and counts agree."""
     assert scheduler.violations() == []
     kv = scheduler.kv_cache_manager
     assert len(kv.used_blocks()) == scheduler.counts().num_blocks_used
@@ -46,7 +48,7 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 def orders(scheduler: Scheduler) -> dict[int, tuple[int, int]]:
-    """Each request's place, which changes only for one that waited too long."""
+    """Return the order of each request, which only a promotion changes."""
     return {request_id: s.order for request_id, s in scheduler.requests.items()}
 
 
@@ -58,7 +60,7 @@ def check_schedule(
     schedule: SchedulerOutput,
     promoted: set[int],
 ) -> None:
-    """Limits, order, and who may be paused, resumed, preempted."""
+    """Check limits, order, and which requests are paused, resumed, preempted, admitted."""
     orders = [s.order for s in scheduler.running]
     assert orders == sorted(orders)
     assert all(s.num_tokens <= s.stop_rule.max_length for s in scheduler.running)
@@ -81,7 +83,7 @@ def check_schedule(
 def _check_oldest(
     scheduler: Scheduler, sizes: Sizes, before: Before, schedule: SchedulerOutput
 ) -> None:
-    """The oldest is never preempted; it runs, or all that could make room for it is in flight."""
+    """The oldest is never preempted. It runs unless plans in flight hold the blocks it needs."""
     if not before.active:
         return
     first, *others = before.active
@@ -99,7 +101,9 @@ def _check_oldest(
 def _check_paused(
     scheduler: Scheduler, sizes: Sizes, before: Before, schedule: SchedulerOutput
 ) -> None:
-    """Paused blocks fit their buffer, save what may not be preempted; the newest goes first."""
+    """Paused requests fit their buffer unless none may be preempted; the newest is preempted
+    first.
+    """
     orders = {s.request_id: s.order for s in before.active}
     assert not any(s.is_in_flight for s in before.active if s.request_id in schedule.preempted)
     paused = [s for s in scheduler.running if s.phase is Phase.PAUSED]
@@ -111,7 +115,7 @@ def _check_paused(
 
 
 def _check_resumed(scheduler: Scheduler, before: Before, schedule: SchedulerOutput) -> None:
-    """Nobody takes a block while an older one waits for one."""
+    """No request takes a block while an older one waits for a block."""
     tables = {s.request_id: list(s.blocks) for s in before.active}
     paused = [s.order for s in scheduler.running if s.phase is Phase.PAUSED]
     for sequence in scheduler.running:
@@ -122,7 +126,7 @@ def _check_resumed(scheduler: Scheduler, before: Before, schedule: SchedulerOutp
 def _check_admitted(
     scheduler: Scheduler, known: dict[int, Known], schedule: SchedulerOutput, promoted: set[int]
 ) -> None:
-    """Strictly in the order of the queue, save forks, and nobody while others want blocks."""
+    """Requests are admitted in order, except forks, and none while others lack blocks."""
     if schedule.plan is None:
         assert not schedule.admitted
         return
@@ -139,9 +143,9 @@ def _check_admitted(
 def _check_hits(
     scheduler: Scheduler, sizes: Sizes, known: dict[int, Known], schedule: SchedulerOutput
 ) -> None:
-    """What is shared may be: its versions are right, and the last token is not in it.
+    """Shared prefixes have legal versions and leave out the last token.
 
-    That the blocks hold it, and under these versions, is the worker's to say.
+    `check_contents` compares the contents of the blocks.
     """
     children = {id(child) for step in scheduler.in_flight for _, child in step.forks}
     num_hits = 0
@@ -166,7 +170,7 @@ def _check_hits(
 
 
 def check_contents(scheduler: Scheduler, worker: FakeWorker) -> None:
-    """The blocks hold what each sequence thinks they hold. No plan may wait for the worker."""
+    """Check that the blocks hold the KV of their sequences. No plan may wait for the worker."""
     for sequence in scheduler.running:
         if not sequence.num_computed:
             continue

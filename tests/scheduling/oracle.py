@@ -1,4 +1,6 @@
-"""The naive model: each request runs alone; nothing is shared, paused or thrown away."""
+"""The naive model of a scheduler: each request runs alone, without sharing, pauses and
+preemption.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.fakes import next_token, token_score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
-    """How blocks are shared between requests."""
+    """Settings of the prefix cache."""
 
     lru: bool = True
     reuse_across_versions: bool = False
@@ -53,7 +55,7 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """What the world outside the scheduler knows of a request. `is_begun`: elsewhere."""
+    """State of a request in the model. `is_begun`: another engine began it."""
 
     order: tuple[int, int]
     prompt: list[int]
@@ -69,7 +71,7 @@ class Known:
 def run_alone(
     prompt: list[int], sample: Sample, rule: StopRule, poison: frozenset[int] = frozenset()
 ) -> tuple[list[int], str]:
-    """Generated tokens and finish reason of a request that has the engine to itself."""
+    """Return generated tokens and finish reason of a request that runs alone."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens, sample.seed, len(tokens)))

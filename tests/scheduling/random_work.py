@@ -1,4 +1,4 @@
-"""Tiny engines and what may happen to them: hypothesis strategies, and long work from one seed."""
+"""Hypothesis strategies and seeded generators of small engines and of operations on them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.scheduling.rig import Rig
 # Half of the prompts start with some of this, so that they find each other's blocks.
 SHARED_TEXT = tuple(range(1, 13))
 
-# One thing that happens to a rig.
+# An operation on a rig.
 Op = Callable[[Rig], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A group, or requests begun elsewhere; the prompt is cut to what the engine takes."""
+    """Add a group, or requests of another engine. The prompt is cut to the engine's limit."""
 
     prompt: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -57,7 +57,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Whole steps."""
+    """Run whole steps."""
 
     count: int
 
@@ -70,7 +70,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End one of the unfinished requests."""
+    """Abort one of the unfinished requests."""
 
     choice: int
 
@@ -81,7 +81,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NewVersion:
-    """An update; KV older than `num_kept` versions is given up, and all of it if `recomputes`."""
+    """Set a new version; KV older than `num_kept` versions is dropped, or all KV if
+    `recomputes`.
+    """
 
     num_kept: int | None
     recomputes: bool
@@ -97,7 +99,7 @@ class NewVersion:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A forward pass that raises."""
+    """Let a forward pass raise."""
 
     after_writes: bool
 
@@ -177,7 +179,7 @@ def sizes(draw: st.DrawFn, depths: st.SearchStrategy[int]) -> Sizes:
 
 
 def seeded_work(seed: int, *, depth: int, num_ops: int = 60) -> tuple[Sizes, list[Op]]:
-    """A crowded engine and `num_ops` things that happen to it."""
+    """Return the sizes of a crowded engine and `num_ops` operations on it."""
     rng = random.Random(seed)
     max_tokens = rng.randint(1, 16)
     num_blocks = rng.randint(3, 12)

@@ -46,7 +46,7 @@ def make_scheduler(sizes: Sizes) -> Scheduler:
 
 
 class Rig:
-    """Add requests, then `step`, or `schedule`, `run` and `commit` one by one. Checks it all."""
+    """Add requests, then call `step`, or `schedule`, `run` and `commit`; each call is checked."""
 
     def __init__(self, sizes: Sizes, version: int = 0) -> None:
         self.sizes, self.version = sizes, version
@@ -145,12 +145,12 @@ class Rig:
         return schedule.plan
 
     def run(self) -> None:
-        """Let the worker do the oldest plan that waits for it."""
+        """Run the oldest plan that the worker has not run yet."""
         plan = self.planned.popleft()
         self.ran.append((plan, self.worker.run(plan)))
 
     def commit(self) -> StepUpdate:
-        """Take in the oldest result and check it against the naive model."""
+        """Commit the oldest result and check it against the naive model."""
         plan, output = self.ran.popleft()
         update = self.scheduler.update_from_output(plan, output)
         assert update.weights_version == plan.weights_version
@@ -180,7 +180,7 @@ class Rig:
         return schedule
 
     def settle(self) -> None:
-        """Finish whatever is in flight."""
+        """Run and commit all plans in flight."""
         while self.planned:
             self.run()
         while self.ran:

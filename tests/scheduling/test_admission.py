@@ -1,4 +1,4 @@
-"""Admission: what is malformed, what can never run here, and what gets less than it asked for."""
+"""check_well_formed and admit: malformed, impossible and clamped requests."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_request_at_the_edge_of_every_range_is_well_formed() -> None:
         (17, replace(LIMITS, enable_chunked_prefill=False), TokenOverflowError),
     ],
 )
-def test_an_impossible_request_gets_a_lasting_error_of_its_kind(
+def test_admit_returns_a_permanent_error_for_an_impossible_request(
     num_prompt: int, limits: AdmissionLimits, error_type: type[Exception]
 ) -> None:
     admission = admit(7, num_prompt, SamplingParams(), limits)
@@ -82,7 +82,7 @@ def test_an_impossible_request_gets_a_lasting_error_of_its_kind(
         (16, replace(LIMITS, enable_chunked_prefill=False)),
     ],
 )
-def test_one_token_less_than_impossible_is_admitted(
+def test_admit_accepts_one_token_less_than_impossible(
     num_prompt: int, limits: AdmissionLimits
 ) -> None:
     assert admit(7, num_prompt, SamplingParams(num_tokens_to_generate=1), limits).error is None
@@ -98,7 +98,7 @@ def test_prompt_and_output_but_one_fill_the_pool_exactly() -> None:
     assert beyond.clamped.request_id == 7
 
 
-def test_a_clamp_says_what_was_asked_for_and_what_is_left() -> None:
+def test_admit_clamps_with_the_wanted_and_the_possible_number() -> None:
     admission = admit(7, 10, SamplingParams(num_tokens_total=60), LIMITS)
     assert admission.clamped is not None
     assert "50 new tokens were asked for" in str(admission.clamped)
@@ -116,7 +116,7 @@ def test_the_total_limit_counts_the_prompt() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 60) | st.none(), st.integers(2, 60), st.integers(1, 60))
-def test_what_is_admitted_fits_and_is_as_long_as_it_can_be(
+def test_admit_returns_the_longest_length_that_fits(
     num_prompt: int, num_new: int | None, longest: int, pool: int
 ) -> None:
     limits = replace(LIMITS, max_sequence_length=longest, max_pool_tokens=pool)

@@ -1,4 +1,4 @@
-"""Groups: samples of one prompt share its prefill, whatever happens to their leader."""
+"""Groups: samples of one prompt share its prefill, whatever happens to the first sample."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_siblings_wait_for_a_leader_in_the_middle_of_its_prompt() -> None:
     assert num_prefill_tokens(rig.plans) == 6
 
 
-def test_a_leader_aborted_in_the_middle_of_its_prompt_hands_over_to_its_sibling() -> None:
+def test_a_sibling_prefills_if_the_leader_is_aborted_within_its_prompt() -> None:
     rig = Rig(Sizes(num_blocks=12, max_tokens=4))
     rig.add(prompt(6), *(Sample(seed=seed) for seed in range(3)))
     rig.step()
@@ -75,7 +75,7 @@ def test_a_leader_preempted_in_the_middle_of_its_prompt_forks_later() -> None:
     assert sum(s.num_forked for s in rig.schedules) == 1
 
 
-def test_children_of_a_leader_aborted_in_flight_know_who_wrote_their_context() -> None:
+def test_children_of_a_leader_aborted_in_flight_have_its_kv_versions() -> None:
     rig = Rig(Sizes(num_blocks=12, depth=2), version=3)
     rig.add(prompt(6), Sample(seed=1), Sample(seed=2))
     rig.schedule()

@@ -1,4 +1,4 @@
-"""When blocks run out: how many steps it takes against a scheduler that knows every length."""
+"""Steps and recomputation in a small pool, against a scheduler that knows every output length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.scheduling.forecast import OutputLengthEstimator
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("fraction", POOL_FRACTIONS)
 @pytest.mark.parametrize("workload", workloads(256), ids=lambda workload: workload.name)
-def test_a_small_pool_costs_few_steps_and_little_is_computed_twice(
+def test_a_small_pool_costs_few_steps_and_little_recomputation(
     workload: Workload, fraction: float
 ) -> None:
     (outcome,) = measure([workload], [fraction], advance=lambda: None)
@@ -34,7 +34,7 @@ def test_outputs_are_expected_at_their_limits_as_long_as_none_has_stopped() -> N
     assert last_blocks(estimator, 3, 40) == [40.0] * 10
 
 
-def test_expected_lengths_are_those_seen_of_outputs_that_got_as_far() -> None:
+def test_expected_lengths_follow_outputs_that_got_as_far() -> None:
     estimator = OutputLengthEstimator()
     for _ in range(300):
         for length in (2, 10):
@@ -46,7 +46,7 @@ def test_expected_lengths_are_those_seen_of_outputs_that_got_as_far() -> None:
     assert last_blocks(estimator, 2, 5) == [5.0] * 10
 
 
-def test_outputs_that_still_run_are_not_forgotten_for_those_that_ended_early() -> None:
+def test_running_outputs_count_beside_outputs_that_ended_early() -> None:
     estimator = OutputLengthEstimator()
     for number in range(100):
         estimator.begin(0, 1 if number < 20 else 12)
@@ -57,7 +57,7 @@ def test_outputs_that_still_run_are_not_forgotten_for_those_that_ended_early() -
     assert min(expected[2:]) >= 11.0
 
 
-def test_what_was_seen_long_ago_is_forgotten_as_lengths_drift() -> None:
+def test_old_output_lengths_lose_weight_as_lengths_drift() -> None:
     estimator = OutputLengthEstimator()
     for length in (3, 20):
         for _ in range(8192):

@@ -1,4 +1,4 @@
-"""Plans made before the ones in flight are committed."""
+"""Plans that are made before the results of plans in flight are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_row_that_the_step_before_finished_is_discarded_and_its_blocks_freed_a
     assert rig.kv_cache_manager.used_blocks() == []
 
 
-def test_the_row_of_a_request_aborted_in_flight_is_not_given_away() -> None:
+def test_the_row_of_a_request_aborted_in_flight_stays_taken() -> None:
     rig = Rig(Sizes(num_rows=1, depth=2))
     rig.add(prompt(4), Sample())
     rig.add(prompt(4), Sample())
@@ -96,7 +96,7 @@ def test_the_version_of_a_plan_is_that_of_its_schedule() -> None:
     rig.drain()
 
 
-def test_requests_in_flight_are_not_sent_back() -> None:
+def test_requests_in_flight_are_not_requeued() -> None:
     rig = Rig(Sizes(depth=2))
     rig.add(prompt(4), Sample())
     rig.schedule()

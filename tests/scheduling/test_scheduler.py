@@ -1,4 +1,4 @@
-"""Scheduler: one situation after another on engines of a few blocks; the rig checks each token."""
+"""Scheduler in single situations, with pools of a few blocks. Rig checks each token."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_kv_versions_are_those_of_the_reference_numbers(
     assert final_spans(rig, 0) == VersionSpans(runs)
 
 
-def test_only_requests_with_kv_that_is_too_old_are_sent_back() -> None:
+def test_requeue_older_than_requeues_only_requests_with_older_kv() -> None:
     rig = Rig(Sizes())
     rig.add(prompt(3), Sample())
     rig.step()
@@ -205,7 +205,7 @@ def test_requests_of_a_failed_step_start_again_with_all_their_tokens(after_write
 
 
 @pytest.mark.parametrize("scarce", [{"num_blocks": 3}, {"num_rows": 1}])
-def test_a_request_that_runs_alone_takes_from_others_only_what_it_needs(
+def test_schedule_alone_preempts_others_only_as_needed(
     scarce: dict[str, int],
 ) -> None:
     rig = Rig(Sizes(**({"num_blocks": 12, "block_size": 4} | scarce)))
@@ -306,7 +306,7 @@ def test_higher_priorities_are_fifteen_of_sixteen_admissions_beside_a_long_queue
     assert [rig.known[i].phase for i in low[:3]] == ["done", "done", "waiting"]
 
 
-def test_a_prompt_without_room_is_looked_at_again_when_something_has_left() -> None:
+def test_a_prompt_without_room_is_tried_again_after_a_request_ends() -> None:
     rig = Rig(Sizes(num_blocks=8, block_size=4, num_rows=4))
     rig.add(prompt(4), Sample(num_new=6))
     rig.step()
@@ -317,7 +317,7 @@ def test_a_prompt_without_room_is_looked_at_again_when_something_has_left() -> N
     assert first == 6
 
 
-def test_a_request_without_room_gives_up_no_cached_block() -> None:
+def test_a_request_without_room_evicts_no_cached_block() -> None:
     rig = Rig(
         Sizes(num_blocks=24, num_rows=8, max_tokens=64, conservativeness=1.0, prefixes=Prefixes())
     )

@@ -1,4 +1,4 @@
-"""Random work on tiny engines: each request gets the tokens it would get alone; no rule breaks."""
+"""Random work on tiny engines: each request gets the tokens that it would get alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_request_gets_its_tokens_with_plans_made_ahead(small: Sizes, work:
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("part", range(5))
-def test_crowded_engines_keep_every_promise(depth: int, part: int) -> None:
+def test_crowded_engines_keep_all_invariants(depth: int, part: int) -> None:
     num_seeds = 100 if IS_LONG else 6
     for seed in range(part * num_seeds, (part + 1) * num_seeds):
         rig = run_to_the_end(*seeded_work(run_seed() + seed, depth=depth))

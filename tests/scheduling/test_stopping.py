@@ -1,4 +1,4 @@
-"""When a request is done, and why."""
+"""check_stop: when a request ends, and why."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_the_length_ends_a_request_within_its_first_tokens(min_tokens: int)
         assert finish_reason(tokens, 2, short) == (expected or "length")
 
 
-def test_a_word_in_the_text_goes_before_one_by_its_ids() -> None:
+def test_a_stop_word_in_the_text_precedes_one_found_by_ids() -> None:
     """The tokenizer has another token for the letters together than those of the word's ids."""
     texts = {1: "a", 2: "b", 3: "ab"}
     tokenizer: Any = SimpleNamespace(decode=lambda ids: "".join(texts[i] for i in ids))
@@ -116,7 +116,9 @@ token = st.integers(0, 3)
     st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     st.integers(1, 9),
 )
-def test_it_agrees_with_a_search_in_the_generated_text(tokens, end_ids, words, max_length) -> None:
+def test_check_stop_agrees_with_a_search_in_the_generated_text(
+    tokens, end_ids, words, max_length
+) -> None:
     generated = "".join(map(str, tokens[1:]))
     stops = tokens[-1] in end_ids or any(generated.endswith("".join(map(str, w))) for w in words)
     expected = "stop" if stops else "length" if len(tokens) >= max_length else None

@@ -1,4 +1,4 @@
-"""StepPlan: what follows from its arrays."""
+"""StepPlan: properties derived from its arrays."""
 
 from __future__ import annotations
 

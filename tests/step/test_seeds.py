@@ -1,4 +1,4 @@
-"""Random numbers of a token: a function of (seed, position) alone, the same for ever."""
+"""Seeds and uniforms: functions of (seed, position) alone, with fixed values."""
 
 from __future__ import annotations
 

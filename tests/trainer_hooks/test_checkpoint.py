@@ -71,7 +71,7 @@ def test_state_optimizer_and_random_numbers_come_back(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_run_with_other_parameters_is_refused(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     with_critic = [{"params": SavedPolicy().parameters()}, {"params": SavedPolicy().parameters()}]
-    with pytest.raises(ConfigError, match=r"step_000001.*\[2\].*\[2, 2\].*settings that the run"):
+    with pytest.raises(ConfigError, match=r"step_000001.*\[2\].*\[2, 2\].*settings of that run"):
         load_checkpoint(checkpoint, torch.optim.AdamW(with_critic))
 
 
@@ -164,7 +164,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
 
 
 def test_another_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no checkpoint.*trainer_state.json"):
+    with pytest.raises(ConfigError, match=r"not a trainer's checkpoint.*trainer_state.json"):
         read_trainer_state(tmp_path)
 
 

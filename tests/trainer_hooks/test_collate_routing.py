@@ -153,9 +153,9 @@ def test_gradients_are_those_of_the_rollouts_experts(is_checkpointed: bool) -> N
 def test_replay_without_rows_or_without_a_module_is_refused() -> None:
     model, settings = tiny_mixture(), UpdateSettings(replay_routing=True)
     without = collate_rollouts([request_of([1], [2], None)], [1.0], 0)
-    with pytest.raises(ConfigError, match="collate it with routing=True"):
+    with pytest.raises(ConfigError, match="routing=True for collate_rollouts"):
         compute_logprobs(model, without, settings)
-    with pytest.raises(ConfigError, match="wants a module, not a function"):
+    with pytest.raises(ConfigError, match="as the policy, not a function"):
         compute_logprobs(lambda **given: model(**given), batch_of(model, 0), settings)
 
 

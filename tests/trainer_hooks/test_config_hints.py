@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
-from trainer_hooks.train import ProducerSettings, checked_overrides, config_loading, load_dataclass
-from trainer_hooks.train.config_loading import dataclass_of
+from tests.installed import needs
+from trainer_hooks.train import config_loading
+from trainer_hooks.train.config_loading import dataclass_of, load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.settings import ProducerSettings
+
+pytestmark = needs("reasoning_gym")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from rollout.control.state import EngineState
 from tests.trainer_hooks.test_time_account import stats_of
 from trainer_hooks import MetricsLogger
 from trainer_hooks.metrics.stage_clock import minutes
-from trainer_hooks.train import Dashboard, write_run_picture
+from trainer_hooks.train import Dashboard
 from trainer_hooks.train.charts import curve_lines, share_bar
-from trainer_hooks.train.report import main
 
 NUM_STEPS = 200
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"
@@ -241,16 +240,8 @@ def test_the_pictures_of_the_docs_are_of_this_dashboard_and_small() -> None:
     panels = "reward policy staleness, tokens time of a step engines, and producer samples"
     assert set(panels.split()) <= set(words_of(PICTURE))
     assert {"training", "generating", "evaluating"} & set(words_of(PICTURE))
-    for name in ("dashboard.svg", "report.png", "report-samples.png", "run.png"):
+    for name in ("dashboard.svg", "report.png", "report-samples.png"):
         assert PICTURE.with_name(name).stat().st_size < 300_000, name
-
-
-def test_a_picture_can_be_drawn_from_a_file_of_metrics(tmp_path: Path, monkeypatch: Any) -> None:
-    with MetricsLogger(jsonl=tmp_path / "metrics.jsonl") as logger:
-        logger.log({"reward": 0.5}, step=1, version=0)
-    monkeypatch.setattr("sys.argv", ["x", str(tmp_path), "--dashboard", str(tmp_path / "d.svg")])
-    main()
-    assert "reward" in (tmp_path / "d.svg").read_text()
 
 
 def test_a_stage_shows_the_rollouts_of_the_next_batch_and_how_long_the_rest_takes() -> None:
@@ -268,12 +259,3 @@ def test_a_stage_shows_the_rollouts_of_the_next_batch_and_how_long_the_rest_take
     dashboard.show({"trainer/step": 13})
     assert " 0 of 512 rollouts" in text_of(dashboard), "a new step begins"
     assert (minutes(7), minutes(3787)) == ("0:07", "1:03:07")
-
-
-def test_the_picture_of_a_run_has_its_three_panels(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [{"trainer/step": 0, "eval/greedy_reward": 0.1}, *made_up_rows(3)]
-    write_run_picture(tmp_path / "run.svg", rows, "GRPO")
-    write_run_picture(tmp_path / "none.svg", [], "no step")
-    assert (tmp_path / "run.svg").read_text().count('id="axes_') == 3
-    assert (tmp_path / "none.svg").exists()

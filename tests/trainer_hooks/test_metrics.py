@@ -21,7 +21,6 @@ from trainer_hooks.metrics import (
     rollout_metrics,
 )
 from trainer_hooks.metrics.wandb_run import declare_axes
-from trainer_hooks.train.report import running_mean, write_reward_curve
 
 
 class FakeWandbRun:
@@ -194,13 +193,3 @@ def test_without_a_terminal_a_step_is_printed_once_at_its_interval_and_at_the_en
     for step in (1, 2, 2, 3):
         view.show({"trainer/step": step, "reward": step})
     assert [line.split()[1] for line in output.getvalue().splitlines()] == ["2/3", "3/3"]
-
-
-def test_the_curve_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_reward_curve(tmp_path / "curve.png", [0.1, 0.4, 0.5], title="t")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_running_mean_looks_back_only() -> None:
-    assert running_mean([1.0, 3.0, 5.0], window=2) == [1.0, 2.0, 4.0]

@@ -68,11 +68,11 @@ def test_parts_of_text_become_the_content_and_other_parts_are_refused(tmp_path: 
     parts += [{"type": "image", "image": "picture.png"}]
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}]}))
     with pytest.raises(
-        ConfigError, match=r"line 1.*part that is no text, \{'type': 'image'.*text only"
+        ConfigError, match=r"line 1.*part that is not text, \{'type': 'image'.*text only"
     ):
         JsonlPrompts(path, chat_template=joined)[0]
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": 4}]}))
-    with pytest.raises(ConfigError, match=r"line 1.*whose content is 4"):
+    with pytest.raises(ConfigError, match=r"line 1.*has the content 4"):
         JsonlPrompts(path, chat_template=joined)[0]
 
 

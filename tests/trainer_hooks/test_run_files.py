@@ -12,7 +12,7 @@ import pytest
 
 from rollout.errors import ConfigError
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
-from trainer_hooks.train import begin_directory, locked_run, stop_on_interrupt
+from trainer_hooks.train.run_files import begin_directory, locked_run, stop_on_interrupt
 
 
 def test_a_second_ctrl_c_acts_as_ever() -> None:

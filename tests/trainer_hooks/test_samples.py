@@ -23,9 +23,9 @@ from trainer_hooks import (
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
 from trainer_hooks.prompts.ledger import PromptTicket
 from trainer_hooks.rewards import WeightedReward
-from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
-from trainer_hooks.train.sample_text import visible
-from trainer_hooks.train.samples import chosen_rows, sample_of, texts_of
+from trainer_hooks.train import Dashboard
+from trainer_hooks.train.samples import SampleLog, chosen_rows, sample_of, texts_of, visible
+from trainer_hooks.train.settings import LoggerSettings
 
 
 class Letters:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("trl")
-
 from transformers import GenerationConfig
-from trl.trainer.grpo_config import GRPOConfig
 
 from rollout import ConfigError, InvalidRequestError, SamplingParams
+from tests.installed import needs
 from trainer_hooks import trl_settings
 from trainer_hooks.trl_settings import NO_EFFECT, REFUSED, USED, check_trainer, sampling_params_of
 
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(GRPOConfig) if field.init}
+pytestmark = needs("trl")
+
 # What a refused field asks for when somebody sets it.
 WISHES = {
     "use_vllm": True,
@@ -40,12 +39,20 @@ WISHES = {
 }
 
 
+@cache
+def config_fields() -> dict[str, Any]:
+    """Return the default of each field of GRPOConfig."""
+    from trl.trainer.grpo_config import GRPOConfig
+
+    return {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+
+
 def trainer_with(**settings: Any) -> Any:
     """Return a stand-in for a GRPOTrainer: its config, and its own copies of some settings.
 
     The config is not checked by TRL, which refuses or replaces some of the wishes itself.
     """
-    args = SimpleNamespace(**(DEFAULTS | settings))
+    args = SimpleNamespace(**(config_fields() | settings))
     copied = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     own = {name: getattr(args, name) for name in (*copied, "max_completion_length")}
     return SimpleNamespace(args=args, eos_token_ids=[1, 106], **own)
@@ -55,7 +62,7 @@ def test_the_tables_have_every_field_of_grpo_config_once() -> None:
     tables = [USED, frozenset(REFUSED), *NO_EFFECT.values()]
     every = frozenset().union(*tables)
     assert sum(map(len, tables)) == len(every), "a field is in one table"
-    missing = {field.name for field in dataclasses.fields(GRPOConfig)} - every
+    missing = config_fields().keys() - every
     assert not missing, f"decide what these mean for an engine: {sorted(missing)}"
 
 
@@ -72,7 +79,7 @@ def test_the_defaults_of_grpo_config_are_accepted() -> None:
 def test_every_refused_field_of_grpo_config_is_named_with_a_remedy() -> None:
     assert set(WISHES) == set(REFUSED)
     for name, wish in WISHES.items():
-        assert DEFAULTS[name] in (*REFUSED[name].neutral, None)
+        assert config_fields()[name] in (*REFUSED[name].neutral, None)
         with pytest.raises(ConfigError, match=rf"GRPOConfig\({name}=.*with TRLRollouts: \w"):
             check_trainer(trainer_with(**{name: wish}))
 

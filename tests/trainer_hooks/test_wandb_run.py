@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.installed import needs
 from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.test_samples import Letters, batch_of
 from tests.trainer_hooks.wandb_files import read_history
@@ -15,9 +16,11 @@ from trainer_hooks import MetricsLogger, collate_rollouts
 from trainer_hooks.metrics import read_jsonl, rollout_metrics, start_wandb_run, step_metrics
 from trainer_hooks.metrics.time_account import TimeAccount
 from trainer_hooks.metrics.wandb_run import where_to_look
-from trainer_hooks.train import Dashboard, LoggerSettings, SampleLog
+from trainer_hooks.train import Dashboard
+from trainer_hooks.train.samples import SampleLog
+from trainer_hooks.train.settings import LoggerSettings
 
-pytest.importorskip("wandb")
+pytestmark = needs("wandb")
 
 
 def test_an_offline_run_is_written_below_the_given_directory(tmp_path: Path) -> None:

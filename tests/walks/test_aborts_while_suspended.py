@@ -23,7 +23,7 @@ def ask(engine: DynamicInferenceEngine) -> tuple[list[int], np.ndarray[Any, Any]
 
 @pytest.mark.parametrize("policy", ["ref_zero", "lru"])
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_prompt_of_a_request_aborted_while_suspended_is_answered_as_without_a_cache(
+def test_the_prompt_of_a_request_aborted_while_suspended_finds_no_lost_kv(
     mode: str, policy: str
 ) -> None:
     engine = tiny_engine(

@@ -100,7 +100,7 @@ def assert_pure(request: DynamicInferenceRequest) -> None:
 
 @pytest.mark.parametrize("eviction", ["ref_zero", "lru"])
 @pytest.mark.parametrize("how", HOW)
-def test_nobody_is_served_a_block_written_over_older_context(how: str, eviction: str) -> None:
+def test_a_block_written_over_older_context_is_never_shared(how: str, eviction: str) -> None:
     engine, text = decode_across(how, prefix_caching_eviction_policy=eviction)
     for request in sharers(engine, text):
         assert_pure(request)
@@ -108,14 +108,14 @@ def test_nobody_is_served_a_block_written_over_older_context(how: str, eviction:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_nobody_is_served_old_blocks_after_their_writer_is_gone(how: str) -> None:
+def test_old_blocks_are_not_shared_after_their_writer_has_ended(how: str) -> None:
     engine, text = decode_across(how, prefix_caching_eviction_policy="lru")
     drain(engine)
     for request in sharers(engine, text):
         assert_pure(request)
 
 
-def test_nobody_is_served_a_first_block_that_was_written_across_an_update() -> None:
+def test_a_first_block_written_across_an_update_is_never_shared() -> None:
     engine = tiny_engine(tiny_model(seed=1), enable_prefix_caching=True)
     writer = engine.add_request(PROMPT[:3], params(40))
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_prompt_prefilled_across_an_update_is_not_shared() -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_they_are_served_and_reported_where_reuse_across_versions_is_chosen(how: str) -> None:
+def test_prefix_reuse_across_versions_shares_and_reports_old_blocks(how: str) -> None:
     engine, text = decode_across(how, prefix_reuse_across_versions=True)
     mixed = sharers(engine, text)
     num_old = len(PROMPT) + NUM_OLD - 1  # the last old token's KV is written by the new weights
@@ -166,7 +166,7 @@ def test_they_are_served_and_reported_where_reuse_across_versions_is_chosen(how:
     assert engine.stats().num_prefix_hit_tokens > 100
 
 
-def test_reused_blocks_older_than_the_limit_are_computed_again() -> None:
+def test_max_kv_staleness_versions_bounds_reused_blocks() -> None:
     engine = tiny_engine(
         tiny_model(seed=1),
         enable_prefix_caching=True,
@@ -189,7 +189,7 @@ def test_reused_blocks_older_than_the_limit_are_computed_again() -> None:
 
 @pytest.mark.parametrize("reuses", [False, True])
 @pytest.mark.parametrize(("mode", "num_hits"), [("persist", 16), ("offload", 0), ("recompute", 0)])
-def test_blocks_without_a_user_do_not_outlive_a_suspend_that_gives_up_their_bytes(
+def test_unused_blocks_are_dropped_by_a_suspend_that_releases_their_memory(
     mode: str, num_hits: int, reuses: bool
 ) -> None:
     engine = tiny_engine(

@@ -38,9 +38,7 @@ def assert_oracles(engine: DynamicInferenceEngine, trained: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
-def test_two_engines_of_a_process_take_turns_and_disturb_each_other_in_nothing(
-    device: str, mode: str
-) -> None:
+def test_two_engines_of_one_process_do_not_disturb_each_other(device: str, mode: str) -> None:
     """Each has graphs and a pool; one is suspended, and its memory goes, while the other steps."""
     models = [tiny_model("qwen3", seed=seed, head_dim=16) for seed in (1, 2)]
     engines = [tiny_engine(model, device=device) for model in models]
@@ -108,7 +106,7 @@ class Trainer:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_trainers_captured_steps_and_the_engines_are_replayed_in_turn(
+def test_captured_steps_of_a_trainer_and_an_engine_are_replayed_in_turn(
     device: str, mode: str
 ) -> None:
     alone = Trainer(device).losses(12)

@@ -130,7 +130,7 @@ def test_an_engine_from_a_shell_joins_and_leaves_while_updates_go_on(fleet: Flee
     fleet.run(work)
 
 
-def test_what_one_engine_refuses_no_engine_takes(fleet: Fleet) -> None:
+def test_an_update_refused_by_one_engine_is_committed_by_none(fleet: Fleet) -> None:
     async def work(llm: AsyncLLM) -> None:
         version = llm.weights_version + 1
         with engine_child(llm.address, directory(), CONFIG) as child:
@@ -184,7 +184,7 @@ def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committ
 
 
 @pytest.mark.slow
-def test_an_engine_that_comes_late_puts_the_adapter_on_the_fleets_base(fleet: Fleet) -> None:
+def test_an_engine_that_joins_late_merges_the_adapter_into_the_fleets_base(fleet: Fleet) -> None:
     async def work(llm: AsyncLLM) -> None:
         version = llm.weights_version + 1
         await update(llm, version)
@@ -205,7 +205,7 @@ def test_an_engine_that_comes_late_puts_the_adapter_on_the_fleets_base(fleet: Fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["dies after its vote", "dies at the commit"][: 1 + IS_LONG])
-def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(
+def test_an_engine_that_dies_after_its_vote_gets_the_update_when_it_rejoins(
     fleet: Fleet, when: str
 ) -> None:
     async def work(llm: AsyncLLM) -> None:
@@ -238,7 +238,7 @@ def test_an_engine_that_dies_after_its_vote_is_left_behind_and_caught_up(
     fleet.run(work)
 
 
-def test_a_killed_engines_requests_go_on_from_what_it_had_reported(
+def test_requests_of_a_killed_engine_continue_from_the_reported_tokens(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     async def work(llm: AsyncLLM) -> None:

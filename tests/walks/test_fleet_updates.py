@@ -30,7 +30,7 @@ async def update(llm: AsyncLLM, version: int, mode: str) -> None:
     assert report.version == version
 
 
-def test_no_request_is_lost_or_repeated_by_rounds_in_every_mode() -> None:
+def test_suspend_update_resume_rounds_lose_and_repeat_no_request() -> None:
     async def work(llm: AsyncLLM) -> None:
         load = Load(llm, width=9, num_tokens=100)
         start = time.perf_counter()

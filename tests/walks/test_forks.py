@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.distributed
-def test_an_llm_that_was_used_on_threads_answers_after_a_fork() -> None:
+def test_an_llm_used_on_threads_works_in_a_forked_child() -> None:
     """In a program of its own: a fork of pytest would take all of it along."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.walks.forked_llm"],

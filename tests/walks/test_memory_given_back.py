@@ -22,7 +22,7 @@ def probe(kind: str, mode: str, owners: str) -> Any:
     ("mode", "owners"), [("offload", "kv_cache"), ("recompute", "kv_cache+weights")]
 )
 @pytest.mark.parametrize("kind", ["device", "reserved"])
-def test_private_memory_falls_by_what_the_report_says(kind: str, mode: str, owners: str) -> None:
+def test_private_memory_falls_by_the_reported_bytes(kind: str, mode: str, owners: str) -> None:
     """Within 5%; the copies on the host are counted, too."""
     seen = probe(kind, mode, owners)
     fall = seen["before"]["dirty"] - seen["after"]["dirty"]

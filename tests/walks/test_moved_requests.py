@@ -102,7 +102,7 @@ def test_tokens_and_logprobs_are_those_of_an_undisturbed_run(num_steps: int) -> 
     margins.check()
 
 
-def test_a_moved_request_may_move_on() -> None:
+def test_a_moved_request_may_move_again() -> None:
     """After every second token, to a new engine."""
     engines, (prompt, params) = [tiny_engine(model())], jobs()[1]
     engines[0].add_request(prompt, params, request_id=7)
@@ -120,7 +120,7 @@ def test_a_moved_request_may_move_on() -> None:
     ]
 
 
-def test_what_cannot_go_on_is_refused_and_nothing_is_queued() -> None:
+def test_add_record_refuses_a_record_that_cannot_continue() -> None:
     engine = begun(3)
     running = engine.get_record(max(i for i in range(NUM_REQUESTS) if i in engine.request_ids()))
     with pytest.raises(InvalidRequestError, match="in use"):

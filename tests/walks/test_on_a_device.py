@@ -159,7 +159,7 @@ def test_every_token_names_the_version_that_sampled_it(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_stream_is_served_and_taken_back_on_a_device(device: str) -> None:
+def test_streamed_weights_are_committed_and_rolled_back_on_a_device(device: str) -> None:
     """Staged while requests run, and committed and undone between two steps."""
     engine = tiny_engine(model(), device=device)
     other = tiny_model("qwen3", seed=13, head_dim=16)
@@ -181,7 +181,9 @@ def test_a_stream_is_served_and_taken_back_on_a_device(device: str) -> None:
 
 @pytest.mark.parametrize(("device", "kind"), STABLE_KINDS)
 @pytest.mark.parametrize("mode", MODES)
-def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mode: str) -> None:
+def test_20_suspend_cycles_keep_every_address_and_every_graph(
+    device: str, kind: str, mode: str
+) -> None:
     """After `warm_up` no step captures a graph: no suspend loses one, and the prompts that are
     computed again, which grow, find the larger shapes captured."""
     trained = tiny_model("qwen3", seed=12, head_dim=16)
@@ -221,7 +223,7 @@ def test_20_cycles_keep_every_address_and_every_graph(device: str, kind: str, mo
 @pytest.mark.meters_memory
 @pytest.mark.parametrize("kind", ["device", "vmm", "torch_memory_saver", "unified"])
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
-def test_the_driver_gets_what_the_report_says(kind: str, mode: str) -> None:
+def test_suspend_reports_the_bytes_that_the_driver_gets_back(kind: str, mode: str) -> None:
     """Within 5%, at suspend and at resume, of a pool of 512 MiB."""
     engine = tiny_engine(model(), device="cuda", memory_kind=kind, buffer_size_gb=0.5)
     request_id = engine.add_request(prompt_of(30), params(0, 20))

@@ -78,7 +78,9 @@ def damage(root: Path, random: Random) -> None:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_random_faults_leave_one_committed_version_everywhere(kind: str, tmp_path: Path) -> None:
+def test_random_faults_of_pushes_leave_one_committed_version_on_all_engines(
+    kind: str, tmp_path: Path
+) -> None:
     random = Random(f"{run_seed()} {kind}")
     with WeightFleet(TRANSPORTS[kind](tmp_path)) as fleet:
         fleet.push(weights(1))

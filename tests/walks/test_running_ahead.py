@@ -110,7 +110,7 @@ def test_tokens_are_those_of_one_step_at_a_time(config: dict[str, Any]) -> None:
         assert stats.num_evictions > 0
 
 
-def test_a_step_is_launched_before_the_one_before_is_taken_in() -> None:
+def test_a_step_is_launched_before_the_previous_one_is_committed() -> None:
     engine = with_jobs(engine_running_ahead())
     engine.step()
     assert engine.num_steps_in_flight == 1
@@ -119,7 +119,7 @@ def test_a_step_is_launched_before_the_one_before_is_taken_in() -> None:
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_suspend_finds_no_step_on_its_way(mode: str) -> None:
+def test_suspend_finds_no_step_in_flight(mode: str) -> None:
     engine, finished = with_jobs(engine_running_ahead()), {}
     while engine.has_unfinished_requests():
         for _ in range(3):
@@ -131,7 +131,7 @@ def test_suspend_finds_no_step_on_its_way(mode: str) -> None:
     assert_as_step_by_step(finished)
 
 
-def test_an_update_in_flight_versions_what_ran_before_and_after() -> None:
+def test_an_update_in_flight_stamps_tokens_before_and_after_it() -> None:
     engine, finished = with_jobs(engine_running_ahead()), {}
     before: dict[int, list[int]] = {i: [] for i in range(NUM_REQUESTS)}
     version = 0

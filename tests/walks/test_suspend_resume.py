@@ -183,7 +183,7 @@ def test_the_mode_of_each_suspend_may_differ_from_the_configs() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_groups_live_through_cycles(mode: str) -> None:
+def test_groups_survive_suspend_cycles(mode: str) -> None:
     params = [SamplingParams(num_tokens_to_generate=20, seed=i) for i in range(6)]
     prompt, margins = prompt_of(21), Margins()
     singles = generate_all(tiny_engine(model()), [(prompt, p) for p in params])
@@ -229,7 +229,7 @@ def test_suspend_and_resume_of_an_idle_engine(mode: str) -> None:
     assert engine.stats().num_suspends == 1
 
 
-def test_the_second_of_two_commands_in_a_row_reports_that_nothing_moved() -> None:
+def test_a_repeated_suspend_or_resume_reports_zero_bytes() -> None:
     engine = tiny_engine(model(), kv_cache_management_mode="offload")
     engine.pause()
     assert engine.suspend().bytes_released > 0
@@ -270,7 +270,7 @@ POOL_GB = 0.25
 
 
 @pytest.mark.parametrize("kind", ["device", "reserved"])
-def test_a_suspend_says_how_much_of_what_it_releases_took_memory(kind: str) -> None:
+def test_suspend_reports_resident_bytes_released(kind: str) -> None:
     engine = tiny_engine(model(), buffer_size_gb=POOL_GB, memory_kind=kind)
     generate_all(engine, jobs())
     engine.pause()
@@ -303,7 +303,7 @@ def test_fifty_cycles_of_the_same_load_touch_no_more_memory_than_one(lru: bool) 
     assert resident[1] <= 1.05 * resident[0]
 
 
-def test_kv_that_a_suspend_left_in_place_is_released_by_one_in_another_mode() -> None:
+def test_kv_left_by_a_persist_suspend_is_released_by_another_mode() -> None:
     engine = tiny_engine(model(), kv_cache_management_mode="persist")
     engine.add_request(*jobs()[0])
     engine.step()

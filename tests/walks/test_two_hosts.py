@@ -53,7 +53,7 @@ def cut_while_it_goes_on(cut: Host, *held: Remote) -> None:
         ),
     ],
 )
-def test_a_link_that_is_cut_loses_no_request_and_leaves_no_engine_with_other_weights(
+def test_a_cut_cable_loses_no_request_and_all_engines_get_equal_weights(
     hosts: list[Host], tmp_path: Path, limits: CoordinatorLimits
 ) -> None:
     create_key_folder(tmp_path / "keys")
@@ -122,7 +122,7 @@ def test_the_async_job_trains_through_cuts_in_a_generation_and_in_a_push(
 # ---- who may come in
 
 
-def test_strangers_of_another_host_are_refused_counted_and_logged_once(
+def test_unknown_peers_of_another_host_are_refused_counted_and_logged_once(
     hosts: list[Host], tmp_path: Path
 ) -> None:
     create_key_folder(tmp_path / "keys")

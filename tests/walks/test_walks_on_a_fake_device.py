@@ -14,13 +14,13 @@ from tests.walks import test_on_a_device as walks
 
 KINDS = ("device", "vmm", "torch_memory_saver", "unified")
 MODES = walks.MODES if IS_LONG else ("recompute",)
-cycles = walks.test_20_cycles_keep_every_address_and_every_graph
+cycles = walks.test_20_suspend_cycles_keep_every_address_and_every_graph
 # Updates from tensors of the device, and a trainer's steps on it, take a real one.
 WALKS: list[tuple[Callable[..., None], tuple[str, ...]]] = [
     (walks.test_tokens_in_float32_are_those_of_the_trainers_model, ("qwen3", "cuda")),
-    (walks.test_a_stream_is_served_and_taken_back_on_a_device, ("cuda",)),
-    (walks.test_the_driver_gets_what_the_report_says, ("vmm", "offload")),
-    (walks.test_the_driver_gets_what_the_report_says, ("vmm", "recompute")),
+    (walks.test_streamed_weights_are_committed_and_rolled_back_on_a_device, ("cuda",)),
+    (walks.test_suspend_reports_the_bytes_that_the_driver_gets_back, ("vmm", "offload")),
+    (walks.test_suspend_reports_the_bytes_that_the_driver_gets_back, ("vmm", "recompute")),
     *((cycles, ("cuda", "vmm", mode)) for mode in walks.MODES),
     *((cycles, ("cuda", kind, mode)) for kind, mode in product(KINDS[2:], MODES)),
 ]
@@ -30,7 +30,7 @@ WALKS += [
 ]
 WALKS += [
     (
-        sharing.test_two_engines_of_a_process_take_turns_and_disturb_each_other_in_nothing,
+        sharing.test_two_engines_of_one_process_do_not_disturb_each_other,
         ("cuda", mode),
     )
     for mode in MODES
@@ -47,7 +47,7 @@ def device() -> Iterator[FakeDevice]:
 @pytest.mark.parametrize(
     ("walk", "arguments"), WALKS, ids=[f"{w.__name__}-{'-'.join(a)}" for w, a in WALKS]
 )
-def test_a_walk_of_a_device_passes_on_a_fake_one(
+def test_device_tests_pass_on_a_fake_device(
     device: FakeDevice, walk: Callable[..., None], arguments: tuple[str, ...]
 ) -> None:
     walk(*arguments)

@@ -27,7 +27,7 @@ def outcomes() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_every_module_is_imported_save_those_that_need_triton(outcomes: dict[str, Any]) -> None:
+def test_every_module_imports_except_those_that_need_triton(outcomes: dict[str, Any]) -> None:
     for module, error in outcomes["failed imports"].items():
         assert module.startswith("rollout.backends."), (module, error)
         assert re.search("ModuleNotFoundError.*triton", error), (module, error)
@@ -44,7 +44,7 @@ def test_an_engine_generates_across_a_suspend(outcomes: dict[str, Any]) -> None:
         ("publish", "WeightUpdateError: .*needs Linux.*LLM without use_coordinator"),
     ],
 )
-def test_what_cannot_work_names_the_system_and_the_way_out(
+def test_unsupported_features_name_the_system_and_the_remedy(
     outcomes: dict[str, Any], what: str, message: str
 ) -> None:
     assert re.search(message, outcomes[what]), outcomes[what]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -407,6 +406,8 @@ def test_an_adapter_that_holds_infinity_passes_where_that_may() -> None:
 
 
 def test_peft_merges_to_what_is_served() -> None:
+    import peft
+
     hf = tiny_model("qwen2", seed=1, **SIZES)
     engine = tiny_engine(build_model(hf), buffer_size_gb=0.01)
     config = peft.LoraConfig(

@@ -1,4 +1,7 @@
-"""The LoRA adapter of a job: a PEFT model over the base that its engines were started with."""
+"""The LoRA adapter of a job: a PEFT model over the base weights that its engines started from.
+
+Used by main to create an adapter and by learner to load one from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from trainer_hooks.train.settings import LoraSettings
 
 
 def new_adapter(base: Path | str, settings: LoraSettings) -> Any:
-    """A PEFT model over the model in `base`, with an adapter that changes nothing yet.
+    """Return a PEFT model over the model in `base`, with a new adapter that does not change its
+    outputs.
 
     Raises ConfigError if PEFT is missing, and for layers that the model does not have.
     """
@@ -33,9 +37,9 @@ def new_adapter(base: Path | str, settings: LoraSettings) -> Any:
 
 
 def load_adapter(base: Path | str, checkpoint: Path, settings: LoraSettings) -> Any:
-    """The PEFT model whose adapter `checkpoint` has, to go on training it.
+    """Return a trainable PEFT model over `base` with the adapter of `checkpoint`.
 
-    Raises ConfigError if PEFT is missing, or if the adapter is not one of `settings`.
+    Raises ConfigError if PEFT is missing, or if the checkpoint's adapter does not match `settings`.
     """
     peft = _peft()
     if not (checkpoint / "adapter_config.json").exists():

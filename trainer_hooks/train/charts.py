@@ -1,4 +1,7 @@
-"""Small charts of text cells: a curve, a histogram, a bar of shares."""
+"""Charts of a terminal's text cells: a curve, a histogram, a bar of shares, a table of engines.
+
+Used by dashboard.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rollout.control.state import EngineState
 from trainer_hooks.metrics.histogram import NUM_BINS
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_RATE_WINDOW = 8  # reports of an engine, over which its tokens per second are taken
+_RATE_WINDOW = 8  # latest reports of an engine, from which its rate is computed
 _KV_BAR_WIDTH = 10
 _SHARE_STYLES = {
     "generate": "green",
@@ -34,15 +37,15 @@ _GAP = "   "
 
 
 def curve_lines(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`values` as columns of eighths, `height` lines of `width` cells, with the scale.
+    """Return `values` as columns of block characters: `height` lines of `width` cells, with a
+    scale.
 
-    More values than cells: each cell is the mean of those it stands for. Fewer: a value takes
-    several cells.
+    With more values than cells, each cell is a mean; with fewer, a value takes several cells.
     """
     cells = _resample(values, width)
     low, high = min(cells), max(cells)
     span = (high - low) or 1.0
-    # The lowest value still shows an eighth, so that it is told from a missing one.
+    # The lowest value still gets an eighth of a cell, unlike a missing value.
     levels = [1 + round((value - low) / span * (8 * height - 1)) for value in cells]
     lines = []
     for row in reversed(range(height)):
@@ -62,7 +65,9 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
-    """One line per bin: its value, a bar and its share; the last stands for all that follow."""
+    """Return one line per bin with its value, a bar and its share; the last line stands for all
+    further bins.
+    """
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(justify="right")
     table.add_column(ratio=1)
@@ -85,7 +90,7 @@ def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
 
 
 def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
-    """Shares in one bar of `width` cells, and what each colour means; largest first."""
+    """Return a bar of `width` cells, divided by the shares, the largest first, and its legend."""
     present = [(name, share) for name, share in shares.items() if share >= 0.005]
     ordered = sorted(present, key=lambda item: -item[1])
     bar, pieces = Text(no_wrap=True, overflow="crop"), []
@@ -98,7 +103,9 @@ def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
 
 
 def flowed(pieces: Sequence[Text], width: int) -> Text:
-    """Pieces side by side, three spaces apart, in lines of up to `width` cells; none is parted."""
+    """Return pieces side by side, three spaces apart, in lines of up to `width` cells; no piece is
+    broken.
+    """
     lines: list[Text] = []
     for piece in pieces:
         if lines and lines[-1].cell_len + len(_GAP) + piece.cell_len <= width:
@@ -109,7 +116,7 @@ def flowed(pieces: Sequence[Text], width: int) -> Text:
 
 
 def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
-    """Cells of each share, by rounding the running sum: they sum to the sum of all shares."""
+    """Return each share's number of cells, by rounding the running sum, so that no cell is lost."""
     counts, running, drawn = [], 0.0, 0
     for share in shares:
         running += share
@@ -125,14 +132,14 @@ class EngineRates:
         self._reports: dict[str, deque[tuple[float, int]]] = {}
 
     def add(self, name: str, stats: EngineStats, now_s: float) -> None:
-        """Take one report of an engine. One that was started again counts from 0."""
+        """Record one report of an engine. The counts of a restarted engine begin again."""
         reports = self._reports.setdefault(name, deque(maxlen=_RATE_WINDOW))
         if reports and reports[-1][1] > stats.num_sampled_tokens:
             reports.clear()
         reports.append((now_s, stats.num_sampled_tokens))
 
     def tokens_per_s(self, name: str) -> float | None:
-        """Sampled tokens per second; None before the second report."""
+        """Return sampled tokens per second; None before the second report."""
         reports = self._reports.get(name)
         if not reports or reports[-1][0] == reports[0][0]:
             return None
@@ -143,9 +150,9 @@ class EngineRates:
 def engine_table(
     engines: Mapping[str, EngineStats], rates: EngineRates, num_lines: int | None = None
 ) -> Table:
-    """One line per engine: its state, its requests, how full its KV cache is, its rate.
+    """Return one line per engine: its state, requests, use of the KV cache, and rate.
 
-    `num_lines`: how many engines are shown at most, before a line that counts the others.
+    `num_lines`: engines shown before a line that counts the others; None shows all.
     """
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("engine", "state", "requests", "waiting", "KV cache", "tokens/s", "version"):

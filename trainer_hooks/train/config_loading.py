@@ -1,10 +1,19 @@
-"""Makes frozen dataclasses from nested mappings, as Hydra composes them; refuses unknown keys."""
+"""Turns configs into objects: frozen dataclasses from nested mappings, functions from import paths.
+
+Used by hydra_job, job, task and learner. An unknown key is refused with our name for a key of TRL,
+verl or Megatron-LM, or with the nearest valid key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import enum
+import functools
+import importlib
+import inspect
+import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -19,13 +28,13 @@ T = TypeVar("T")
 
 
 def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: str = "") -> T:
-    """`kind(**values)`; a field that is itself a dataclass takes a nested mapping.
+    """Return `kind(**values)`; a field that is itself a dataclass takes a nested mapping.
 
         settings = load_dataclass(JobSettings, hydra.compose("train"))
 
-    `path`: where `values` stand in the whole config, for error messages.
-    Raises ConfigError for an unknown key (with our name of a key of TRL, verl or Megatron-LM, or
-    else the nearest valid one), for a missing key and for a value of another type. Errors of `kind`
+    `path`: position of `values` in the whole config, for error messages.
+    Raises ConfigError for an unknown key (with our name for a key of TRL, verl or Megatron-LM, else
+    the nearest valid one), for a missing key and for a value of another type. Errors of `kind`
     itself pass through.
     """
     if isinstance(values, DictConfig):
@@ -34,13 +43,13 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
 
 
 def dataclass_by_name(kind: Any) -> type | None:
-    """The dataclass of a field `Mapping[str, dataclass]`; None for any other type."""
+    """Return the dataclass in a type `Mapping[str, dataclass]`; None for any other type."""
     is_mapping = typing.get_origin(kind) is Mapping
     return dataclass_of(typing.get_args(kind)[1]) if is_mapping else None
 
 
 def dataclass_of(kind: Any) -> type | None:
-    """`kind` if it is a dataclass, or the dataclass in `X | None`; None for any other type."""
+    """Return `kind` if it is a dataclass, or the dataclass in `X | None`; else None."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     found = (o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o))
     return next(found, None)
@@ -51,7 +60,7 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
     for name in given:
         if name not in types_by_name:
             raise unknown_key_error(_first_leaf(name, given[name]), types_by_name, path)
-    # A key that YAML leaves open, as ???, counts as absent.
+    # A key with the value ??? counts as absent.
     given = {name: value for name, value in given.items() if not _is_left_open(value)}
     required = {
         field.name
@@ -71,10 +80,11 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
 
 
 def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> ConfigError:
-    """The error for a key that does not exist below `path`, where `known` keys of these types do.
+    """Return the error for a key that does not exist below `path`; `known` holds the keys that do,
+    with their types.
 
-    It names our key for one of another system, or else where that key is one level below, the
-    nearest key, or all keys.
+    The message gives our name for another system's key, else the same key one level below, else the
+    nearest key, else all keys.
     """
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
@@ -92,7 +102,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 
 
 def as_plain(value: Any) -> Any:
-    """A loaded config as YAML can hold it: mappings, lists, numbers and text."""
+    """Return a loaded config as mappings, lists, numbers and text, which YAML can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
@@ -105,7 +115,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """`value` as a field of type `kind`: nested mappings become dataclasses, lists tuples."""
+    """Return `value` as a `kind`: nested mappings become dataclasses, lists become tuples."""
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)
@@ -118,7 +128,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _first_leaf(name: str, value: Any) -> str:
-    """The key of the first value below `name`."""
+    """Return the dotted key of the first value below `name`."""
     while isinstance(value, Mapping) and value:
         inner, value = next(iter(value.items()))
         name = f"{name}.{inner}"
@@ -130,7 +140,9 @@ def _is_left_open(value: Any) -> bool:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Whether a plain value can stand for `kind`; enums and the like check theirs themselves."""
+    """Return whether a plain value can stand for `kind`. Enums and similar types check their values
+    themselves.
+    """
     origin = typing.get_origin(kind)
     if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
@@ -153,6 +165,70 @@ def _type_name(kind: Any) -> str:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def import_object(path: str, setting: str) -> Any:
+    """Return the object that a path "package.module:name" names. `setting` is the key that held it.
+
+    The working directory is searched last, as by `python -m`; it is appended to sys.path.
+    Raises ConfigError for a path without a colon, and for a missing module or name. An error inside
+    the module passes through.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{setting}={path} is not an import path; give package.module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # For a module that it imports in turn, the traceback says more.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{setting}={path}: there is no module {error.name} in the working "
+            f"directory {os.getcwd()} or on PYTHONPATH"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{setting}={path}: {module.__name__} has no {name}")
+        found = getattr(found, part)
+    return found
+
+
+def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
+    """Return the function at `path` with the arguments `options` bound, or an instance if `path` is
+    a class.
+
+    `setting`: the config key above both, as in <setting>.path and <setting>.options. Raises
+    ConfigError for a path that names no function, and for options that it does not accept.
+    """
+    function = import_object(path, f"{setting}.path")
+    try:
+        inspect.signature(function).bind_partial(**options)
+        if inspect.isclass(function):
+            function = function(**options)
+        elif options:
+            function = functools.partial(function, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.options={dict(options)}: {path}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{setting}.path={path} is not a function")
+    return function
+
+
+def make_object(path: str, options: Mapping[str, Any], setting: str, *arguments: Any) -> Any:
+    """Return the result of calling what `path` names with `arguments` and `options`.
+
+    `setting` is as in `import_function`. Raises ConfigError for a path that names nothing, and for
+    options that are not accepted.
+    """
+    make = import_object(path, f"{setting}.path")
+    try:
+        return make(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.options={dict(options)}: {path}: {error}") from error
 
 
 _GROUP_SIZE = "algorithm.group_size"
@@ -269,9 +345,9 @@ _BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON}
 
 
 def hint_for(key: str) -> str | None:
-    """A sentence with our name for `key` of another system; None if no system has it.
+    """Return a sentence with our name for `key` of another system; None if no system has it.
 
-    A key may stand inside a part of a config ("algorithm.num_generations"), and those of verl below
+    A key is also found below a section ("algorithm.num_generations"), and verl's keys below
     "actor_rollout_ref".
     """
     names = key.removeprefix("actor_rollout_ref.").split(".")

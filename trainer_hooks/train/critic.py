@@ -1,4 +1,4 @@
-"""The critic of PPO: what a prefix is worth.
+"""The critic of PPO, which estimates the value of a prefix. Used by learner.
 
 Shape letters: B rows, T positions, E hidden size.
 """
@@ -25,7 +25,7 @@ Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
 
 
 class Critic(nn.Module):
-    """A trunk like the policy's, and a head that says what a prefix is worth."""
+    """A copy of the policy's trunk with a linear head that outputs the value of each prefix."""
 
     def __init__(self, policy: PreTrainedModel, settings: CriticSettings) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Values [B, T]: column t is that of the prefix before token t, from which it is drawn."""
+        """Return values [B, T]. Column t is the value of the prefix before token t."""
         hidden_BTE = self.trunk(input_ids=tokens_BT).last_hidden_state
         values_BT = self.head(hidden_BTE).squeeze(-1)
         return torch.cat([values_BT[:, :1], values_BT[:, :-1]], dim=1)
@@ -45,7 +45,10 @@ class Critic(nn.Module):
     def columns(
         self, batch: RolloutBatch, rewards_BT: torch.Tensor, update: UpdateSettings
     ) -> Columns:
-        """Whitened advantages, and what the critic's own loss needs. `rewards_BT`: of tokens."""
+        """Return whitened advantages, and the old values and returns for the critic's own loss.
+
+        `rewards_BT`: the reward of each token.
+        """
         old_values_BT = torch.zeros(batch.tokens_BT.shape)
         for rows in split_micro_batches(batch.lengths_B, update.max_tokens):
             part = batch.select(rows)
@@ -66,7 +69,7 @@ class Critic(nn.Module):
     def accumulate_gradients(
         self, batch: RolloutBatch, columns: Columns, update: UpdateSettings
     ) -> dict[str, float]:
-        """Add the gradient of the value loss to the parameters; returns its metrics."""
+        """Add the gradient of the value loss to the critic's parameters. Returns its metrics."""
         num_tokens = int(batch.mask_BT.sum())
         totals = dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), 0.0)
         for rows in split_micro_batches(batch.lengths_B, update.max_tokens):

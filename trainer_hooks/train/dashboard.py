@@ -1,4 +1,7 @@
-"""A live dashboard of a run in the terminal; plain lines where there is none."""
+"""A live dashboard of a run in the terminal; plain lines where there is no terminal.
+
+Used by main, and by training loops of one's own as the console of a MetricsLogger.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ from trainer_hooks.train.charts import (
     histogram_table,
     share_bar,
 )
-from trainer_hooks.train.sample_text import MIN_LINES, FittedSamples, Sample, samples_text
+from trainer_hooks.train.samples import MIN_LINES, FittedSamples, Sample, samples_text
 
-_SCALE_WIDTH = 8  # of the numbers beside a curve
-_FRAME_LINES, _FRAME_WIDTH = 2, 4  # of a panel
-_SHORT_LINES = 30  # a terminal with fewer gets a lower curve
-_TITLE_WIDTH, _BAR_WIDTH = 16, 8  # at least, in the headline
+_SCALE_WIDTH = 8  # columns of the numbers beside a curve
+_FRAME_LINES, _FRAME_WIDTH = 2, 4  # lines and columns of a panel's frame
+_SHORT_LINES = 30  # terminals with fewer lines get a lower curve
+_TITLE_WIDTH, _BAR_WIDTH = 16, 8  # minimum widths in the headline
 
 # Metric name -> how its latest value is shown, below the curve.
 RATES = {
@@ -51,7 +54,7 @@ PLAIN_COLUMNS = {
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }
-# What the trainer does, by the category of its time account.
+# The trainer's activity as shown, by the category of its time account.
 ACTIVITIES = {
     "generate": "generating",
     "wait": "waiting for rollouts",
@@ -65,11 +68,11 @@ ACTIVITIES = {
 class Dashboard:
     """Shows the latest rows of a MetricsLogger: reward, staleness, time, engines and producer.
 
-    It fits the terminal: panels shrink, and samples get the lines that are left.
-    `show_engines` gives a line for each engine; without it they are one line, from `engine/*`.
-    Those of the producer's `rollouts/*` metrics that are not 0 are listed by name.
-    `line_interval`: steps between the lines that are printed where the output is no terminal.
-    `clock`: seconds, for the time that a stage took and will take.
+    It fits the terminal: panels shrink, and samples get the remaining lines.
+    `show_engines` gives each engine a line; without it `engine/*` metrics give one line for all.
+    Metrics `rollouts/*` that are not 0 are listed by name.
+    `line_interval`: steps between printed lines if the output is no terminal. `clock`: returns
+    seconds; it times a stage.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Dashboard:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is redrawn on a terminal; otherwise lines are printed."""
+        """Whether the dashboard is redrawn on a terminal; otherwise lines are printed."""
         return self._console.is_terminal
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
@@ -106,7 +109,7 @@ class Dashboard:
             self._plain.start_stage(title, num_steps, step_name)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row of metrics."""
+        """Show one row of metrics. A row without a count replaces an earlier count by 0."""
         self._forget_replaced(metrics)
         self._latest.update(metrics)
         if self._progress is not None:  # the next batch is counted from here on
@@ -120,44 +123,48 @@ class Dashboard:
             self._plain.show(metrics)
 
     def recall(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows to the curve only: those from before a run was resumed."""
+        """Add the rewards of earlier rows, of a run that is resumed, to the curve."""
         for row in rows:
             reward = row.get("reward")
-            if reward is not None and math.isfinite(reward):  # some rollout of the batch has one
+            if reward is not None and math.isfinite(reward):  # at least one rollout has a reward
                 self._rewards.append(reward)
             if row.get("eval/greedy_reward") is not None:
                 self._held_out = row["eval/greedy_reward"]
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
-        """A row lacks the counts that are 0: bins above the largest value, faults and filters."""
+        """Drop earlier counts that the row replaces: a row lacks histogram bins and producer counts
+        that are 0.
+        """
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
         groups |= {"rollouts/"} if any(n.startswith("rollouts/") for n in metrics) else set()
         for name in [n for n in self._latest if n.startswith(tuple(groups))]:
             del self._latest[name]
 
     def show_engines(self, engines: Mapping[str, EngineStats]) -> None:
-        """Show the state of each engine, by name; its rate is over the latest calls."""
+        """Show the state of each engine, by name, with its rate since the last calls."""
         self._engines, now_s = dict(engines), self._clock()
         for name, stats in engines.items():
             self._rates.add(name, stats, now_s)
         self._refresh()
 
     def show_progress(self, num_done: int, num_wanted: int, activity: str = "") -> None:
-        """Show how many rollouts of the next batch there are, and what the trainer does meanwhile:
-        a category of a TimeAccount.
+        """Show the number of finished rollouts of the next batch, and the trainer's current
+        activity.
+
+        `activity`: a category of TimeAccount.
         """
         self._progress, self._activity = (num_done, num_wanted), ACTIVITIES.get(activity, activity)
         self._refresh()
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Show what the policy wrote, instead of the samples before; printed without a terminal."""
+        """Show these samples in place of the previous ones; without a terminal they are printed."""
         self._samples = list(samples)
         self._refresh()
         if not self._console.is_terminal:
             self._console.print(samples_text(samples), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back; twice is fine."""
+        """Leave the last state on the screen and release the terminal. May be called twice."""
         self._plain.close()
         if self._live is not None:
             self._live.stop()
@@ -175,8 +182,10 @@ class Dashboard:
     # ---- the picture
 
     def render(self, width: int, height: int | None = None) -> RenderableType:
-        """The dashboard as it stands, `width` columns wide and at most `height` lines high; None
-        for as many as it takes. Of 80 columns and 23 lines it shows everything but some samples.
+        """Return the dashboard, `width` columns wide and at most `height` lines high; None sets no
+        limit.
+
+        In 80 columns and 23 lines everything but some samples is shown.
         """
         is_short = height is not None and height < _SHORT_LINES
         parts = [self._headline(width), self._top_row(width, 3 if is_short else 6)]
@@ -201,7 +210,7 @@ class Dashboard:
         return Group(*parts)
 
     def _top_row(self, width: int, curve_height: int) -> RenderableType:
-        """The curve of the reward, and the ages of the tokens beside it."""
+        """Return the curve of the reward, with the ages of the tokens beside it."""
         row = Table.grid(expand=True, padding=(0, 1))
         row.add_column(ratio=3)
         row.add_column(ratio=2)
@@ -213,7 +222,7 @@ class Dashboard:
         return row
 
     def _headline(self, width: int) -> RenderableType:
-        """Two lines: steps and the weights; rollouts of the next batch and the time."""
+        """Return two lines: steps and weights version; the next batch's rollouts and the time."""
         step, version = self._latest.get(self._step_name, 0), self._latest.get(ROLLOUT_VERSION)
         table = Table.grid(expand=True, padding=(0, 2))
         table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(width // 4, _TITLE_WIDTH))
@@ -282,7 +291,7 @@ class Dashboard:
         return text.append(", ".join(shown), style="default")
 
     def _value(self, name: str, form: str) -> str:
-        """The latest value of a metric, or nothing."""
+        """Return the latest value of a metric, formatted by `form`; "" if there is none."""
         value = self._latest.get(name)
         return "" if value is None else form.format(value)
 
@@ -306,11 +315,11 @@ async def watch_step(
     account: TimeAccount | None = None,
     interval_s: float = 0.5,
 ) -> AsyncIterator[None]:
-    """In the block, show the engines and how many rollouts the next batch has, every `interval_s`.
+    """Refresh the engines and the next batch's progress every `interval_s` during the block.
 
-    `account`: that of the trainer, which says what it does meanwhile.
-    Without a terminal there is nothing to redraw, and nobody is asked. A question that the engines
-    cannot answer ends the view of them, not the run.
+    `account`: the trainer's time account, which names its current activity.
+    Without a terminal nothing is refreshed and engines are not asked. An error of the engines ends
+    the refreshing, not the run.
     """
 
     async def look() -> None:
@@ -331,7 +340,7 @@ async def watch_step(
 
 
 async def _engines(llm: ThreadedLLM | AsyncLLM) -> dict[str, EngineStats]:
-    """Each engine of a fleet by its rank, or the trainer's own."""
+    """Return the statistics of each engine of a fleet by rank, or of the trainer's own engine."""
     if not isinstance(llm, AsyncLLM):
         return {"own": await llm.stats()}
     results = await llm.client.engine_stats()

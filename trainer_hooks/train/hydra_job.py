@@ -1,4 +1,7 @@
-"""A Hydra job whose whole config is one frozen dataclass."""
+"""Runs a Hydra job whose whole config is one frozen dataclass: parses overrides, prints errors.
+
+Used by main (`run_hydra_job`), job (`checked_overrides`) and run_files (`wandb_names`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from trainer_hooks.train.config_loading import (
 )
 from trainer_hooks.update.guarded_step import NonFiniteGradientError
 
-# What ends a job with its message: for any other exception Hydra prints a traceback below it.
+# Errors that end a job with their message alone; for others Hydra prints a traceback.
 _FAULTS = (ConfigError, EnvironmentFailed, NonFiniteGradientError, RewardFunctionError)
 T = TypeVar("T")
 
@@ -40,11 +43,11 @@ def run_hydra_job(
 ) -> None:
     """Compose the config from the command line, print it, and call `job` with it as a `kind`.
 
-    `config_path`: the directory of the YAML files, as hydra.main takes it.
-    `shows_config`: whether a loaded config is printed at the start.
-    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message.
-    So do gradients that are not finite, and a reward function or an environment that never
-    succeeds, whose traceback is in the log.
+    `config_path`: the directory of the YAML files, as for hydra.main.
+    `shows_config`: whether to print a loaded config.
+    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message,
+    and so do non-finite gradients and a reward function or environment that never succeeds; their
+    tracebacks are in the log.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -70,7 +73,7 @@ def _is_override(argument: str) -> bool:
 
 
 def wandb_names(run_name: str, part: str) -> tuple[str, str]:
-    """Name and group of the W&B run of `part` of this job, such as "seed_0".
+    """Return the name and group of the W&B run of `part` of this job, such as "seed_0".
 
     The jobs of a `--multirun` share a group; each is named after its number and its overrides.
     """
@@ -82,20 +85,20 @@ def wandb_names(run_name: str, part: str) -> tuple[str, str]:
 
 
 def config_report(settings: Any) -> RenderableType:
-    """The loaded config as YAML."""
+    """Return the loaded config as coloured YAML."""
     yaml = OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
     return Syntax(yaml.rstrip(), "yaml", background_color="default")
 
 
 def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
-    """`arguments` with every plain `key=value` checked against the fields of `kind`.
+    """Return `arguments` with every plain `key=value` checked against the fields of `kind`.
 
-    Hydra knows only the keys that the YAML lists: a field left at its default there becomes
-    `++key=value`, which Hydra takes. Where a group may be named by an import path, as in
-    reward=package.module:function, its dataclass says which overrides that stands for. `kind` may
-    name, in `PRESETS`, config groups that only choose keys of others: they pass, as do flags, other
-    `+`, `++` and `~` overrides, and Hydra's own keys. Raises ConfigError for a key that `kind` does
-    not have, as `load_dataclass` does.
+    Hydra accepts only keys that a YAML file lists, so a field that no file lists becomes
+    `++key=value`. Where a group may be named by an import path, as in
+    reward=package.module:function, its dataclass returns the overrides that this stands for. `kind`
+    may list in `PRESETS` the config groups that only choose keys of others. These pass unchanged,
+    as do flags, `+`, `++` and `~` overrides, and Hydra's own keys. Raises ConfigError for an
+    unknown key, as `load_dataclass` does.
     """
     return [checked for argument in arguments for checked in _checked_override(argument, kind)]
 
@@ -105,7 +108,7 @@ def _checked_override(argument: str, kind: type) -> list[str]:
     if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
         return [argument]
     part: type | None = kind
-    by_name: type | None = None  # the dataclass of the entries, where the next name is free
+    by_name: type | None = None  # the dataclass of a mapping's entries; the next name is free
     if key in getattr(kind, "PRESETS", ()):
         return [argument]
     names = key.split(".")
@@ -124,5 +127,5 @@ def _checked_override(argument: str, kind: type) -> list[str]:
     if part is not None and ":" in value and hasattr(part, "overrides_of"):
         overrides: list[str] = part.overrides_of(value)
         return overrides
-    # A whole dataclass is a config group, `model=small`, whose choice is Hydra's to make.
+    # A whole dataclass is a config group, as in `model=small`: Hydra chooses.
     return [argument] if len(names) == 1 else [f"++{argument}"]

@@ -1,4 +1,7 @@
-"""JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/."""
+"""JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/.
+
+Used by main and learner, and by programs that build on a job's settings (`compose_settings`).
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,12 @@ from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
 from trainer_hooks.losses import POLICY_LOSS_KINDS
 from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
 from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.environment import EnvironmentSettings
 from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.settings import (
+    LOCAL_LAUNCHER,
+    TORCHRUN_LAUNCHER,
     DataSettings,
+    EnvironmentSettings,
     EvaluationSettings,
     FunctionSettings,
     LoggerSettings,
@@ -40,10 +45,9 @@ from trainer_hooks.train.settings import (
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.train.task import LOCAL_LAUNCHER, TORCHRUN_LAUNCHER
 from trainer_hooks.update.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 
-# A link to conf/ in a checkout, a folder in a wheel.
+# A link to conf/ in a checkout, a directory in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"
 _Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 _MAX_SEED = 2**32 - 1  # of numpy's generators
@@ -52,8 +56,10 @@ AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """`gamma`, `lam`: of generalised advantage estimation. `clip_range`: how far a value may move
-    in one update. `warmup_steps`: first steps that train the critic alone.
+    """Settings of PPO's critic.
+
+    `gamma`, `lam`: factors of generalised advantage estimation. `clip_range`: largest change of a
+    value in one update. `warmup_steps`: number of first steps that train the critic alone.
     """
 
     learning_rate: PositiveFloat
@@ -68,23 +74,25 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """Sizes of a step, how rewards become advantages, and the loss.
+    """Sizes of a step, the computation of advantages from rewards, and the loss.
 
-    `advantage_normalization`, `advantage_baseline`: None takes those of the kind of loss.
-    `shuffle_rewards`: the control; rewards are dealt out at random, so nothing can be learned.
-    `replay_routing`: a mixture trains with the experts that its engine used (docs/routing.md).
-    `decoupled`: clip around the policy that the step begins with, not around the one that sampled,
-    and weigh by the ratio of the two. It costs one more forward pass where a token, or the KV that
-    it was sampled on, is of another version.
+    `advantage_normalization`, `advantage_baseline`: None takes the defaults of the kind of loss.
+    `shuffle_rewards`: a control experiment: rewards are assigned at random, so nothing can be
+    learned.
+    `replay_routing`: a mixture-of-experts model trains with the experts that its engine used
+    (docs/routing.md).
+    `decoupled`: clip around the policy at the start of the step instead of the policy that sampled,
+    and weight by the ratio of the two. Costs one more forward pass where a token, or the KV that it
+    was sampled on, is of another version.
     `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`: micro-batches,
-    see UpdateSettings. `mask_truncated_completions`: rollouts that the length limit cut are not
-    trained on.
-    `advantage_estimator`: of groups, or REINFORCE++'s, whitened over the batch, without or with the
-    group's mean as a baseline. `critic`: advantages come from a critic (PPO).
-    `reward_kl_coefficient`: of the KL to the reference in the rewards; that in the loss is
-    `loss.kl_coefficient`. `reference`: whether the reference follows the policy.
-    `made_for`: the kind of loss from which these settings deviate on purpose; they are refused with
-    another kind.
+    see UpdateSettings. `mask_truncated_completions`: do not train on rollouts cut by the length
+    limit.
+    `advantage_estimator`: advantages within a group, or those of REINFORCE++, whitened over the
+    batch, without or with the group's mean as a baseline. `critic`: take advantages from a critic
+    (PPO).
+    `reward_kl_coefficient`: weight of the KL to the reference in the rewards; the weight in the
+    loss is `loss.kl_coefficient`. `reference`: whether the reference follows the policy.
+    `made_for`: the kind of loss that these settings are tuned for; another kind is refused.
     """
 
     groups_per_step: PositiveInt
@@ -112,25 +120,26 @@ class AlgorithmSettings:
         check_fields(self, ConfigError)
         if self.made_for not in (None, self.loss.kind):
             raise ConfigError(
-                f"algorithm.loss.kind={self.loss.kind!r} with settings that are made for "
-                f"{self.made_for!r}; choose its group, algorithm={self.loss.kind}, or set "
-                "algorithm.made_for=null to keep them"
+                f"algorithm.loss.kind={self.loss.kind!r} with settings made for {self.made_for!r}; "
+                f"choose algorithm={self.loss.kind}, or set algorithm.made_for=null to keep the "
+                "settings"
             )
         self.loss.advantages(self.advantage_normalization, self.advantage_baseline)
         if self.loss.correction.needs_proximal and not self.decoupled:
             raise ConfigError(
-                f"loss.correction.mode={self.loss.correction.mode!r} with decoupled=False, which "
-                "leaves nothing to weigh by; set decoupled=true, or leave the correction out"
+                f"algorithm.loss.correction.mode={self.loss.correction.mode!r} needs the ratio of "
+                "two policies, but algorithm.decoupled=False computes none; set "
+                "algorithm.decoupled=true, or leave the correction out"
             )
         if self.critic is not None and (self.group_size != 1 or self.loss.kind != "ppo"):
             raise ConfigError(
                 f"algorithm.group_size={self.group_size} and algorithm.loss.kind="
-                f"{self.loss.kind!r} must be 1 and 'ppo' where a critic gives advantages"
+                f"{self.loss.kind!r} must be 1 and 'ppo' with algorithm.critic"
             )
         if self.critic is not None and self.advantage_estimator != "group":
             raise ConfigError(
-                f"algorithm.advantage_estimator={self.advantage_estimator!r} beside a critic, "
-                "which gives advantages itself; leave one of them out"
+                f"algorithm.advantage_estimator={self.advantage_estimator!r} with "
+                "algorithm.critic, which computes advantages itself; leave one of them out"
             )
         is_of_groups = self.advantage_estimator != "reinforce_plus_plus"
         if self.critic is None and is_of_groups and self.group_size < 2:
@@ -148,12 +157,12 @@ class AlgorithmSettings:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL term, in the loss or in the rewards."""
+        """Whether the loss or the rewards have a KL term."""
         return self.loss.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
     def update_settings(self) -> UpdateSettings:
-        """How a batch is cut for the optimizer."""
+        """How a batch is split for the optimizer."""
         return UpdateSettings(
             num_iterations=self.num_iterations,
             num_minibatches=self.num_minibatches,
@@ -164,10 +173,10 @@ class AlgorithmSettings:
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Return how rollouts are sampled, with the log-probs that the loss needs.
+        """Return the sampling parameters of rollouts, with the log-probs that the loss needs.
 
-        A rollout ends at any end token that its engine knows: those of the tokenizer, of
-        config.json and of generation_config.json.
+        A rollout ends at any end token that its engine knows from the tokenizer, config.json and
+        generation_config.json.
         """
         return SamplingParams(
             temperature=self.temperature,
@@ -179,15 +188,16 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """AdamW with linear warm-up and decay, and how often a run is saved and evaluated.
+    """AdamW with linear warm-up and decay, and the intervals of checkpoints and evaluations.
 
-    `strategy`: "fsdp2" divides the policy among the ranks that torchrun has started; "single" has
-    it in one process.
-    `scheduler`: of torch.optim.lr_scheduler, by its path and its options beside the optimizer, in
-    place of the warm-up and decay. `eval_interval`: steps between two evaluations on held-out
-    prompts; 0 for before and after only. `evaluation`: what is measured there.
-    `num_threads`: of torch; None leaves them as they are. `max_skipped_steps`: optimizer steps in a
-    row whose gradient is not finite, and which are skipped, before the job ends with an error.
+    `strategy`: "fsdp2" divides the policy among the ranks that torchrun started; "single" keeps it
+    in one process.
+    `scheduler`: a class of torch.optim.lr_scheduler by its path, in place of the warm-up and decay;
+    `options` are its arguments beside the optimizer. `eval_interval`: steps between two evaluations
+    on held-out prompts; 0 evaluates only before and after training. `evaluation`: metrics of an
+    evaluation.
+    `num_threads`: torch's threads; None leaves their number alone. `max_skipped_steps`: consecutive
+    optimizer steps with non-finite gradients (they are skipped) after which the job fails.
     """
 
     num_steps: PositiveInt
@@ -212,11 +222,12 @@ class TrainerSettings:
 class JobSettings:
     """An entry config of conf/: `seeds` runs with seeds `seed`, `seed` + 1, ..., one after another.
 
-    `run_name`: the directory of the job under outputs/train.
+    `run_name`: the job's directory under outputs/train.
     `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
-    process. `launcher`: the class of what starts them, and its arguments.
-    `weight_transport`: how weights come to them, None for this machine's shared memory.
-    `resume`: "auto" goes on from the newest checkpoint of each run, "never" starts over.
+    process. `launcher`: the class that starts engine processes, and its arguments.
+    `weight_transport`: the transport of weights to engine processes; None for shared memory on this
+    machine.
+    `resume`: "auto" continues from the newest checkpoint of each run, "never" starts over.
     """
 
     PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others
@@ -249,7 +260,7 @@ class JobSettings:
             )
         if self.model.lora is not None and self.algorithm.critic is not None:
             raise ConfigError(
-                "model.lora beside algorithm.critic, whose trunk would be a whole model to train; "
+                "model.lora with algorithm.critic, whose trunk would be trained as a whole model; "
                 "choose an algorithm without a critic, or leave model.lora out"
             )
         if self.model.lora is not None and self.algorithm.reference.sync_interval is not None:
@@ -260,19 +271,19 @@ class JobSettings:
             )
         if not self.num_engines and self.weight_transport is not None:
             raise ConfigError(
-                f"weight_transport={self.weight_transport} has no engine process to bring weights "
-                "to with num_engines=0; set num_engines, or leave weight_transport out"
+                f"weight_transport={self.weight_transport} with num_engines=0: there is no engine "
+                "process to send weights to; set num_engines, or leave weight_transport out"
             )
         if self.trainer.strategy == "fsdp2":
             self._check_sharded()
         if not self.num_engines and self.launcher.path != LOCAL_LAUNCHER:
             raise ConfigError(
-                f"launcher.path={self.launcher.path} has nothing to start with num_engines=0; set "
-                "num_engines, or leave launcher out"
+                f"launcher.path={self.launcher.path} with num_engines=0: there is nothing to start; "
+                "set num_engines, or leave launcher out"
             )
 
     def _check_sharded(self) -> None:
-        """Raises ConfigError for what a policy that is divided among ranks cannot have."""
+        """Raise ConfigError for settings that a policy divided among ranks does not support."""
         refused = {
             "model.lora": self.model.lora is not None,
             "algorithm.critic": self.algorithm.critic is not None,
@@ -282,24 +293,26 @@ class JobSettings:
         for name, is_set in refused.items():
             if is_set:
                 raise ConfigError(
-                    f"{name} with trainer.strategy=fsdp2, which does not have it yet; leave it "
-                    "out, or choose trainer.strategy=single"
+                    f"{name} is not supported with trainer.strategy=fsdp2; leave it out, or choose "
+                    "trainer.strategy=single"
                 )
         if self.launcher.path == TORCHRUN_LAUNCHER:
             raise ConfigError(
-                "launcher=torchrun with trainer.strategy=fsdp2: the ranks of torchrun are trainers "
-                "then, and no engines; choose launcher=local, slurm or ray"
+                "launcher=torchrun with trainer.strategy=fsdp2, which makes all ranks of torchrun "
+                "trainers and none an engine; choose launcher=local, slurm or ray"
             )
 
     @property
     def pushes_at_start(self) -> bool:
-        """Whether engines begin with other weights than the policy's: with its base, where an
-        adapter is trained, or where no process has the policy whole."""
+        """Whether engines start from base weights and receive the policy by a push.
+
+        True where an adapter is trained, and where no process holds the whole policy.
+        """
         return self.model.lora is not None or self.trainer.strategy == "fsdp2"
 
     @property
     def title(self) -> str:
-        """What is trained, for people."""
+        """The job's algorithm and data, for tables and plots."""
         kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
         if self.algorithm.advantage_estimator != "group":
             kind = "REINFORCE++"
@@ -313,8 +326,9 @@ def compose_settings(
 
         settings = compose_settings(["trainer.num_steps=3"], "demo")
 
-    `config_directory`: holds the config, as --config-dir does; its defaults may come from conf/.
-    Raises ConfigError for a key or a value that JobSettings does not take.
+    `config_directory`: a directory of your own configs, as of --config-dir; their defaults may name
+    configs of conf/.
+    Raises ConfigError for a key or a value that JobSettings does not accept.
     """
     checked = checked_overrides(overrides, JobSettings)
     if config_directory is not None:

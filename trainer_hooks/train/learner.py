@@ -1,4 +1,8 @@
-"""One training step on a batch of rollouts: GRPO and its kin, REINFORCE++, or PPO with a critic.
+"""Learner: one training step on a batch of rollouts, with GRPO and its kin, REINFORCE++, or PPO
+with a critic.
+
+Used by main on rank 0; `follow` runs the same steps on the trainer's other ranks. Changes the
+policy, the optimizer and the critic.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
 per prompt.
@@ -36,8 +40,8 @@ from trainer_hooks import (
 )
 from trainer_hooks.checkpoint import read_own_state
 from trainer_hooks.train.adapter import load_adapter
+from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.critic import Columns, Critic
-from trainer_hooks.train.import_paths import import_object
 from trainer_hooks.train.job import AlgorithmSettings, JobSettings, TrainerSettings
 from trainer_hooks.train.settings import ModelSettings
 from trainer_hooks.update.guarded_step import GuardedStep
@@ -46,14 +50,15 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 
 class Learner:
-    """Owns the optimizer of `policy`, and of a critic if the algorithm has one.
+    """Owns the policy, its optimizer and scheduler, and PPO's critic. Trains on batches and saves
+    checkpoints.
 
-    Where `ranks` share the policy each has a Learner of its part. A method that rank 0 calls sends
-    the others the command, which they `follow`.
-    `policy`: a model of transformers, or a PEFT model, of which the adapter is trained.
-    `reference`: the policy that a KL term, if there is one, holds `policy` near.
-    `advantages_B`: of the rows of the last update, means over their tokens.
-    `skipped_directory`: for the batches of steps that were skipped (`GuardedStep`).
+    Where `ranks` share the policy, each rank has a Learner of its part. A method that rank 0 calls
+    first sends the other ranks its command, which they execute in `follow`.
+    `policy`: a model of transformers, or a PEFT model whose adapter is trained.
+    `reference`: the policy of the KL term; None without a KL term.
+    `advantages_B`: mean advantage over the tokens of each row of the last update.
+    `skipped_directory`: where `GuardedStep` saves the batches of skipped steps.
     """
 
     def __init__(
@@ -88,12 +93,12 @@ class Learner:
     def load(
         cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
     ) -> tuple[Learner, TrainerState]:
-        """The learner and the state of a checkpoint. Restores the random states saved with it.
+        """Return the learner and trainer state of a checkpoint. Restores torch's random states.
 
-        All `ranks` read the checkpoint, and keep their parts of it.
-        The reference policy is read from beside the checkpoints, and from this one if it moves;
-        that of an adapter is its base. Raises ConfigError if the run of the checkpoint had another
-        model, no reference policy or another optimizer.
+        All `ranks` read the checkpoint and keep their parts. The reference policy is read from
+        reference/ beside the checkpoints, and from this checkpoint if it moves; an adapter's
+        reference is its base. Raises ConfigError if the checkpoint's run had another model, no
+        reference policy or another optimizer.
         """
         ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
@@ -126,7 +131,9 @@ class Learner:
         return learner, load_checkpoint(checkpoint, optimizer, learner.scheduler)
 
     def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
-        """Write a checkpoint of the whole policy under `root`; see `save_checkpoint`."""
+        """Write a checkpoint of the whole policy under `root` and return its path; see
+        `save_checkpoint`.
+        """
         self._ranks.broadcast(("save",))
         return save_checkpoint(
             root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
@@ -134,33 +141,33 @@ class Learner:
         )  # fmt: skip
 
     def take_part_in_save(self) -> None:
-        """Gather this rank's part of a checkpoint that rank 0 saves."""
+        """Send this rank's part of a checkpoint to rank 0, which saves it."""
         savable(self.policy, is_kept=False)
         WholeOptimizer(self.optimizer).state_dict()
 
     async def push(self, weight_sync: WeightSync, version: int) -> None:
-        """Bring the policy to the engines under `version`. Raises WeightUpdateError."""
+        """Send the policy to the engines as `version`. Raises WeightUpdateError."""
         for pause_s in (*weight_sync.retry_pauses_s, None):
             self._ranks.broadcast(("push",))
             try:
                 await weight_sync.apush(self.policy, version)
                 return
             except WeightUpdateError as error:
-                # An engine was lost, and what ranks have gathered is gone; else `apush` has tried.
+                # The ranks must gather their weights again. With one rank `apush` has retried.
                 is_repeated = self._ranks.size > 1 and error.is_transient
                 if not is_repeated or pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
 
     def own_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the policy, its optimizer and its scheduler."""
+        """Return the states of critic and reference, which a checkpoint keeps beside the policy."""
         parts = {"critic": self.critic, "reference": self.reference}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Train in minibatches on the rollouts that have a gradient; returns `train/*` metrics.
+        """Train in minibatches on the rollouts that have a gradient. Returns `train/*` metrics.
 
-        The rollouts of `batch` are groups in turn; `step` counts from 1.
+        The rollouts of `batch` are ordered by group. `step` counts from 1. Changes `advantages_B`.
         """
         self._ranks.broadcast(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
@@ -173,7 +180,7 @@ class Learner:
         for rows in batch.split_rollouts(self._algorithm.num_minibatches, kept_R):
             part = batch.select(rows)
             own = {k: v[rows, : part.tokens_BT.shape[1]] for k, v in columns.items()}
-            # All of them before the first minibatch changes the policy.
+            # Computed for all minibatches before the first one changes the policy.
             parts.append((part, {**self._fixed_logprobs(part), **own}))
         rates = self.scheduler.get_last_lr()
         is_critics_alone = self.critic is not None and step <= self.critic.settings.warmup_steps
@@ -185,7 +192,7 @@ class Learner:
             for part in parts
         ]
         policy_group["lr"] = rates[0]
-        if not any(reports):  # a step without gradients, which the scheduler wants to see
+        if not any(reports):  # no gradient; the scheduler still expects an optimizer step
             self.optimizer.zero_grad()
             self.optimizer.step()
         self.scheduler.step()
@@ -216,7 +223,9 @@ class Learner:
     # ---- advantages
 
     def _columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
-        """Advantages, and what else belongs to tokens; kept are rollouts that have a gradient."""
+        """Return the advantages and other columns of tokens, and which rollouts have a gradient,
+        bool [R].
+        """
         algorithm, columns, rewards_R = self._algorithm, Columns(), self._rewards(batch)
         if algorithm.reward_kl_coefficient > 0.0:
             columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
@@ -235,7 +244,9 @@ class Learner:
         return columns, ~rewards_R.isnan()
 
     def _rewards(self, batch: RolloutBatch) -> torch.Tensor:
-        """Those of the batch, or for the control the same on other rollouts."""
+        """Return the batch's rewards; with `shuffle_rewards`, permuted among rollouts that did not
+        fail.
+        """
         rewards_R = batch.rewards_R
         if self._algorithm.shuffle_rewards:  # among the rollouts that did not fail
             valid = (~rewards_R.isnan()).nonzero().flatten()
@@ -246,7 +257,9 @@ class Learner:
     def _token_rewards(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> torch.Tensor:
-        """The reward on the last token of each rollout, and the KL penalty on every token."""
+        """Return rewards [B, T]: each rollout's reward on its last token, less the KL penalty of
+        every token.
+        """
         logprobs_BT = batch.behaviour_logprobs_BT
         # Without a reference there is no penalty, and any log-probs do.
         reference_BT = columns.get("reference_logprobs_BT", logprobs_BT)
@@ -259,7 +272,9 @@ class Learner:
     def _of_groups(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> tuple[Columns, torch.Tensor]:
-        """Advantages of each rollout within its group; kept are the groups whose rewards differ."""
+        """Return advantages within each group, and the rollouts of groups whose rewards differ,
+        bool [R].
+        """
         algorithm = self._algorithm
         if algorithm.reward_kl_coefficient > 0.0:
             penalties_BT = token_rewards(
@@ -278,9 +293,9 @@ class Learner:
     # ---- steps
 
     def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
-        """Log-probs that the steps of an update share, by their names in `policy_loss`.
+        """Return the log-probs that all steps of an update share, by their names in `policy_loss`.
 
-        The policy's own are left out where they equal those of the engine.
+        Proximal log-probs are left out where they would equal the engine's.
         """
         algorithm, columns = self._algorithm, Columns()
         is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
@@ -312,8 +327,11 @@ class Learner:
 
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
-    """Any rank but 0: do with this rank's part of the policy what rank 0 does, until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves at a step edge
+    """Execute rank 0's commands on this rank's part of the policy, until rank 0 ends.
+
+    Ignores SIGINT and SIGTERM: rank 0 stops between two steps.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves between two steps
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
@@ -330,7 +348,7 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
 
 
 def base_weights(directory: Path, model: ModelSettings) -> Path | str:
-    """Where the weights below the adapter of a run are: in its directory, if the run made them."""
+    """Return the weights below a run's adapter: the run's base/ if it exists, else model.path."""
     own = directory / "base"
     return own if own.exists() or model.path is None else model.path
 
@@ -351,23 +369,19 @@ def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:
-    """The scheduler that the settings name, or linear warm-up and decay of the policy's rate.
+    """Return the scheduler that the settings name, else linear warm-up and decay of the policy's
+    rate.
 
-    Raises ConfigError for a path that names none, and for options that it does not take.
+    Raises ConfigError for a path that names none, and for options that it does not accept.
     """
     if (own := settings.scheduler) is not None:
-        kind = import_object(own.path, "trainer.scheduler.path")
-        try:
-            return kind(optimizer, **own.options)
-        except TypeError as error:
-            given = f"trainer.scheduler.options={dict(own.options)}"
-            raise ConfigError(f"{given}: {own.path}: {error}") from error
+        return make_object(own.path, own.options, "trainer.scheduler", optimizer)
     factors = [lambda done: learning_rate_at(done + 1, settings) / settings.learning_rate]
     return LambdaLR(optimizer, factors + [lambda done: 1.0] * (len(optimizer.param_groups) - 1))
 
 
 def learning_rate_at(step: int, settings: TrainerSettings) -> float:
-    """Linear rise over `warmup_steps`, then linear decay to the final fraction; steps from 1."""
+    """Return the rate of `step`, from 1: a linear rise over `warmup_steps`, then linear decay."""
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)

@@ -1,21 +1,21 @@
-"""rollout train: GRPO and its kin on a model, prompts and rewards of your own, or on the demo's.
+"""The program `rollout train`: GRPO and its kin on your model, prompts and rewards, or on the demo's.
 
     rollout train model.path=DIR data=jsonl data.path=train.jsonl reward=mine:score
     rollout train --config-name demo                                # the demo, seed 0
-    rollout train --config-name demo resume=auto                    # go on after a kill or Ctrl-C
+    rollout train --config-name demo resume=auto                    # continue after a kill or Ctrl-C
     rollout train --config-name demo run_name=seeds seeds=3         # seeds 0, 1, 2, then a table
     rollout train --config-name demo run_name=async mode=async      # engines in their own processes
     rollout train --config-name demo run_name=ppo algorithm=ppo     # with a critic
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (the prompts of
-each step, as [epoch, index], and how often each was sampled again because its rollouts grew too
-old), completions.jsonl (samples), checkpoints, report.html, reward_curve.png, summary.json,
-reference/ if the loss has a KL term, base/ (the weights below a LoRA adapter), and skipped/ with
-the batches of steps whose gradient was not finite. A run that starts over renames the folder of the
-run before to seed_<seed>.previous, or to .previous-2, ...: nothing is deleted. A folder in which
-another job is running is refused.
+Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (each step's prompts
+as [epoch, index], and how often each was sampled again because its rollouts grew too old),
+completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, reference/ if
+there is a KL term, base/ (the weights below a LoRA adapter), and skipped/ (batches of steps with
+non-finite gradients). A run that starts over renames the previous run's directory to
+seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
+refused.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ from trainer_hooks import (
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.train.adapter import new_adapter
+from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch_step
 from trainer_hooks.train.hydra_job import run_hydra_job
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
-from trainer_hooks.train.report import REPORT_NAME, write_report, write_run_picture
+from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
     begin_directory,
     locked_run,
@@ -66,8 +67,9 @@ from trainer_hooks.train.run_files import (
     stop_on_interrupt,
 )
 from trainer_hooks.train.samples import SampleLog
+from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
 from trainer_hooks.train.summary import answers_table, summarise, summary_table
-from trainer_hooks.train.task import TORCHRUN_LAUNCHER, Task, new_launcher, producer_options
+from trainer_hooks.train.task import Task, producer_options
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
     ALONE,
@@ -77,14 +79,14 @@ from trainer_hooks.weight_sync.trainer_ranks import (
 )
 
 INTERRUPTED_EXIT_CODE = 130
-NUM_ANSWERS = 2  # held-out problems whose answers are shown, before and after
+NUM_ANSWERS = 2  # held-out problems whose answers are shown before and after training
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
 
 
 def run_job(settings: JobSettings) -> None:
-    """All runs of the job, on all ranks of its trainer.
+    """Run the job's seeds on rank 0, with the trainer's other ranks behind it or as engines.
 
-    Raises ConfigError if torchrun has started other ranks than the settings have a use for.
+    Raises ConfigError if torchrun started ranks for which the settings have no use.
     """
     disable_progress_bar()
     if settings.trainer.strategy == "fsdp2":
@@ -102,14 +104,17 @@ def run_job(settings: JobSettings) -> None:
             return
     elif torchrun_place()[1] > 1:
         raise ConfigError(
-            f"torchrun has started {torchrun_place()[1]} ranks, each a trainer of its own; choose "
-            "trainer=fsdp2, or launcher=torchrun to make the other ranks engines"
+            f"torchrun started {torchrun_place()[1]} ranks, and each would be a separate trainer; "
+            "choose trainer=fsdp2, or launcher=torchrun to make the other ranks engines"
         )
     run_seeds(settings, ALONE)
 
 
 def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
-    """One run after another, and a table of what they showed."""
+    """Run each seed in turn and print a summary table of every run and of all runs.
+
+    Ctrl-C ends the process with status 130.
+    """
     console = Console(quiet=not settings.logger.console)
     directory = Path(HydraConfig.get().runtime.output_dir)
     summaries = []
@@ -119,15 +124,15 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         try:
             summaries.append(run_seed(run_directory, settings, seed, ranks))
         except KeyboardInterrupt:
-            console.print("interrupted; the same command with resume=auto goes on from here")
+            console.print("interrupted; run the same command with resume=auto to continue")
             sys.exit(INTERRUPTED_EXIT_CODE)
         console.print(summary_table(summaries[-1:], settings.title))
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
         policy = find_checkpoint(run_directory / "checkpoints")
-        console.print(f"policy in {policy}", highlight=False)
-        console.print(f"report in {run_directory / REPORT_NAME}", highlight=False)
+        console.print(f"policy: {policy}", highlight=False)
+        console.print(f"report: {run_directory / REPORT_NAME}", highlight=False)
     if len(summaries) > 1:
         console.print(summary_table(summaries, settings.title))
 
@@ -135,27 +140,28 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
 def run_seed(
     directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
 ) -> dict[str, float]:
-    """One run: warm-up, training, greedy evaluation before and after. Returns its summary.
+    """Run one seed in `directory`: warm-up, training, greedy evaluation before and after. Returns
+    its summary.
 
-    Raises ConfigError if another job runs in `directory`, and KeyboardInterrupt at a step edge
-    after Ctrl-C, with a checkpoint once training has begun.
+    Writes report.html, also after a failure, and summary.json. Raises ConfigError if another job
+    runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
+    once training has begun.
     """
     title = f"{settings.title}, seed {seed}"
     with locked_run(directory):
         try:
             asyncio.run(Run(directory, settings, seed, ranks).run())
-        finally:  # of a run that failed, too
+        finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
                 write_report(directory, title)
         rows = metrics.read_jsonl(directory / "metrics.jsonl")
         summary = summarise(rows, seed)
-        write_run_picture(directory / "reward_curve.png", rows, title)
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
 
 
 class Run:
-    """One run, and what all its parts use."""
+    """One run of the job: its directory, settings, seed, data and the parts that it starts."""
 
     def __init__(
         self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
@@ -175,18 +181,22 @@ class Run:
         torch.manual_seed(seed)
 
     async def run(self) -> None:
-        """`train`, and close the reward and the environments that it used."""
+        """Call `train`, then close the reward function and the environments."""
         with self.task.reward or nullcontext():
             async with self.task.rollout_fn or nullcontext():
                 await self.train()
 
     async def train(self) -> None:
-        """From the newest checkpoint, if the run may go on, to the last step and evaluation."""
+        """Begin the run or find its newest checkpoint, and train to the last step.
+
+        Unless the run resumes, an earlier run's directory is renamed and a first checkpoint is
+        written.
+        """
         settings, view = self.settings, Dashboard(self.console)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
-            self.console.print(f"the earlier run is now in {previous}", highlight=False)
+            self.console.print(f"moved the earlier run to {previous}", highlight=False)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
         with (
             stop_on_interrupt() as stop,
@@ -205,9 +215,13 @@ class Run:
         logger: metrics.MetricsLogger,
         stop: threading.Event,
     ) -> None:
-        """From `checkpoint` to the last step and evaluation."""
+        """Load `checkpoint`, start engines and producer, train to the last step and evaluate.
+
+        Writes a row to metrics.jsonl and batches.jsonl and samples to completions.jsonl after each
+        step.
+        """
         settings = self.settings
-        # Also of step 0, whose random states let a run by turns repeat its first steps exactly.
+        # Loads step 0 too: its random states let a resumed run repeat its first steps exactly.
         learner, state = Learner.load(checkpoint, settings, self.ranks)
         versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
         interval, temperature = settings.trainer.checkpoint_interval, self.params.temperature
@@ -249,7 +263,10 @@ class Run:
                 logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
 
     async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
-        """Rewards of the weights after `step` on held-out prompts; some answers go to a file."""
+        """Return `eval/*` metrics of the weights after `step` on held-out prompts.
+
+        Writes some greedy answers to answers.jsonl.
+        """
         sync = self.settings.weight_sync
         phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
         async with nullcontext() if sync.mode == "in_flight" else phase:
@@ -260,7 +277,11 @@ class Run:
         return reward
 
     async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
-        """Warm up, if that is wanted, and leave the checkpoint of step 0, which is returned."""
+        """Create the policy, warm it up if the settings say so, and write the checkpoint of step 0.
+
+        Returns the checkpoint's path. Also writes base/ and reference/ where the algorithm needs
+        them.
+        """
         settings = self.settings
         policy: Any = self.task.new_policy()
         if settings.warmup.max_steps:
@@ -271,7 +292,7 @@ class Run:
         if (lora := settings.model.lora) is not None:
             policy = new_adapter(base_weights(self.directory, settings.model), lora)
         elif algorithm.needs_reference:
-            # Not a checkpoint: the oldest are deleted, and a resumed run needs the same reference.
+            # Kept apart from checkpoints, of which the oldest are deleted: a resumed run needs it.
             policy.save_pretrained(self.directory / "reference")
             reference = ReferencePolicy.copy_of(policy, algorithm.reference)
         learner = Learner(policy, algorithm, settings.trainer, reference)
@@ -282,6 +303,9 @@ class Run:
     async def warm_up(
         self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
     ) -> None:
+        """Train `policy` on the warm-up's answers and log each step. Raises KeyboardInterrupt on
+        `stop`.
+        """
         settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
         with logger.shown_by(view):
             view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
@@ -295,11 +319,11 @@ class Run:
     async def engines(
         self, learner: Learner, versions: WeightsVersionCounter
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """The engine in this process, or those in processes of their own, with the policy as it is.
+        """Serve the policy for the block: by an engine in this process, or by engine processes.
 
-        They get the policy itself: a checkpoint may be deleted before an engine is started again.
-        Where an adapter is trained, or ranks hold parts of the policy, they begin with the base of
-        the run, and the policy is pushed to them.
+        Engines are given the policy's weights themselves, since a checkpoint may be deleted before
+        an engine is restarted. With an adapter, or with a policy divided among ranks, they start
+        from the run's base weights and then receive the policy by a push.
         """
         policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
@@ -309,7 +333,7 @@ class Run:
         if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
         if lora is not None and config.dtype == "auto":
-            config = replace(config, dtype="float32")  # as the trainer has it
+            config = replace(config, dtype="float32")  # the trainer's
         async with self._serving(policy, config, version) as llm:
             if self.settings.pushes_at_start:
                 await learner.push(WeightSync(llm, in_flight=True), versions.reserve())
@@ -319,8 +343,8 @@ class Run:
     async def _serving(
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """`policy`: a model or its directory."""
-        tokenizer = self.task.tokenizer
+        """Start the engines that the settings ask for. `policy` is a model or its directory."""
+        tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
                 policy,
@@ -328,7 +352,7 @@ class Run:
                 config,
                 data_parallel_size=num_engines,
                 weights_version=version,
-                launcher=new_launcher(self.settings.launcher),
+                launcher=make_object(launcher.path, launcher.options, "launcher"),
                 weight_transport=self.settings.weight_transport,
             ) as llm:
                 yield llm
@@ -338,7 +362,7 @@ class Run:
                     yield threaded
 
     def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
-        """The producer group of the config on this task, where the checkpoint left its prompts."""
+        """Return the producer of training batches, with its prompts where the checkpoint left them."""
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
@@ -361,7 +385,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The steps of a run, and what they share."""
+    """The training loop of a run, and the parts that its steps share. Used by `Run.train_from`."""
 
     run: Run
     learner: Learner
@@ -373,11 +397,11 @@ class Training:
     async def steps(
         self, step: int, stop: threading.Event
     ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
-        """Train from `step` to the last one; yields each step with its batch and metrics.
+        """Train from `step` to the last step. Yields each step's number, batch and metrics.
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
-        suspended while the trainer trains; rollouts that are unfinished go on under new weights.
-        On `stop` it saves and raises KeyboardInterrupt.
+        suspended while the trainer trains, and unfinished rollouts continue under the new weights.
+        Saves every `checkpoint_interval` steps. On `stop` it saves and raises KeyboardInterrupt.
         """
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
@@ -394,7 +418,7 @@ class Training:
                 if "weights" in settings.weight_sync.release:  # a push needs their memory
                     await self.llm.resume(only="weights")
                 await self.learner.push(weight_sync, self.versions.reserve())
-            self.producer.refresh_version()  # the engines begin the batches that it allows
+            self.producer.refresh_version()  # lets the engines begin further batches
             evaluated: dict[str, float] = {}
             interval = trainer.eval_interval
             if interval and step % interval == 0 and step < trainer.num_steps:
@@ -408,14 +432,16 @@ class Training:
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
             yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
-            # After its row is written, so that a resumed run finds one for each step it has done.
-            # The time is the next step's.
+            # After the row is written, so that a resumed run finds a row for each finished step.
+            # The time counts towards the next step.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     self.save(step)
 
     async def next_batch(self) -> TrainingBatch:
-        """Wait for a batch; in flight the engines generate anyway, else for as long as it takes."""
+        """Return the next batch. Unless weights are synchronised in flight, engines run only during
+        this call.
+        """
         sync = self.run.settings.weight_sync
         if sync.mode == "in_flight":
             with self.account.spend("wait"):
@@ -427,16 +453,19 @@ class Training:
         return batch
 
     async def train(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Train on the batch; tell the producer how well its rollouts fitted the policy."""
+        """Train on the batch in a thread. Returns `train/*` metrics.
+
+        Reports the effective sample size to the producer, which may adapt its bound on staleness.
+        """
         with self.account.spend("train"):
-            # In a thread of its own: this one receives what the engines send meanwhile.
+            # In another thread, so that this event loop can receive rollouts meanwhile.
             trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
-        if "train/eff_sample_size" in trained:  # not where no group had a spread
+        if "train/eff_sample_size" in trained:  # missing if no group had a reward spread
             self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
         return trained
 
     def save(self, step: int) -> None:
-        """Write a checkpoint after `step`."""
+        """Write a checkpoint of the policy, the optimizer and the producer's prompts after `step`."""
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
@@ -454,7 +483,7 @@ def main() -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `rollout train WORDS`. Returns 0; a job that fails raises SystemExit."""
+    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Replaces sys.argv."""
     sys.argv = ["rollout train", *words]
     main()
     return 0

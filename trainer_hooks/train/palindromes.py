@@ -1,6 +1,7 @@
-"""The demo's data: letters in, a palindrome of them out, judged by reasoning-gym's verifier.
+"""The demo's data: prompts give letters, answers are palindromes, reasoning-gym's verifier scores
+them.
 
-conf/data/palindrome.yaml and conf/model/tiny.yaml name these functions.
+conf/data/palindrome.yaml names `prompts`, conf/model/tiny.yaml `letter_tokenizer`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ SEPARATOR = ", "
 def prompts(
     part: str, seed: int, *, num_held_out: int, dataset_seed: int, min_length: int, max_length: int
 ) -> Sequence[PromptItem] | TrainingPrompts:
-    """The prompts of `part` (held_out, train or warmup) of the run with `seed`.
+    """Return the prompts of `part` (held_out, train or warmup) of the run with `seed`.
 
-    reasoning-gym draws item i of a dataset with seed s from seed s + i, so two datasets with nearby
-    seeds share items: there is one dataset here, cut into index ranges. Its first items are held
-    out for evaluation. Training never sees their letters, in whatever order.
+    reasoning-gym draws item i of a dataset with seed s from seed s + i, so datasets with nearby
+    seeds share items. Therefore one dataset is cut into index ranges. Its first items are held out
+    for evaluation; training never gets their letters, in any order.
     """
     items = ReasoningGymPrompts(
         "palindrome_generation",
@@ -46,9 +47,9 @@ def prompts(
 
 
 class TrainingPrompts:
-    """Prompts by number, made when they are asked for.
+    """A sequence of NUM_PROMPTS prompts, each created when it is read.
 
-    An item with the letters of a held-out one is replaced by a spare item of its own.
+    An item with the letters of a held-out item is replaced by a spare item from beyond this range.
     """
 
     def __init__(self, items: ReasoningGymPrompts, start: int, held_out: set[str]) -> None:
@@ -68,17 +69,17 @@ class TrainingPrompts:
 
 
 def letters_of(item: PromptItem) -> list[str]:
-    """The letters that the item gives."""
+    """Return the letters that the item's prompt gives."""
     return list(item.columns["entry"]["metadata"]["letters"])
 
 
 def sorted_letters(item: PromptItem) -> str:
-    """Equal for items that have the same letters."""
+    """Return the item's letters in order: equal for items with the same letters."""
     return "".join(sorted(letters_of(item)))
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and one for each constant part of a question."""
+    """Return a tokenizer with one token per character and one per constant part of a question."""
     item = ReasoningGymPrompts("palindrome_generation", size=1)[0]
     instruction, _, _ = str(item.prompt).partition(SEPARATOR.join(letters_of(item)))
     tokens = [PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, "\n", *string.ascii_lowercase]

@@ -1,4 +1,7 @@
-"""The prompts of a job from its settings: sources, their rows' checks, and what is held out."""
+"""Prompts of a job from its settings: opens sources and holds prompts out for evaluation.
+
+Used by task.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from trainer_hooks.prompts.sources import (
     ParquetPrompts,
     ReasoningGymPrompts,
 )
-from trainer_hooks.train.import_paths import import_object
+from trainer_hooks.train.config_loading import import_object
 from trainer_hooks.train.settings import DataSettings, SourceSettings
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 def open_source(
     source: SourceSettings, chat: ChatFormat | None, part: str, seed: int
 ) -> PromptRows:
-    """The rows of one source. `part`, `seed`: for a function that makes them."""
+    """Return the rows of one source. `part`, `seed`: arguments of a function that creates rows."""
     path, column, options = source.path, source.prompt_column, dict(source.options)
     assert path is not None, "the settings check it"
     if source.kind in ("jsonl", "parquet"):
@@ -45,9 +48,10 @@ def open_source(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPrompts:
-    """Prompts for training, and prompts that the training never sees.
+    """Prompts for training, and held-out prompts, which are never trained on.
 
-    `held_out_keys`: the hashes of the latter; rows with one of them are not to be trained on.
+    `held_out_keys`: hashes of the held-out prompts; rows with one of these hashes must not be
+    trained on.
     """
 
     train: PromptRows
@@ -56,11 +60,11 @@ class SplitPrompts:
 
 
 def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> SplitPrompts:
-    """Hold out `data.num_held_out` prompts of all sources, by their weights, and mix the others.
+    """Hold out `data.num_held_out` prompts of all sources, by their weights, and mix the rest.
 
-    Every source is split before it is mixed, since a mixture repeats the rows of small sources.
-    What is held out is a prompt, not a row: its other rows, of whichever source, are not trained on
-    either. A tenth of the different prompts of a source are held out at most.
+    Each source is split before mixing, since a mixture repeats the rows of small sources. A
+    held-out prompt takes all rows of the same prompt, in any source, out of training. At most a
+    tenth of a source's different prompts are held out.
     """
     candidates = _first_rows(sources)
     num_prompts = sum(map(len, candidates.values()))
@@ -75,7 +79,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
     keys = frozenset(sources[n].keys[i] for n, indices in chosen.items() for i in indices)
     train = {name: without_prompts(source, keys, name) for name, source in sources.items()}
     held_out = {n: SelectedRows(sources[n].rows, own) for n, own in chosen.items() if own}
-    # With its number of rows as its weight, every row of a source comes once.
+    # Weighted by their numbers of rows, so that every row comes once.
     num_each = {name: float(len(rows)) for name, rows in held_out.items()}
     own_rows = _mixed(held_out, num_each, data) if held_out else []
     rows = _mixed(train, {name: own.weight for name, own in data.named_sources.items()}, data)
@@ -83,7 +87,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
     num_repeats = sum(len(s.rows) for s in sources.values()) - sum(map(len, train.values()))
     if num_repeats > len(items):
         logger.info(
-            "%d rows are left out of the training: they repeat prompts that are held out",
+            "left out %d training rows that repeat held-out prompts",
             num_repeats - len(items),
         )
     return SplitPrompts(train=rows, held_out=items, held_out_keys=keys)
@@ -92,7 +96,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
 def _mixed(
     rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
 ) -> PromptRows:
-    """Return the rows of all sources. Rows of `data.sources` have their source's name."""
+    """Return the rows of all sources. Rows of `data.sources` carry their source's name."""
     if not data.sources:
         return next(iter(rows.values()))
     return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})
@@ -101,7 +105,7 @@ def _mixed(
 def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> PromptRows:
     """Return the rows of a source whose prompts are not among `keys`.
 
-    `name`: of the source. Raises ConfigError if none is left.
+    `name`: the source's, for messages. Raises ConfigError if no row is left.
     """
     if not keys:
         return source.rows
@@ -115,7 +119,7 @@ def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> Pro
 
 
 def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
-    """Return the rows of each source whose prompts no row before them has, in any source."""
+    """Return the rows of each source whose prompt no earlier row has, in any source."""
     seen: set[int] = set()
     found: dict[str, list[int]] = {}
     for name, source in sources.items():
@@ -130,7 +134,7 @@ def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
 def held_out_of_file(
     rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
 ) -> list[PromptItem]:
-    """Return the prompts of `data.held_out_path`, and log how many of them are trained on as well.
+    """Return the prompts of `data.held_out_path`, and warn if some of them are trained on as well.
 
     Raises ConfigError for bad rows.
     """
@@ -139,7 +143,7 @@ def held_out_of_file(
     trained = set(train.keys)
     if num_both := sum(key in trained for key in checked.keys[:count]):
         logger.warning(
-            "%d of %d prompts of data.held_out_path=%s are trained on as well",
+            "%d of %d prompts of data.held_out_path=%s are also training prompts",
             num_both, count, data.held_out_path,
         )  # fmt: skip
     return [as_prompt_item(checked.rows[i]) for i in range(count)]

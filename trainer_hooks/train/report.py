@@ -1,30 +1,27 @@
-"""A run as one HTML page (curves, staleness, time, samples coloured by version) and as pictures.
+"""A run as one HTML page: curves, staleness, time, and samples coloured by version.
 
-python -m trainer_hooks.train.report outputs/train/demo/seed_0
+main writes it when a run ends; for a run in progress: python -m trainer_hooks.train.report
+outputs/train/demo/seed_0
 """
 
 from __future__ import annotations
 
 import argparse
 import html
-import io
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rich.console import Console
-
-from rollout.control.reports import EngineStats
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
 from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
 from trainer_hooks.metrics.stage_clock import minutes
-from trainer_hooks.train.dashboard import Dashboard
-from trainer_hooks.train.sample_text import (
+from trainer_hooks.train.samples import (
+    FILE_NAME,
     Sample,
     best_worst_or_middle,
     figures_of,
@@ -33,15 +30,12 @@ from trainer_hooks.train.sample_text import (
     versions_text,
     visible,
 )
-from trainer_hooks.train.samples import FILE_NAME
 from trainer_hooks.train.summary import WINDOW_STEPS
 from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
 
 T = TypeVar("T")
 
 REPORT_NAME = "report.html"
-PICTURE_WIDTH = 110  # columns of a terminal
-SMOOTHING_STEPS = 5
 # Title -> metrics of one chart, in the order of the page; a chart without values is left out.
 CURVES = {
     "reward": ("reward", "eval/greedy_reward"),
@@ -65,6 +59,7 @@ CURVES = {
     "warm-up: loss": ("warmup/loss",),
 }
 WARMUP_STEP = "warmup/step"
+_TIME_SHARE = "timing_share/"  # prefix of a share of the time account
 # Metrics of held-out prompts; those of a source are eval/<source>/<name>.
 EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
 _PAGE_STYLE = """
@@ -86,7 +81,7 @@ th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
 """
 
 STEPS_WITH_SAMPLES, SAMPLES_PER_STEP = 8, 3
-_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer one is left out
+_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer text is left out
 _SUMMARY_CHARACTERS = 110
 _AGES = ("0 versions", "1", "2", "3 or more")
 SAMPLE_STYLE = """
@@ -108,10 +103,10 @@ sup { font-size: .7em; margin-right: 2px; user-select: none; }
 
 
 def write_report(directory: Path | str, title: str | None = None) -> Path:
-    """Write report.html from the metrics.jsonl and completions.jsonl of a run; returns its path.
+    """Write report.html from a run's metrics.jsonl and completions.jsonl. Returns its path.
 
-    A run that goes on, or was killed, has them as well.
-    Raises ConfigError for a directory without metrics.
+    Works on runs that are in progress or were killed. Raises ConfigError for a directory without
+    metrics.
     """
     directory = Path(directory)
     if not (directory / "metrics.jsonl").exists():
@@ -124,7 +119,9 @@ def write_report(directory: Path | str, title: str | None = None) -> Path:
 
 
 def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
-    """Those that the page chooses from: all of a long run would take gigabytes of memory."""
+    """Return the samples of the steps that the page shows; all samples of a long run would take
+    gigabytes.
+    """
     parts = [part for part in (rotated_path(path), path) if part.exists()]
     steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
     shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
@@ -134,8 +131,9 @@ def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
 def report_page(
     rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], title: str
 ) -> str:
-    """The page. `rows`: of metrics.jsonl; `samples`: of completions.jsonl. It needs no other file
-    and no network, and is well-formed XML as well.
+    """Return the page as text. `rows`: of metrics.jsonl; `samples`: of completions.jsonl.
+
+    The page needs no other file and no network, and is well-formed XML.
     """
     steps = [row for row in rows if row.get("reward") is not None]
     sections = {
@@ -222,14 +220,14 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if any("*" in pattern for pattern in wanted):
             series = _short_names(series)
         if title == "rewards by term" and len(series) == 1:
-            continue  # it is the reward
+            continue  # equals the reward
         if series:
             figures.append(_figure(title, list(series), line_chart(series)))
     return figures
 
 
 def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    """Series by the part of their names that differs, without counts that are 0 throughout."""
+    """Return the series under short names, without counts that are 0 throughout."""
     short = {}
     for name, points in series.items():
         prefix, _, own = name.partition("/")
@@ -242,7 +240,7 @@ def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A chart for each metric of evaluations, with a line per source."""
+    """Return a chart per evaluation metric, with a line per source."""
     charts: dict[str, dict[str, list[Point]]] = defaultdict(dict)
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
         source, _, metric = name.removeprefix("eval/").rpartition("/")
@@ -297,26 +295,24 @@ def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """The largest share first, at the bottom; what is never 1% is left out."""
-    shares = _parts_of_time(steps, "timing_share/")
+    """Return the share of each part of a step's time, the largest first; parts always below 1% are
+    left out.
+    """
+    names = dict.fromkeys(name for row in steps for name in row if name.startswith(_TIME_SHARE))
+    shares = {
+        name.removeprefix(_TIME_SHARE): [row.get(name) or 0.0 for row in steps] for name in names
+    }
     ordered = sorted(shares, key=lambda name: -sum(shares[name]))
     return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
-
-
-def _parts_of_time(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
-    """Return the metric `prefix` + name of each step, for each name of the time account."""
-    share = "timing_share/"
-    names = dict.fromkeys(
-        name.removeprefix(share) for row in steps for name in row if name.startswith(share)
-    )
-    return {name: [row.get(f"{prefix}{name}") or 0.0 for row in steps] for name in names}
 
 
 # ---- samples
 
 
 def samples_section(samples: Sequence[Sample]) -> str:
-    """Samples of steps that are spread over the run; the last step is open. "" without any."""
+    """Return the HTML of samples from steps spread over the run; "" without samples. The last step
+    is open.
+    """
     by_step: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_step[sample[TRAINER_STEP]].append(sample)
@@ -333,8 +329,10 @@ def samples_section(samples: Sequence[Sample]) -> str:
 
 
 def chosen_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` samples of a step, of groups evenly spread: in turn the best of its group, the worst,
-    and one between. A failed one is the worst.
+    """Return `count` samples of a step from evenly spread groups: in turn the best, the worst, and
+    the middle one.
+
+    A failed sample counts as the worst of its group.
     """
     groups: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -351,7 +349,7 @@ def _reward(sample: Sample) -> float:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` of the items, evenly spread, the first and the last among them."""
+    """Return `count` evenly spread items, with the first and the last among them."""
     if len(items) <= count:
         return list(items)
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
@@ -360,9 +358,9 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def _age_legend() -> str:
     boxes = " ".join(f'<span class="age{i}">{name}</span>' for i, name in enumerate(_AGES))
     return (
-        '<p class="note">In each step the best of one group, the worst of another and one between. '
-        f"The colour is how much older than the trained weights those are that sampled: {boxes} "
-        '<span class="tool">not trained on: of tools, users, a failed rollout</span></p>'
+        '<p class="note">Each step shows the best of one group, the worst of another and one between. '
+        f"Colours show by how many versions the sampling weights are older than the trained ones: {boxes} "
+        '<span class="tool">not trained on: text of tools, users or failed rollouts</span></p>'
     )
 
 
@@ -393,7 +391,9 @@ def _prompt(prompt: str) -> str:
 
 
 def _spans(sample: Sample) -> str:
-    """The completion, a span for each run of a version, which is named where there are several."""
+    """Return the completion's HTML: a span per run of a version, named if the completion has
+    several versions.
+    """
     train_version, spans = sample["train_version"], sample["spans"]
     names_versions = len({version for version, _ in spans}) > 1
     limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)
@@ -419,130 +419,16 @@ def _text(text: str) -> str:
     return html.escape(visible(text))
 
 
-# ---- pictures
-
-
-def write_reward_curve(
-    path: Path | str, rewards: Sequence[float], title: str, ylabel: str = "mean sampled reward"
-) -> None:
-    """Draw the reward of steps 1, 2, ... and its running mean to `path` (PNG, SVG, PDF by suffix).
-
-    Raises ConfigError if matplotlib is not installed.
-    """
-    figure = _canvas(width=7.0)
-    axes = figure.add_subplot()
-    _draw_rewards(axes, list(range(1, len(rewards) + 1)), rewards)
-    axes.set(title=title, ylabel=ylabel)
-    _legend_below(axes)
-    figure.savefig(path, dpi=150)
-
-
-def write_run_picture(path: Path | str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw a run from its metrics: reward with held-out points, tokens by lag, seconds by part.
-
-    `rows`: of metrics.jsonl. Raises ConfigError if matplotlib is not installed.
-    """
-    figure = _canvas(width=15.0)
-    figure.suptitle(title)
-    steps = [row for row in rows if row.get("reward") is not None]
-    numbers = [row[TRAINER_STEP] for row in steps]
-    reward, lag, parts = figure.subplots(1, 3)
-    _draw_rewards(reward, numbers, [row["reward"] for row in steps])
-    held_out = [row for row in rows if row.get("eval/greedy_reward") is not None]
-    reward.plot(
-        [row[TRAINER_STEP] for row in held_out],
-        [row["eval/greedy_reward"] for row in held_out],
-        "o",
-        color="tab:red",
-        label="held out, greedy",
-    )
-    reward.set(title="reward", ylabel="mean reward")
-    _legend_below(reward)
-    ages: Counter[int] = Counter()
-    for row in steps:
-        ages.update(read_histogram(row, "policy_staleness"))
-    lag.bar([str(age) for age in sorted(ages)], [ages[age] for age in sorted(ages)])
-    lag.set(title="tokens trained on, by lag", xlabel="versions behind", ylabel="tokens")
-    _draw_seconds(parts, numbers, steps)
-    figure.savefig(path, dpi=150)
-
-
-def _canvas(width: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing a curve needs matplotlib: pip install matplotlib") from error
-    return Figure(figsize=(width, 4.0), layout="constrained")
-
-
-def _draw_rewards(axes: Any, steps: Sequence[int], rewards: Sequence[float]) -> None:
-    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1.0, label="each step")
-    axes.plot(steps, running_mean(rewards), color="tab:blue", label=f"mean of {SMOOTHING_STEPS}")
-    axes.set(xlabel="training step")
-    axes.grid(alpha=0.3)
-
-
-def _draw_seconds(axes: Any, numbers: Sequence[int], steps: Sequence[Mapping[str, Any]]) -> None:
-    """Seconds of each step by part of the time account, one upon the other; the largest first."""
-    seconds = _parts_of_time(steps, "timing_s/")
-    total = sum(map(sum, seconds.values()))
-    shown = [name for name in seconds if sum(seconds[name]) >= 0.01 * total]
-    shown.sort(key=lambda name: -sum(seconds[name]))
-    if shown:
-        axes.stackplot(numbers, *(seconds[name] for name in shown), labels=shown, step="mid")
-    axes.set(title="seconds of a step, by part", xlabel="training step", ylabel="seconds")
-    if shown:
-        _legend_below(axes)
-
-
-def _legend_below(axes: Any) -> None:
-    """Beside the curves, which a legend between them would hide."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
-
-
-def running_mean(values: Sequence[float], window: int = SMOOTHING_STEPS) -> list[float]:
-    """Mean of each value and up to `window - 1` before it."""
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(sum(recent) / len(recent))
-    return means
-
-
-def write_dashboard_picture(
-    path: Path | str,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    title: str = "training",
-    num_steps: int | None = None,
-    engines: Mapping[str, EngineStats] | None = None,
-) -> None:
-    """Draw to `path` (SVG) what a Dashboard shows after `rows`."""
-    # A file, not a terminal: nothing is drawn before the end.
-    dashboard = Dashboard(Console(file=io.StringIO()), title, num_steps)
-    for row in rows:
-        dashboard.show(row)
-    dashboard.show_engines(engines or {})
-    recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
-    recorder.print(dashboard.render(PICTURE_WIDTH))
-    # A fixed id: the same rows give the same file.
-    recorder.save_svg(str(path), title=title, unique_id="dashboard")
-
-
 def main() -> None:
-    """Write the report of the run named on the command line, and with --dashboard its dashboard."""
+    """Write the report of the run named on the command line."""
     parser = argparse.ArgumentParser(description="the HTML report of a run")
     parser.add_argument("directory", type=Path, help="the run's directory, with metrics.jsonl")
     parser.add_argument("--title")
-    parser.add_argument("--dashboard", type=Path, help="also draw the dashboard to this SVG file")
     arguments = parser.parse_args()
     try:
         print(write_report(arguments.directory, arguments.title))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    if arguments.dashboard is not None:
-        rows = read_jsonl(arguments.directory / "metrics.jsonl")
-        write_dashboard_picture(arguments.dashboard, rows, title=arguments.title or "training")
 
 
 if __name__ == "__main__":

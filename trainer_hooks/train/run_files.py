@@ -1,4 +1,7 @@
-"""The files of one run, the lock on them, and Ctrl-C as a request to stop between two steps."""
+"""The files of one run: its metrics logger, its directory and lock, and a clean stop on Ctrl-C.
+
+Used by main.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,12 @@ _log = logging.getLogger(__name__)
 def open_logger(
     directory: Path, settings: Any, view: MetricsView, resume_step: int | None = None
 ) -> MetricsLogger:
-    """The logger of the run in `directory`: its metrics.jsonl, `view` and, if wanted, a W&B run.
+    """Return the logger of the run in `directory`: metrics.jsonl, `view` and, if the settings ask,
+    a W&B run.
 
     `settings`: the job's dataclass, which W&B shows as the run's config; its `logger` holds
-    LoggerSettings, its `run_name` names the run. `resume_step`: the step from which a resumed run
-    continues; None starts metrics.jsonl anew.
+    LoggerSettings, its `run_name` names the run. `resume_step`: the step that a resumed run
+    continues from; None starts metrics.jsonl anew.
     """
     wandb_run, wanted = None, settings.logger
     if wanted.wandb != "off":
@@ -57,8 +61,8 @@ def open_logger(
 
 
 def begin_directory(directory: Path) -> Path | None:
-    """Make an empty `directory`. What an earlier run left there is renamed (`set_aside`), and its
-    new path returned.
+    """Create an empty `directory`. Returns the new path of an earlier run's directory, which is
+    renamed.
     """
     previous = set_aside(directory)
     directory.mkdir(parents=True)
@@ -67,12 +71,13 @@ def begin_directory(directory: Path) -> Path | None:
 
 @contextmanager
 def locked_run(directory: Path) -> Iterator[None]:
-    """Hold the folder of a run. Raises ConfigError, naming the process, if another job holds it.
+    """Hold the lock on a run's directory during the block.
 
-    The lock is flock's, on the file .<name>.lock beside the folder, which itself may be renamed.
-    The kernel releases it when the process ends, by kill -9 too. It holds between hosts where the
-    file system carries flock between them: NFS of Linux does, Lustre with the mount option flock.
-    Where a file system has no locks, a warning says so, and two jobs are not kept apart.
+    Raises ConfigError, naming the process, if another job holds it. The lock is an flock on
+    .<name>.lock beside the directory, which itself may be renamed. The kernel releases it when the
+    process ends, also after kill -9. It works between hosts if the file system carries flock
+    between them: Linux NFS does, Lustre with the mount option flock. On a file system without locks
+    a warning is logged and two jobs are not kept apart.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.with_name(f".{directory.name}.lock")
@@ -82,7 +87,7 @@ def locked_run(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise ConfigError(
-                f"another job, {file.read().strip() or 'of an unknown process'}, is running in "
+                f"another job ({file.read().strip() or 'unknown process'}) is running in "
                 f"{directory}; give this one a run_name of its own, or wait until the other ends"
             ) from error
         except OSError as error:
@@ -98,9 +103,10 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; a second one acts as it did before.
+    """Yield an event that the first Ctrl-C or SIGTERM sets. A second signal acts as before the
+    block.
 
-    A training step that ends halfway would leave weights that belong to no step.
+    A training step that is interrupted halfway would leave weights that belong to no step.
     """
     requested = threading.Event()
     before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}

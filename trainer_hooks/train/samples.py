@@ -1,13 +1,22 @@
-"""What the policy wrote, for people: samples with their rewards, advantages and versions."""
+"""Samples of what the policy wrote, with rewards, advantages and versions: written, chosen and
+shown.
+
+SampleLog, used by main, writes completions.jsonl. The text functions are used by dashboard and
+report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.text import Text
 
 from rollout.telemetry import ObserverGuard
 from rollout.text import IncrementalDetokenizer
@@ -16,13 +25,10 @@ from trainer_hooks.metrics import JsonlWriter
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.logger import MetricsLogger
 from trainer_hooks.producer import TrainingBatch
-from trainer_hooks.train.sample_text import (
-    Sample,
-    best_worst_or_middle,
-    terms_text,
-    versions_text,
-)
 from trainer_hooks.train.settings import LoggerSettings
+
+Sample = Mapping[str, Any]
+T = TypeVar("T")
 
 FILE_NAME = "completions.jsonl"
 TABLE_COLUMNS = (
@@ -30,21 +36,28 @@ TABLE_COLUMNS = (
     "versions", "mean_lag", "num_tokens", "finish_reason",
 )  # fmt: skip
 _NEXT_SEQUENCE = "\n[the next token sequence]\n"
+MIN_LINES = 2  # lines of a sample on a terminal: its figures, and one line of its text
+_SHOWN_CHARACTERS = 320  # characters of a text without a terminal
+_INDENT = 2
+_TOOL_STYLE = "italic magenta"
+# Control characters would move a terminal's cursor, and HTML forbids them.
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: 0x2421} | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
 
 
 class ShowsSamples(Protocol):
-    """Shows samples to a person, as a Dashboard does."""
+    """Shows samples to a person, as Dashboard does."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Show these instead of those before."""
+        """Show these samples in place of the previous ones."""
         ...
 
 
 class SampleLog:
-    """Writes samples of every step to completions.jsonl, and every `sample_interval` steps some of
-    them to a view and, as a table, to W&B. A context manager.
+    """Writes samples of every step to completions.jsonl. A context manager.
 
-    `tokenizer`: one of transformers. `resume_step`: as for a MetricsLogger.
+    Every `sample_interval` steps it also sends some samples to a view and, as a table, to W&B.
+    `tokenizer`: one of transformers. `resume_step`: as for MetricsLogger.
     """
 
     def __init__(
@@ -64,7 +77,7 @@ class SampleLog:
         )
 
     def log(self, step: int, batch: TrainingBatch, advantages_B: torch.Tensor) -> None:
-        """Record samples of the `batch` that was trained on in `step`, with their advantages."""
+        """Record samples of the `batch` trained on in `step`, with their advantages."""
         settings = self._settings
         rows = range(min(batch.rollouts.num_rollouts, settings.num_completions))
         written = {i: sample_of(step, batch, i, advantages_B, self._tokenizer) for i in rows}
@@ -91,12 +104,12 @@ class SampleLog:
 def sample_of(
     step: int, batch: TrainingBatch, index: int, advantages_B: torch.Tensor, tokenizer: Any
 ) -> dict[str, Any]:
-    """Rollout `index` of the batch as a row of completions.jsonl; `advantages_B`: one per row.
+    """Return rollout `index` of the batch as a row of completions.jsonl.
 
-    `spans`: the text after the prompt in runs of tokens of one version; the version of what no
-    version sampled, such as tool output, is None. A further token sequence of the rollout follows
-    whole, with its own prompt. Lags are versions that the sampling weights are behind those that
-    the step trained.
+    `advantages_B`: one per row of the batch. `spans` in the result holds the text after the prompt
+    as runs of tokens of one version; tokens that no version sampled, such as tool output, have
+    version None. A further token sequence of the rollout follows whole, with its own prompt. Lags
+    are the versions by which the sampling weights are behind the trained weights.
     """
     rollouts = batch.rollouts
     group, sample = divmod(index, batch.group_size)
@@ -133,8 +146,8 @@ def sample_of(
 def _texts(
     rollouts: RolloutBatch, row: int, start: int, tokenizer: Any
 ) -> tuple[str, list[list[Any]]]:
-    """The text of the row's tokens before `start`, and [version, text] of the runs of tokens of one
-    version from there on.
+    """Return the text before `start`, and [version, text] of each run of tokens of one version
+    after it.
     """
     end = int(rollouts.lengths_B[row])
     tokens_T = rollouts.tokens_BT[row, :end].tolist()
@@ -162,10 +175,10 @@ class _Verbatim:
 
 
 def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) -> list[str]:
-    """The texts of consecutive runs of tokens, whose `lengths` sum to that of all.
+    """Return the texts of consecutive runs of tokens, whose `lengths` add up to all tokens.
 
-    Together they are the text of all tokens: a character whose bytes are in two runs is in the
-    later one, and the space before a word stays.
+    Joined, they are the text of all tokens: a character whose bytes are in two runs goes to the
+    later run, and the space before a word is kept.
     """
     detokenizer, texts, end = IncrementalDetokenizer(_Verbatim(tokenizer)), [], 0
     for length in lengths:
@@ -176,8 +189,10 @@ def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) ->
 
 
 def chosen_rows(rewards_R: torch.Tensor, group_size: int, count: int) -> list[int]:
-    """`count` rollouts worth a look, of groups evenly spread: in turn the best of its group, the
-    worst, and one between. Failed rollouts are left out.
+    """Return `count` rollouts of evenly spread groups: in turn the best of its group, the worst,
+    and the middle one.
+
+    Failed rollouts are left out.
     """
     rewards_PG = rewards_R.view(-1, group_size)
     num_groups = len(rewards_PG)
@@ -197,3 +212,134 @@ def _cell(sample: Sample, name: str) -> Any:
     if name == "rewards":
         return terms_text(sample)
     return sample[name]
+
+
+def best_worst_or_middle(ordered: Sequence[T], turn: int) -> T:
+    """Return the first, last or middle of items ordered from the best, by `turn` modulo 3."""
+    return ordered[(0, len(ordered) - 1, len(ordered) // 2)[turn % 3]]
+
+
+def visible(text: str) -> str:
+    """Return `text` with control characters, except line ends and tabs, replaced by visible
+    symbols.
+    """
+    return text.translate(_VISIBLE)
+
+
+def reward_text(sample: Sample) -> str:
+    """Return the reward, as "reward 1.000", or the failure, as "failed: step_timeout"."""
+    if sample["reward"] is not None and isfinite(sample["reward"]):
+        return f"reward {sample['reward']:.3f}"
+    return f"failed: {sample['failure']}" if sample.get("failure") else "failed"
+
+
+def terms_text(sample: Sample) -> str:
+    """Return the parts of the reward, as "right 1.000, length -0.250"."""
+    return ", ".join(
+        f"{name} -" if value is None else f"{name} {value:.3f}"
+        for name, value in sample["rewards"].items()
+    )
+
+
+def versions_text(sample: Sample) -> str:
+    """Return the versions that sampled the text, as "7" or "6-7"; "-" if none did."""
+    versions = [version for version, _ in sample["spans"] if version is not None]
+    if not versions:
+        return "-"
+    low, high = min(versions), max(versions)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def samples_text(samples: Sequence[Sample]) -> RenderableType:
+    """Return the samples as plain lines: figures, the end of the prompt, and the text."""
+    parts = []
+    for sample in samples:
+        prompt, completion = _line(sample["prompt"]), _completion(sample)
+        parts += [
+            _figures(sample),
+            Text("  ").append(_cut_start(prompt, _SHOWN_CHARACTERS), style="dim"),
+            Text("  > ").append_text(_cut_middle(completion, _SHOWN_CHARACTERS)),
+        ]
+    return Group(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSamples:
+    """As many of the samples as fit into `num_lines` lines of a terminal.
+
+    Each sample gets a line of figures, one with the end of its prompt if it has three lines or
+    more, and the rest for its text, whose middle is left out. Text that no version sampled, such as
+    tool output, has its own style.
+    """
+
+    samples: Sequence[Sample]
+    num_lines: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        num_shown = min(len(self.samples), self.num_lines // MIN_LINES)
+        width, num_left = options.max_width - _INDENT, self.num_lines
+        for i, sample in enumerate(self.samples[:num_shown]):
+            num_own = num_left // (num_shown - i)
+            lines = [_figures(sample)]
+            if num_own > MIN_LINES:
+                prompt = _cut_start(_line(sample["prompt"]), width)
+                lines.append(Text(" " * _INDENT).append(prompt, style="dim"))
+            wrapped = _completion(sample).wrap(console, width, overflow="fold", tab_size=4)
+            for line in _middle_left_out(list(wrapped), num_own - len(lines)):
+                lines.append(Text(" " * _INDENT).append_text(line))
+            num_left -= len(lines)
+            for line in lines:
+                line.no_wrap, line.overflow = True, "ellipsis"
+                yield line
+
+
+def figures_of(sample: Sample, versions: str) -> list[str]:
+    """Return the advantage, `versions`, the lag and the length, without those that the sample
+    lacks.
+    """
+    advantage, lag = sample["advantage"], sample["mean_lag"]
+    figures = [
+        "" if advantage is None else f"advantage {advantage:+.3f}",
+        f"versions {versions}",
+        "" if lag is None else f"lag {lag:.2f}",
+        f"{sample['num_tokens']:,} tokens, {sample['finish_reason']}",
+    ]
+    return list(filter(None, figures))
+
+
+def _figures(sample: Sample) -> Text:
+    text = Text(f"step {sample[TRAINER_STEP]}  {reward_text(sample)}", style="bold")
+    rest = [f"({terms_text(sample)})"] if len(sample["rewards"]) > 1 else []
+    rest += figures_of(sample, versions_text(sample))
+    return text.append("".join(f"  {part}" for part in rest), style="not bold")
+
+
+def _line(text: str) -> str:
+    return visible(text).replace("\n", "\u23ce").replace("\t", " ")
+
+
+def _completion(sample: Sample) -> Text:
+    text = Text()
+    for version, span in sample["spans"]:
+        text.append(_line(span), style=_TOOL_STYLE if version is None else "default")
+    return text
+
+
+def _cut_start(text: str, length: int) -> str:
+    return text if len(text) <= length else "..." + text[3 - length :]
+
+
+def _cut_middle(text: Text, length: int) -> Text:
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return text[:half].append(" ... ").append_text(text[len(text) - half :])
+
+
+def _middle_left_out(lines: list[Text], num_shown: int) -> list[Text]:
+    if len(lines) <= num_shown:
+        return lines
+    num_last = num_shown // 2
+    first = lines[: num_shown - num_last]
+    first[-1] = first[-1].append(" ...")
+    return [*first, *lines[len(lines) - num_last :]]

@@ -1,6 +1,7 @@
-"""Settings that jobs share: one frozen dataclass per config group of conf/.
+"""Settings of a job: one frozen dataclass per config group of conf/.
 
-Each refuses, when it is made, what cannot work, and names it.
+Each refuses values that cannot work together when it is created, and names them. `job.JobSettings`
+holds them all; task, learner and main read them.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import Temperature
+from trainer_hooks.environments import EpisodeLimits
 from trainer_hooks.prompts.checks import OnBadRow
 from trainer_hooks.rewards.runner import WARN_AFTER_S
 
+LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
+TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """An adapter that is trained in place of the policy's own weights, as PEFT makes it.
+    """A LoRA adapter that is trained in place of the policy's own weights, as PEFT makes it.
 
     `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A); with
-    `use_rslora` the scale is alpha / sqrt(rank). `target_modules`: the ends of the layers' names;
-    "all-linear" has all but the head. Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
+    `use_rslora` the scale is alpha / sqrt(rank). `target_modules`: suffixes of the adapted layers'
+    names; "all-linear" adapts all linear layers except the head. Source: LoRA, Hu et al. 2021,
+    arXiv 2106.09685.
     """
 
     rank: PositiveInt
@@ -50,14 +55,15 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The policy: a Hugging Face checkpoint, or random weights of a shape as Qwen3Config names it,
-    or Qwen3MoeConfig if it has `num_experts`.
+    """The policy: a Hugging Face checkpoint, or random weights with a shape in Qwen3Config's names,
+    or in Qwen3MoeConfig's if `num_experts` is set.
 
     `path`: a directory with config.json, weights and tokenizer.
-    `tokenizer`: another directory, or "package.module:function" that makes one; None takes `path`.
-    A shape has all of its fields, and tied embeddings. Those that may be None are
-    `initializer_range`, which is then the config's, and the three of experts.
-    `lora`: an adapter is trained, the weights stay.
+    `tokenizer`: another directory, or "package.module:function" that returns a tokenizer; None uses
+    `path`.
+    A shape needs all its fields, except `initializer_range` (None: the config's default) and the
+    three fields of experts. The embeddings of random weights are tied.
+    `lora`: train an adapter and leave the weights alone.
     """
 
     path: Name | None = None
@@ -81,17 +87,19 @@ class ModelSettings:
         if self.path is None and (missing or self.tokenizer is None):
             raise ConfigError(
                 "model.path is missing: name a directory with a Hugging Face checkpoint, or give a "
-                f"shape for random weights and a tokenizer (without: {', '.join(missing) or 'it'})"
+                f"shape for random weights and a tokenizer (missing: {', '.join(missing) or 'tokenizer'})"
             )
         if self.path is not None and len(missing) < len(self.shape):
             raise ConfigError(
-                f"model.path={self.path} beside a shape for random weights; choose one of them "
-                "(model=checkpoint has no shape)"
+                f"model.path={self.path} with a shape for random weights; choose one of them "
+                "(model=checkpoint sets no shape)"
             )
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The shape of a random policy, by its config's names; all None where `path` has it."""
+        """The shape of a random policy, by the names of its config; all values are None if `path`
+        is set.
+        """
         names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]
         has_experts = any(getattr(self, name) is not None for name in _OF_EXPERTS)
         optional = {"initializer_range", *(() if has_experts else _OF_EXPERTS)}
@@ -106,9 +114,10 @@ class SourceSettings:
     `kind` and `path`: `jsonl` and `parquet` files; the directory of a `datasets` dataset; the name
     of a `reasoning_gym` dataset; for `python` the "package.module:function" that returns rows,
     called as function(part, seed, **options) with part "train", "warmup" or "held_out"; for
-    `environment` the name of one that brings its prompts.
-    `options`: those of the reasoning-gym dataset (size, seed, its own), of the function, or the
-    `split` of a dataset. `weight`: how often its rows come, beside other sources.
+    `environment` the name of an environment that brings its own prompts.
+    `options`: arguments of the reasoning-gym dataset (size, seed and its own) or of the function,
+    or the `split` of a dataset. `weight`: how often this source's rows come, relative to other
+    sources.
     """
 
     kind: (
@@ -125,15 +134,16 @@ class SourceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings(SourceSettings):
-    """The prompts of a job: one source, or several `sources` by name, each as often as its weight.
+    """The prompts of a job: one source, or several named `sources`, mixed by their weights.
 
-    `chat`: whether prompts go through the tokenizer's chat template, text as what the user says;
-    None does so where the tokenizer has one. `system_prompt`: before messages without one.
-    `template_options`: further arguments of the template, such as enable_thinking.
-    `held_out_path`: prompts of the same kind for evaluation. Without one, `num_held_out` prompts (a
-    tenth of all at most) are left out of the training: of each source before it is mixed, with
-    all rows of the same prompt. `on_bad_row`: rows that no engine could answer are named when the
-    job begins; `skip` leaves them out. `title`: of the data, in tables and plots.
+    `chat`: whether the tokenizer's chat template formats prompts, with plain text as a user
+    message; None does so if the tokenizer has a template. `system_prompt`: added to messages
+    without one. `template_options`: further arguments of the template, such as enable_thinking.
+    `held_out_path`: prompts of the same kind for evaluation. Without it, `num_held_out` prompts (at
+    most a tenth of all) are kept out of training: they are taken from each source before mixing,
+    with all rows that repeat them. `on_bad_row`: rows that no engine could answer are reported when
+    the job begins, as an error (`refuse`) or left out (`skip`). `title`: name of the data in tables
+    and plots.
     """
 
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
@@ -158,23 +168,64 @@ class DataSettings(SourceSettings):
 
     @property
     def shown_title(self) -> str:
-        """What the data is called in tables and plots."""
+        """The name of the data in tables and plots."""
         path = self.path or ", ".join(self.sources)
         return self.title or (path if isinstance(path, str) else path[0])
 
     @property
     def named_sources(self) -> Mapping[str, SourceSettings]:
-        """All sources by name; one alone has that of the data."""
+        """All sources by name; a single source has the name "data"."""
         return self.sources or {"data": self}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """The environment that the model acts in; none if `path` is None.
+
+    `path`: "package.module:name" of an Environment's class or factory, called with `options`; or of
+    an AgentRollouts class, whose `load` gets them. `max_turns`, `step_timeout_s`,
+    `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: limit on the tokens of a prompt and
+    its turn; None takes engine.max_sequence_length. `max_environments`: instances in use at a time.
+    Of these limits an AgentRollouts has only `rollout_timeout_s`; other values of the others are
+    refused.
+    """
+
+    path: Name | None = None
+    options: Options = field(default_factory=dict)
+    max_turns: PositiveInt = 16
+    max_total_tokens: PositiveInt | None = None
+    step_timeout_s: PositiveSeconds | None = 60.0
+    rollout_timeout_s: PositiveSeconds | None = None
+    max_environments: PositiveInt = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+    @staticmethod
+    def overrides_of(path: str) -> list[str]:
+        """Return the Hydra overrides that environment=package.module:Class stands for."""
+        return ["environment=python", f"++environment.path={path}"]
+
+    def limits(self, max_sequence_length: int | None) -> EpisodeLimits:
+        """Return the limits of an episode, for an engine with sequences of at most
+        `max_sequence_length`.
+        """
+        max_total_tokens = self.max_total_tokens
+        return EpisodeLimits(
+            max_turns=self.max_turns,
+            max_total_tokens=max_sequence_length if max_total_tokens is None else max_total_tokens,
+            step_timeout_s=self.step_timeout_s,
+            rollout_timeout_s=self.rollout_timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTerm:
     """One reward function of a job.
 
-    `path`: "package.module:name" of a function, or of a class that is made with `options`; a
-    function gets them as arguments. `convention`: `text` is TRL's for texts, `chat` TRL's for
-    messages, `verl` is compute_score.
+    `path`: "package.module:name" of a function, or of a class that is instantiated with `options`;
+    a function gets them as arguments. `convention`: the function's signature: `text` is TRL's for
+    plain text, `chat` TRL's for messages, `verl` is compute_score.
     """
 
     path: Name
@@ -188,11 +239,11 @@ class RewardTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """The reward of a completion: the weighted sum of `terms`, by name; none where an environment
-    gives it.
+    """The reward of a completion: the weighted sum of the named `terms`. Without terms an
+    environment must give the reward.
 
-    `workers`: processes that compute it; 0 for a thread of this one. `timeout_s`: of a call.
-    `warn_after_s`: a call that takes longer is named in the log, with its sample.
+    `workers`: processes that compute it; 0 uses a thread of this process. `timeout_s`: limit on one
+    call. `warn_after_s`: log a warning with the sample when a call takes longer.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
@@ -205,7 +256,7 @@ class RewardSettings:
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
-        """The Hydra overrides that reward=package.module:function stands for."""
+        """Return the Hydra overrides that reward=package.module:function stands for."""
         name = path.rpartition(":")[2]
         return ["reward=terms", f"++reward.terms.{name}.path={path}"]
 
@@ -214,8 +265,8 @@ class RewardSettings:
 class WarmupSettings:
     """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
 
-    `max_steps`: 0 for none. `source`: its own prompts; None takes those of the training.
-    `answer_column`: the completion that is learned.
+    `max_steps`: 0 skips the warm-up. `source`: prompts of its own; None uses the training prompts.
+    `answer_column`: the column with the completion to learn.
     """
 
     max_steps: NonNegativeInt
@@ -234,9 +285,9 @@ class WarmupSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSettings:
-    """A function of the user's own: "package.module:name", and the arguments in `options`.
+    """A function or class of the user's own: "package.module:name", and its arguments in `options`.
 
-    A class is made with them.
+    A class is instantiated with `options`.
     """
 
     path: Name
@@ -257,18 +308,21 @@ class CurriculumSettings(FunctionSettings):
 class ProducerSettings:
     """Settings of AsyncRolloutProducer, under its names.
 
-    `max_staleness_versions`: the age a token may have when it is trained on; 0 generates only
-    after each update; "ess" follows the effective sample size of the batches.
-    `order`: `admission` hands batches over as they were begun, `ready` as their groups finish;
-    a prompt whose rollouts grew too old `max_reissues` times is then waited for.
-    `oversample_groups`: groups begun in addition; the last ones to finish are aborted. None: a
-    quarter of a batch in ready order, else 0.
-    `drop_zero_variance`: replace groups whose rewards are all equal; `group_filters`: replace what
-    these functions give a reason for. At most `max_refills` of a batch (None: ten times its
-    groups). `curriculum`: draws the next prompts by their histories.
-    `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
+    `max_staleness_versions`: largest age, in versions, of a token that is trained on; 0 generates
+    only after each update; "ess" follows the effective sample size of the batches.
+    `order`: `admission` delivers batches in the order in which they began, `ready` as their groups
+    finish. In ready order the producer waits for a prompt whose rollouts grew too old
+    `max_reissues` times.
+    `oversample_groups`: extra groups to begin; the last ones to finish are aborted. None: a quarter
+    of a batch in ready order, else 0.
+    `drop_zero_variance`: replace groups whose rewards are all equal; `group_filters`: replace
+    groups for which one of these functions returns a reason. At most `max_refills` groups of a
+    batch are replaced (None: ten times its groups). `curriculum`: draws the next prompts by their
+    histories.
+    `min_valid_samples`: a group with fewer rewards is generated again, up to `max_attempts` times
+    in all.
     `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
-    `num_epochs`: passes over the prompts; None goes on for ever.
+    `num_epochs`: passes over the prompts; None never ends.
     """
 
     max_staleness_versions: NonNegativeInt | Literal["ess"] = 1
@@ -290,8 +344,8 @@ class ProducerSettings:
         filters = self.drop_zero_variance or self.group_filters
         if self.max_refills is not None and not filters:
             raise ConfigError(
-                f"max_refills={self.max_refills} bounds what drop_zero_variance and group_filters "
-                "replace; set drop_zero_variance=true, or leave max_refills out"
+                f"max_refills={self.max_refills} bounds the groups that drop_zero_variance and "
+                "group_filters replace; set drop_zero_variance=true, or leave max_refills out"
             )
 
 
@@ -299,8 +353,9 @@ class ProducerSettings:
 class WeightSyncSettings:
     """How new weights reach the engines.
 
-    `mode`: `in_flight` commits at a step edge, while requests go on; `suspend` pauses and suspends
-    the engines around the commit, which frees what `release` names for the trainer.
+    `mode`: `in_flight` commits between two steps of the engine while requests continue; `suspend`
+    pauses and suspends the engines around the commit, and frees the memory named in `release` for
+    the trainer.
     """
 
     mode: Literal["in_flight", "suspend"] = "in_flight"
@@ -310,18 +365,18 @@ class WeightSyncSettings:
         check_fields(self, ConfigError)
         if self.release and self.mode == "in_flight":
             raise ConfigError(
-                f"release={list(self.release)} with mode='in_flight', which frees nothing; choose "
+                f"release={list(self.release)} with mode='in_flight', which frees no memory; choose "
                 "mode='suspend', or leave release out"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
-    """What is measured on held-out prompts beside the reward of their greedy answers.
+    """Metrics of held-out prompts beside the reward of their greedy answers; see `evaluate`.
 
-    `n`: samples of each prompt at `temperature`; 0 for greedy answers alone. `pass_at`,
-    `success_reward`: for pass@k of each k. `answer`: what a completion answers, for maj@n; a
-    function of the completion. See `evaluate`.
+    `n`: samples of each prompt at `temperature`; 0 evaluates greedy answers alone. `pass_at`,
+    `success_reward`: the k of each pass@k, and the reward that counts as success. `answer`: for
+    maj@n, the function that extracts the answer from a completion.
     """
 
     n: NonNegativeInt = 0
@@ -342,9 +397,9 @@ class EvaluationSettings:
 class LoggerSettings:
     """Where metrics and samples go besides the files of a run: the terminal, Weights & Biases.
 
-    `num_samples`: how many are shown every `sample_interval` steps. `num_completions`: how many of
-    each step go to completions.jsonl, which is renamed at `completions_file_bytes`.
-    `save_batches`: keep a batch for each checkpoint that sampled it, for trainer_hooks.doctor.
+    `num_samples`: samples shown every `sample_interval` steps. `num_completions`: samples of each
+    step that completions.jsonl gets; the file is rotated at `completions_file_bytes`.
+    `save_batches`: keep one sampled batch per checkpoint for trainer_hooks.doctor.
     """
 
     console: bool = True

@@ -1,4 +1,7 @@
-"""What a run showed, read from its metrics.jsonl alone."""
+"""The summary of a finished run, computed from its metrics.jsonl alone, and its tables.
+
+Used by main at the end of each run.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
-    """The figures of a finished run from all its metric rows, by name.
+    """Return the figures of a finished run by name, from all its metric rows.
 
-    Rewards are means, NaN where no rollout has one; `first` and `last` are over the first and last
-    10 steps.
-    `prompt_tokens` are those of all rollouts after the first step, `prefilled_tokens` how many were
-    computed for them: the samples of a group share their prompt. Suspends are those after the first
-    step, with the memory that they released in all. Seconds are the trainer's; where engines work
-    beside it, it waits for them for `wait_s`, and they are idle for a share of theirs.
+    Rewards are means, NaN if no rollout has one; `first` and `last` cover the first and last 10
+    steps.
+    `prompt_tokens` counts the prompt tokens of all rollouts after the first step;
+    `prefilled_tokens` counts those that were computed, since the samples of a group share their
+    prompt. Suspends are counted after the first step, with the total memory that they released.
+    Seconds are the trainer's: with engine processes it waits `wait_s` for rollouts, and
+    `engine_idle_share` is the engines' idle time.
     """
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "reward" in row]
@@ -75,18 +79,18 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
 
 
 def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float:
-    """The mean over the steps that have a reward; NaN if none has."""
+    """Return the mean over the steps that have a reward; NaN if none has."""
     rewards = [row["reward"] for row in steps if row["reward"] is not None]
     return fmean(rewards) if rewards else math.nan
 
 
 def growth(counts: Sequence[int]) -> int:
-    """How far a counter ran over the rows; a resumed run starts from 0 again."""
+    """Return by how much a counter grew over the rows. A resumed run counts from 0 again."""
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
 def summary_table(summaries: Sequence[Mapping[str, float]], title: str) -> Table:
-    """One column per run, one row per figure."""
+    """Return a table with one column per run and one row per figure."""
     table = Table(title=title)
     table.add_column("")
     for summary in summaries:
@@ -99,7 +103,7 @@ def summary_table(summaries: Sequence[Mapping[str, float]], title: str) -> Table
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The problems of answers.jsonl with their greedy answers, first and last."""
+    """Return a table of the held-out problems with the first and the last greedy answer."""
     table = Table(title="greedy answers to held-out problems", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)

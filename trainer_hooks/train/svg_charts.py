@@ -1,6 +1,7 @@
-"""Charts as SVG, with their legends, for pages that need no other file.
+"""SVG charts with legends, for HTML pages without other files. Used by report.
 
-The page gives the classes their colours, by `STYLE`, for a light and a dark scheme.
+The page includes `STYLE`, which gives the charts' classes their colours in a light and a dark
+scheme.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ svg .again {{ stroke-dasharray: 5 3; }}
 
 
 def legend(names: Sequence[str]) -> str:
-    """The names of the series with their colours, in the order of the chart's."""
+    """Return an HTML list of the series' names and colours, in the chart's order."""
     items = (
         f'<li><i class="box{i % NUM_COLOURS}{" hollow" if i >= NUM_COLOURS else ""}"></i>'
         f"{html.escape(name)}</li>"
@@ -54,7 +55,9 @@ def legend(names: Sequence[str]) -> str:
 
 
 def line_chart(series: Mapping[str, Sequence[Point]]) -> str:
-    """Lines over a common x axis; each has at least one point. A few points get dots."""
+    """Return lines over a common x axis, each of at least one point. Lines of few points get
+    dots.
+    """
     points = [point for line in series.values() for point in line]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = _without_outliers(ys)
@@ -83,7 +86,7 @@ def line_chart(series: Mapping[str, Sequence[Point]]) -> str:
 
 
 def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) -> str:
-    """Shares that sum to 1, one upon the other, each value as wide as its step."""
+    """Return shares that add up to 1, stacked, each as wide as its step."""
     if not xs or not shares:
         return _svg([f'<text x="{_LEFT}" y="{_HEIGHT / 2}">nothing recorded</text>'], "nothing")
     edges, means = _stacked_bins(xs, list(shares.values()))
@@ -101,7 +104,7 @@ def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) ->
 
 
 def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
-    """The range to draw: that of all values, unless a few of many are far beyond the others."""
+    """Return the range of y to draw: all values, unless a few of many are far outside."""
     low, high = min(ys), max(ys)
     if len(ys) < 100:
         return low, high
@@ -114,13 +117,13 @@ def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
 
 
 def _bounds(num_values: int) -> list[tuple[int, int]]:
-    """Where the bins of so many values start and end."""
+    """Return the start and end of each bin of `num_values` values."""
     num_bins = min(num_values, _MAX_POINTS)
     return list(pairwise(i * num_values // num_bins for i in range(num_bins + 1)))
 
 
 def _binned(line: Sequence[Point]) -> list[tuple[float, float, float, float]]:
-    """(x, mean, lowest, highest) of each bin of points."""
+    """Return (x, mean, lowest, highest) of each bin of points."""
     bins = []
     for start, end in _bounds(len(line)):
         ys = [y for _, y in line[start:end]]
@@ -132,7 +135,7 @@ def _binned(line: Sequence[Point]) -> list[tuple[float, float, float, float]]:
 def _stacked_bins(
     xs: Sequence[float], columns: Sequence[Sequence[float]]
 ) -> tuple[list[float], list[list[float]]]:
-    """The edges of the bins, and the means of each column over them."""
+    """Return the edges of the bins, and each column's means over them."""
     bounds = _bounds(len(xs))
     edges = [xs[0] - 0.5, *((xs[end - 1] + xs[end]) / 2 for _, end in bounds[:-1]), xs[-1] + 0.5]
     means = [[math.fsum(own[a:b]) / (b - a) for a, b in bounds] for own in columns]
@@ -144,7 +147,7 @@ def _stairs(edges: Sequence[float], values: Sequence[float]) -> list[Point]:
 
 
 class _Frame:
-    """From values to places in the picture; values beyond it are drawn at its edge."""
+    """Maps values to coordinates of the picture; values outside the range are drawn at its edge."""
 
     def __init__(self, x_low: float, x_high: float, y_low: float, y_high: float) -> None:
         self._x_low, self._x_high = x_low, x_high if x_high > x_low else x_low + 1.0
@@ -175,7 +178,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Two to seven multiples of 1, 2 or 5 times a power of ten, from `low` to `high`."""
+    """Return two to seven multiples of 1, 2 or 5 times a power of ten, from `low` to `high`."""
     rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough * 0.999)

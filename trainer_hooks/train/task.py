@@ -1,10 +1,14 @@
-"""Task: what a job trains on, made from its settings: prompts, rewards, tokenizer, policy."""
+"""Task: the prompts, rewards, tokenizer and initial policy of a job, created from its settings.
+
+Used by main and warm_up, and by programs that train in a loop of their own (examples/train_trl.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +26,8 @@ from transformers import (
 
 from rollout import SamplingParams
 from rollout.errors import ConfigError
-from rollout.launch.launcher import Launcher
 from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
+from trainer_hooks.environments import EnvironmentRollouts
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.evaluate import evaluate
 from trainer_hooks.pretrained import load_pretrained
@@ -39,8 +43,7 @@ from trainer_hooks.prompts.checks import (
 from trainer_hooks.prompts.curriculum import Curriculum
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.rewards import ConversationalReward, RewardRunner, VerlReward, WeightedRewards
-from trainer_hooks.train.environment import EnvironmentSettings, environment_rollouts
-from trainer_hooks.train.import_paths import import_function, import_object
+from trainer_hooks.train.config_loading import import_function, import_object
 from trainer_hooks.train.prompts import (
     SplitPrompts,
     held_out_of_file,
@@ -51,8 +54,8 @@ from trainer_hooks.train.prompts import (
 from trainer_hooks.train.settings import (
     CurriculumSettings,
     DataSettings,
+    EnvironmentSettings,
     EvaluationSettings,
-    FunctionSettings,
     ModelSettings,
     ProducerSettings,
     RewardSettings,
@@ -60,13 +63,16 @@ from trainer_hooks.train.settings import (
     SourceSettings,
 )
 
+# Limits of the episodes that EnvironmentRollouts runs; AgentRollouts run a loop of their own.
+_OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environments")
+
 
 class Task:
-    """What a job trains on. The tokenizer is one of transformers.
+    """The data of a job. The tokenizer is one of transformers.
 
-    `held_out`: prompts that the training never sees; empty where the settings ask for none.
-    `reward`: scores completions; close it at the end, which ends its processes. None where the
-    environment alone does. `rollout_fn`: the environment, if there is one; close it as well.
+    `held_out`: prompts that are never trained on; empty if the settings ask for none.
+    `reward`: scores completions; close it at the end to end its processes. None if only the
+    environment gives rewards. `rollout_fn`: the environment, or None; close it as well.
     `num_skipped_rows`: bad rows of files and datasets that are left out.
     """
 
@@ -80,11 +86,11 @@ class Task:
         max_sequence_length: int | None = None,
         answer_column: str | None = None,
     ) -> None:
-        """`max_sequence_length`: of the engine, if it is known; it bounds prompts and episodes.
-        `answer_column`: what a warm-up learns; None without one.
+        """`max_sequence_length`: the engine's, if known; it bounds prompts and episodes.
+        `answer_column`: the column that a warm-up learns; None without a warm-up.
 
-        Reads every row of files and datasets once, and checks it. Raises ConfigError for settings
-        that name what is not there, and for bad rows unless `data.on_bad_row` is "skip".
+        Reads and checks every row of files and datasets once. Raises ConfigError for settings that
+        name missing things, and for bad rows unless `data.on_bad_row` is "skip".
         """
         self._model, self._data, self._warmup_source = model, data, warmup_source
         self.tokenizer: Any = load_tokenizer(model)
@@ -100,7 +106,7 @@ class Task:
         self._warmup_check = replace(self._check, answer_column=answer_column)
         self.num_skipped_rows = 0
         self.held_out: Sequence[PromptItem]
-        # A function makes prompts for each seed.
+        # None where a function creates the prompts of each seed.
         self._train: PromptRows | None = None
         self._warmup: PromptRows | None = None
         held_out_keys: frozenset[int] = frozenset()
@@ -116,11 +122,11 @@ class Task:
             self._warmup = without_prompts(warmup, held_out_keys, "warmup.source")
 
     def prompts(self, seed: int) -> PromptRows:
-        """The training prompts of the run with `seed`."""
+        """Return the training prompts of the run with `seed`."""
         return self._made("train", seed, self._check) if self._train is None else self._train
 
     def warmup_prompts(self, seed: int) -> PromptRows:
-        """The prompts of the warm-up, in the order in which they are to be used."""
+        """Return the prompts of the warm-up, in the order in which it uses them."""
         if self._warmup_source is None and self._train is None:
             return self._made("warmup", seed, self._warmup_check)
         rows = self._train if self._warmup_source is None else self._warmup
@@ -131,7 +137,7 @@ class Task:
         return SelectedRows(rows, np.random.default_rng(seed).permutation(len(rows)))
 
     def new_policy(self) -> PreTrainedModel:
-        """The policy that a run begins with; random weights are drawn from torch's generator."""
+        """Return the initial policy of a run; random weights are drawn from torch's generator."""
         if (path := self._model.path) is not None:
             policy: PreTrainedModel = load_pretrained(
                 AutoModelForCausalLM, "model.path", path, dtype=torch.float32
@@ -147,16 +153,16 @@ class Task:
         }
         if self._model.num_experts is None:
             return Qwen3ForCausalLM(Qwen3Config(**own))
-        # Experts' weights sum to 1 as in the family's checkpoints, unlike transformers' default.
+        # The family's checkpoints normalise the experts' weights; transformers' default does not.
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
 
     async def evaluate(
         self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings
     ) -> dict[str, float]:
-        """The rewards of answers to the held-out prompts; {} where there are none.
+        """Return rewards of answers to the held-out prompts; {} without held-out prompts.
 
-        `eval/greedy_reward`, also as `eval/<source>/greedy_reward`; with samples all metrics of
-        `evaluate`. The samples are those of the same seeds each time.
+        Names are `eval/greedy_reward` and `eval/<source>/greedy_reward`; if `settings.n` samples
+        are drawn, also all metrics of `evaluate`. Samples have the same seeds each time.
         """
         if not self.held_out:
             return {}
@@ -190,7 +196,7 @@ class Task:
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
     ) -> list[dict[str, str]]:
-        """The greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}."""
+        """Return greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}."""
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
@@ -208,23 +214,27 @@ class Task:
         if source.kind == "environment":
             if not isinstance(self.rollout_fn, AgentRollouts):
                 raise ConfigError(
-                    "data.kind=environment needs an environment that brings prompts, such as "
+                    "data.kind=environment needs an environment that has prompts, such as "
                     "environment=verifiers"
                 )
             return self.rollout_fn.prompts()
         return open_source(source, self._chat, part, seed)
 
     def _checked(self, source: SourceSettings, check: PromptCheck, name: str) -> CheckedRows:
-        """The good rows of a source. `name`: of its settings, for messages."""
+        """Return the good rows of a source and count the others. `name`: its setting, for
+        errors.
+        """
         rows = self._open(source, "train", 0)
         checked = check_rows(rows, check, self._data.on_bad_row, name)
         self.num_skipped_rows += checked.num_skipped
         return checked
 
     def _split(self) -> SplitPrompts:
-        """Training prompts, and those held out: of their own path, or some of the sources'."""
+        """Return training and held-out prompts. The latter come from `held_out_path`, else from the
+        sources.
+        """
         data = self._data
-        # Without prompts of its own a warm-up learns the answers of these.
+        # A warm-up without its own prompts learns the answers of these.
         check = self._warmup_check if self._warmup_source is None else self._check
         sources = {
             name: self._checked(own, check, f"data.sources.{name}" if data.sources else "data")
@@ -232,13 +242,13 @@ class Task:
         }
         if data.held_out_path is None:
             return split_sources(sources, data)
-        (train,) = sources.values()  # the settings refuse it beside several sources
+        (train,) = sources.values()  # the settings refuse held_out_path with several sources
         rows = self._open(replace(data, path=data.held_out_path), "held_out", 0)
         held_out = held_out_of_file(rows, data, self._check, train)
         return SplitPrompts(train=train.rows, held_out=held_out, held_out_keys=frozenset())
 
     def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
-        """The rows of a function, for one part of a run. Those in a list are checked now."""
+        """Return the rows of a function for one part of a run. Rows in a list are checked now."""
         rows = self._open(self._data, part, seed)
         if not isinstance(rows, (list, tuple)):
             return CheckedWhenRead(rows, check)
@@ -248,8 +258,9 @@ class Task:
 def prompt_check(
     model: ModelSettings, tokenizer: Any, max_sequence_length: int | None
 ) -> PromptCheck:
-    """Return the check of a job's prompts. `max_sequence_length`: of the engine; None takes the
-    model's number of positions."""
+    """Return the check of a job's prompts. `max_sequence_length`: the engine's; None takes the
+    model's number of positions.
+    """
     if model.path is not None:
         config = load_pretrained(AutoConfig, "model.path", model.path).get_text_config()
         vocab_size = getattr(config, "vocab_size", None)
@@ -257,16 +268,16 @@ def prompt_check(
     else:
         vocab_size, positions = len(tokenizer), model.max_position_embeddings
     return PromptCheck(
-        encode_all=partial(encode_prompts, HFTokenizer(tokenizer)),
+        encode_all=functools.partial(encode_prompts, HFTokenizer(tokenizer)),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length or positions,
     )
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
-    """The tokenizer of the settings; one without a token for padding pads with its end token.
+    """Return the tokenizer of the settings. Without a padding token it pads with its end token.
 
-    Raises ConfigError if there is none, or if it has no end token.
+    Raises ConfigError if there is no tokenizer, or no end token.
     """
     source = settings.tokenizer or settings.path
     assert source is not None, "the settings check it"
@@ -283,7 +294,8 @@ def load_tokenizer(settings: ModelSettings) -> Any:
 
 
 def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
-    """How prompts become text: the tokenizer's chat template, or None for as they are.
+    """Return the formatter of prompts by the tokenizer's chat template; None leaves prompts as they
+    are.
 
     Raises ConfigError for a system prompt without a template.
     """
@@ -291,15 +303,15 @@ def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
     if not (has_template if settings.chat is None else settings.chat):
         if settings.system_prompt is not None:
             raise ConfigError(
-                f"data.system_prompt={settings.system_prompt!r} needs a chat template, which "
-                + ("data.chat=false leaves out" if has_template else "the tokenizer does not have")
+                f"data.system_prompt={settings.system_prompt!r} needs a chat template, but "
+                + ("data.chat=false turns it off" if has_template else "the tokenizer has none")
             )
         return None
     return ChatFormat(tokenizer, settings.system_prompt, settings.template_options)
 
 
 def reward_runner(settings: RewardSettings) -> RewardRunner | None:
-    """The weighted sum of the settings' terms; None if there are none."""
+    """Return the runner of the weighted sum of the settings' terms; None without terms."""
     if not settings.terms:
         return None
     functions = [reward_function(name, term) for name, term in settings.terms.items()]
@@ -311,23 +323,71 @@ def reward_runner(settings: RewardSettings) -> RewardRunner | None:
 
 
 def reward_function(name: str, term: RewardTerm) -> Any:
-    """The function of a term, in the convention of RewardRunner.
+    """Return the function of a term, adapted to RewardRunner's convention.
 
-    Raises ConfigError for a path that names none, and for options that it does not take.
+    Raises ConfigError for a path that names no function, and for options that it does not accept.
     """
     function = import_function(term.path, term.options, f"reward.terms.{name}")
     adapter = {"text": None, "chat": ConversationalReward, "verl": VerlReward}[term.convention]
     return function if adapter is None else adapter(function)
 
 
-LOCAL_LAUNCHER = "rollout.launch.local:LocalLauncher"
-TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
+def environment_rollouts(
+    settings: EnvironmentSettings,
+    tokenizer: Any,
+    template_options: Mapping[str, Any],
+    max_sequence_length: int | None,
+) -> EnvironmentRollouts | AgentRollouts | None:
+    """Return the rollout_fn of the settings; None if they name no environment.
+
+    Raises ConfigError for a path that names no environment, for options and limits that it does not
+    accept, and for a tokenizer without a chat template.
+    """
+    if settings.path is None:
+        return None
+    make, options = import_object(settings.path, "environment.path"), dict(settings.options)
+    is_agent = inspect.isclass(make) and issubclass(make, AgentRollouts)
+    if is_agent:
+        _refuse_limits_of_episodes(settings)
+        own = {
+            "template_options": template_options,
+            "rollout_timeout_s": settings.rollout_timeout_s,
+        }
+        make, options = make.load, {**options, **own, "tokenizer": tokenizer}
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        given = dict(settings.options)
+        raise ConfigError(f"environment.options={given}: {settings.path}: {error}") from error
+    if is_agent:
+        agent: AgentRollouts = make(**options)
+        return agent
+    return EnvironmentRollouts(
+        functools.partial(make, **options) if options else make,
+        tokenizer,
+        settings.limits(max_sequence_length),
+        max_environments=settings.max_environments,
+        template_options=template_options,
+    )
+
+
+def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
+    """Raise ConfigError for a limit that an AgentRollouts would ignore."""
+    for limit in fields(settings):
+        value = getattr(settings, limit.name)
+        if limit.name in _OF_EPISODES and value != limit.default:
+            raise ConfigError(
+                f"environment.{limit.name}={value} does not apply to {settings.path}, which runs "
+                "its own episodes; leave it out, or set a limit of that class in "
+                "environment.options"
+            )
 
 
 def producer_options(settings: ProducerSettings) -> dict[str, Any]:
-    """The settings as arguments of AsyncRolloutProducer, with functions in place of their paths.
+    """Return the settings as arguments of AsyncRolloutProducer, with functions in place of their
+    paths.
 
-    Raises ConfigError for a path that names none.
+    Raises ConfigError for a path that names no function.
     """
     options = {field.name: getattr(settings, field.name) for field in fields(settings)}
     filters = [
@@ -335,19 +395,6 @@ def producer_options(settings: ProducerSettings) -> dict[str, Any]:
         for name, own in settings.group_filters.items()
     ]
     return {**options, "group_filters": filters, "curriculum": _curriculum(settings.curriculum)}
-
-
-def new_launcher(settings: FunctionSettings) -> Launcher:
-    """What starts the engines of one fleet. Raises ConfigError for a path that names none, and for
-    options that it does not take."""
-    kind = import_object(settings.path, "launcher.path")
-    try:
-        launcher: Launcher = kind(**settings.options)
-    except TypeError as error:
-        raise ConfigError(
-            f"launcher.options={dict(settings.options)}: {settings.path}: {error}"
-        ) from error
-    return launcher
 
 
 def _curriculum(settings: CurriculumSettings | None) -> Curriculum | None:

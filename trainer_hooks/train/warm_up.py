@@ -1,4 +1,7 @@
-"""A supervised warm-up: GRPO needs some right answers among its samples to begin with."""
+"""Supervised warm-up of a policy, so that some sampled answers are right when GRPO begins.
+
+Used by main before step 0. Trains the policy in place.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from trainer_hooks.update.guarded_step import GuardedStep
 from trainer_hooks.weight_sync import WeightSync
 
 IGNORED = -100
-# Supervised gradients are far below it: it only has to be a number.
+# Far above any supervised gradient, so nothing is clipped.
 _MAX_GRAD_NORM = 1e3
 
 
@@ -41,16 +44,15 @@ async def warm_up(
 ) -> AsyncIterator[dict[str, float]]:
     """Train on the answers of the warm-up's prompts until samples score `target_reward`.
 
-    Yields the metrics of each step. The sampled reward is measured, by an engine of its own, at the
-    intervals that the settings name, and after the last step.
-    Raises RolloutError if `max_steps` do not reach the target.
+    Yields the metrics of each step. An engine of its own measures the sampled reward at the
+    settings' intervals and after the last step. Raises RolloutError if `max_steps` do not reach the
+    target.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
     guard = GuardedStep(optimizer, _MAX_GRAD_NORM)
     source = task.warmup_prompts(seed)
-    # A warm-up that has used all prompts begins with the first one again.
     prompts = _in_turn(source)
-    # In an environment the warm-up's prompts are parts of episodes; whole ones are checked.
+    # In an environment the warm-up's prompts are parts of episodes; check whole episodes.
     checked = prompts if task.rollout_fn is None else _in_turn(task.prompts(seed))
     latest, start_s = -math.inf, time.perf_counter()
     with LLM(policy, task.tokenizer, engine) as llm:
@@ -84,7 +86,7 @@ async def warm_up(
 
 
 def _in_turn(rows: PromptRows) -> Iterator[PromptItem]:
-    """All rows, and then again from the first."""
+    """Yield all rows, again and again."""
     return (as_prompt_item(rows[i % len(rows)]) for i in count())
 
 
@@ -94,7 +96,8 @@ def answer_loss(
     items: Sequence[PromptItem],
     answer_column: str = "answer",
 ) -> torch.Tensor:
-    """Mean cross-entropy of the answers' tokens, the end token included, given their questions.
+    """Return the mean cross-entropy of the answers' tokens, with the end token, given their
+    questions.
 
     Shape letters: B problems, T positions, V vocabulary.
     Raises ConfigError for a prompt without an answer.

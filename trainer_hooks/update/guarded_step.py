@@ -1,4 +1,8 @@
-"""GuardedStep: an optimizer step that a gradient of NaN or infinity does not reach."""
+"""GuardedStep: clips gradients, and skips the optimizer step if a gradient is NaN or infinite.
+
+Used by `update_policy` and by the learner of the training job. It writes the parameters through the
+optimizer, and the batches of skipped steps to files if it has a directory.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +33,24 @@ class NonFiniteGradientError(RolloutError):
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients of `model` to a norm of at most `max_norm`; returns the norm before.
+    """Scale the gradients of `model` to a norm of at most `max_norm`. Returns the norm before.
 
-    It is that of all gradients together, also where ranks hold parts of them: a collective then.
-    Raises ConfigError for a `max_norm` that is not above 0: it would drop or reverse gradients.
+    The norm is that of all gradients together. Where ranks hold parts of them this is a collective.
+    Raises ConfigError for a `max_norm` that is not above 0: it would remove or reverse gradients.
     """
     check_value("max_norm", max_norm, PositiveFloat, ConfigError)
     return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
 
 
 class GuardedStep:
-    """Clips gradients and steps an optimizer, or skips the step where a gradient is not finite.
+    """Clips gradients and steps an optimizer, or skips the step if a gradient is not finite.
 
-    A skipped step leaves parameters and the optimizer's state as they are, on all `ranks` alike. It
-    is logged. `max_skipped`: so many skipped steps in a row are an error. `directory`: where the
-    batches of skipped steps are kept, for `load_rollouts`; None keeps none. `num_skipped`: in all.
+    A skipped step changes neither parameters nor the optimizer's state, on any of the `ranks`. It
+    is logged.
+    `max_skipped`: number of successive skipped steps that is an error.
+    `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`.
+    None writes none.
+    `num_skipped`: number of all skipped steps.
     """
 
     def __init__(
@@ -54,7 +61,7 @@ class GuardedStep:
         ranks: TrainerRanks = ALONE,
         directory: Path | None = None,
     ) -> None:
-        """Raises ConfigError for numbers out of range."""
+        """Raises ConfigError for a number out of range."""
         self._directory = directory
         self._optimizer, self._ranks = optimizer, ranks
         self._max_grad_norm = check_value(
@@ -69,11 +76,11 @@ class GuardedStep:
     def step(
         self, models: Sequence[nn.Module], batch: RolloutBatch | None = None
     ) -> tuple[float, bool]:
-        """Clip the gradients of each model and step; returns the norm of the first one's gradients
-        before, and whether the step was done. `batch`: what the gradients are of.
+        """Clip the gradients of each model, then step. Returns the gradient norm of the first model
+        before clipping, and whether the step was made.
 
-        Raises NonFiniteGradientError for the last of `max_skipped` steps in a row that were
-        skipped.
+        `batch`: batch that the gradients come from, to be kept if the step is skipped.
+        Raises NonFiniteGradientError at the last of `max_skipped` successive skipped steps.
         """
         norms = [clip_gradients(model, self._max_grad_norm) for model in models]
         if self._is_finite_everywhere(norms):
@@ -85,20 +92,22 @@ class GuardedStep:
         self.num_skipped += 1
         kept = self._saved(batch)
         _log.warning(
-            "an optimizer step was skipped: the norms of its gradients here are %s (%d in a row)%s",
-            norms, self._num_in_a_row, kept,
+            "skipped an optimizer step (%d in a row): the gradient norms on this rank are %s%s",
+            self._num_in_a_row, norms, kept,
         )  # fmt: skip
         if self._num_in_a_row >= self._max_skipped:
             raise NonFiniteGradientError(
                 f"{self._num_in_a_row} optimizer steps in a row had a gradient of NaN or infinity, "
-                f"the last one with norms {norms}{kept}; the policy is as it was before them. "
-                "Look for NaN in its rewards, log-probs and weights, lower the learning rate, or "
-                "raise max_skipped_steps"
+                f"the last one with norms {norms}{kept}. They were skipped and did not change the "
+                "policy. Look for NaN in rewards, log-probs and weights, lower the learning rate, "
+                "or raise max_skipped_steps"
             )
         return norms[0], False
 
     def _saved(self, batch: RolloutBatch | None) -> str:
-        """Keep the batch of a skipped step; returns where, for messages. Rank 0 does it alone."""
+        """Write the batch of a skipped step, on rank 0. Returns the end of a message that names the
+        file.
+        """
         if batch is None or self._directory is None or self._ranks.rank:
             return ""
         taken = {path.name for path in self._directory.glob("skipped_*.pt")}
@@ -108,6 +117,6 @@ class GuardedStep:
         return f"; its batch is in {path}"
 
     def _is_finite_everywhere(self, norms: Sequence[float]) -> bool:
-        """Whether all norms are finite on all ranks: they step together or not at all."""
+        """Return whether all norms on all ranks are finite, so that all ranks step or none does."""
         num_bad = torch.tensor(float(not all(map(math.isfinite, norms))))
         return not bool(self._ranks.sum(num_bad))

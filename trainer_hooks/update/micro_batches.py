@@ -1,7 +1,12 @@
-"""Micro-batches by a budget of tokens, padded or packed, and the update of a policy by them.
+"""The update of a policy on a `RolloutBatch`, in micro-batches that hold a limited number of
+tokens.
 
-Shape letters: B rows, each a rollout or one of its token sequences, T positions, N tokens of all
-rows without padding.
+Used by a trainer once per batch: `compute_logprobs` before the first optimizer step where proximal
+or reference log-probs are wanted, then `update_policy`, or `accumulate_gradients` around an
+optimizer step of its own. It writes the policy's gradients, and `update_policy` its weights.
+
+Shape letters: B rows, each a token sequence of a rollout, T positions, N tokens of all rows without
+padding.
 """
 
 from __future__ import annotations
@@ -44,13 +49,13 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 logger = logging.getLogger(__name__)
 
-# Keywords of TRL, verl and OpenRLHF, and what they are called here.
+# Keywords of TRL, verl and OpenRLHF, and the names of the same settings here.
 UPDATE_HINTS = {
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_epochs", "max_epochs"), "num_iterations"),
     **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), "num_minibatches, their number"),
     **dict.fromkeys(("steps_per_generation", "num_mini_batches"), "num_minibatches"),
     **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"), "max_tokens"),
-    **dict.fromkeys(("micro_batch_size", "max_tokens_per_forward"), "max_tokens, of a pass"),
+    **dict.fromkeys(("micro_batch_size", "max_tokens_per_forward"), "max_tokens of a pass"),
     **dict.fromkeys(("use_remove_padding", "packing"), "is_packed"),
     **dict.fromkeys(("use_prefix_grouper", "enable_tree_training"), "share_prefixes"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
@@ -60,21 +65,27 @@ UPDATE_HINTS = {
 @refuses_with_hints(UPDATE_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """How a batch is cut for the optimizer.
+    """How a batch is divided into optimizer steps and forward passes.
 
-    `num_iterations`: passes over the batch. `num_minibatches`: optimizer steps of a pass, on random
-    parts of it. `max_tokens`: of a forward pass, padding included where there is any; None takes a
-    minibatch at once. `is_packed`: rollouts lie one behind the other in a single row, for models
-    that tell sequences by their position ids; others are refused at the first pass.
-    `share_prefixes`: what rows begin with in common, the prompt of a group and a system prompt, is
-    computed once, and logits of trained tokens alone, a few at a time; `max_tokens` then bounds the
-    tokens that are computed. Gradients are those of the plain passes, up to rounding. Models for
-    which they would not be (`tree_fault`), routing replay, and rows beyond a model's sliding window
-    take the plain passes, packed or padded.
-    `temperature`: of the logits. `max_grad_norm`: gradients are scaled to it. `max_skipped_steps`: so many steps
-    in a row whose gradient is not finite are an error (`GuardedStep`).
-    `replay_routing`: passes use the experts that the rollouts were computed with (`replay_routing`,
-    of a batch that was collated with routing=True).
+    `num_iterations`: number of passes over the batch.
+    `num_minibatches`: number of optimizer steps of each pass; every step takes a random part of the
+    rollouts.
+    `max_tokens`: limit on the tokens of a forward pass, with padding. None computes a minibatch in
+    one pass.
+    `is_packed`: True puts the rollouts of a forward pass one behind the other in a single row,
+    without padding. The model must separate them by their position ids; any other model is refused
+    at the first pass.
+    `share_prefixes`: True computes what rows begin with in common, such as a group's prompt and a
+    system prompt, once, and the logits of trained tokens alone, a few at a time. `max_tokens` then
+    limits the tokens that are computed. Gradients equal those of whole rows up to rounding. Rows
+    are computed whole, packed or padded, for models where they would not (`tree_fault`), for
+    routing replay, and beyond a model's sliding window.
+    `temperature`: divisor of the logits, as in the rollouts' sampling.
+    `max_grad_norm`: norm to which larger gradients are scaled down.
+    `max_skipped_steps`: number of successive steps without a finite gradient that is an error
+    (`GuardedStep`).
+    `replay_routing`: True makes each pass use the experts that sampled the tokens (see
+    `trainer_hooks.replay_routing`). The batch must be collated with routing=True.
     """
 
     num_iterations: PositiveInt = 1
@@ -94,11 +105,13 @@ class UpdateSettings:
 def split_micro_batches(
     lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
 ) -> list[torch.Tensor]:
-    """Row indices of micro-batches: all rows, or with `max_tokens` the longest rollouts first.
+    """Return the row indices of each micro-batch.
 
-    Rows without a token, of rollouts that failed before their first turn, are in none.
-    Padded, rows times the longest of them are at most `max_tokens`; packed, the sum of lengths is
-    (best fit, longest first). Raises ConfigError for a rollout that is longer.
+    Without `max_tokens`, all rows are one micro-batch. With it, rows are placed longest first, each
+    into the fullest micro-batch that has room for it (best fit). A micro-batch costs the number of
+    its rows times its longest row, or the sum of its lengths if `is_packed`. Rows without a token,
+    of rollouts that failed before their first turn, are left out.
+    Raises ConfigError for a row longer than `max_tokens`.
     """
     if max_tokens is None:
         rows = lengths_B.nonzero().flatten()
@@ -108,12 +121,13 @@ def split_micro_batches(
     order = [row for row in longest_first if lengths[row]]
     if order and lengths[order[0]] > max_tokens:
         raise ConfigError(
-            f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout"
+            f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout; "
+            "raise it to the longest rollout"
         )
     parts: list[list[int]] = []
-    room: list[int] = []  # tokens that fit into each part
+    room: list[int] = []  # number of tokens that still fit into each part
     for row in order:
-        # A padded row is as long as the first one of its part.
+        # With padding, each row costs as much as the first, longest row of its part.
         costs = [lengths[row] if is_packed else lengths[part[0]] for part in parts]
         fitting = [place for place, cost in enumerate(costs) if cost <= room[place]]
         if fitting:
@@ -129,11 +143,12 @@ def split_micro_batches(
 def split_among_ranks(
     lengths_B: torch.Tensor, settings: UpdateSettings, num_ranks: int
 ) -> list[list[torch.Tensor]]:
-    """Row indices of the passes of each rank; each row with a token is in one of them.
+    """Return, for each rank, the row indices of its forward passes. Each row with a token occurs
+    once.
 
-    The ranks have about as many tokens. All make the same number of passes, since each is a
-    collective where they share a model: a rank that has fewer ends with passes without a row.
-    Raises ConfigError as `split_micro_batches`.
+    The ranks get about equal numbers of tokens. All ranks make the same number of passes, since a
+    pass of a sharded model is a collective: a rank with fewer passes gets empty ones at its end.
+    Raises ConfigError for a row longer than `settings.max_tokens`.
     """
     lengths = lengths_B.tolist()
     rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -230,9 +245,10 @@ def _passes(
     ranks: TrainerRanks,
     way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
-    """Yield the rows of each pass of this rank, their batch, and whether they are its own.
+    """Yield the rows of each pass of this rank, their batch, and whether their result counts.
 
-    A pass without a row computes the shortest one, of which nothing is trained on.
+    In place of a pass without rows the shortest row is computed, with an empty mask. Its result
+    does not count.
     """
     for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
@@ -246,13 +262,15 @@ def _passes(
 def _forward(
     policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and tokens of one forward pass, [B, T, ...]; packed, of one row of N tokens."""
+    """Return the logits and the tokens of one forward pass, [B, T, ...], or [1, N, ...] if
+    packed.
+    """
     if not is_packed:
-        # Padding is on the right, where no token of a causal model attends to it.
+        # Padding is on the right, where no token of a causal model attends to it, so no mask.
         return policy(input_ids=batch.tokens_BT).logits, batch.tokens_BT
     is_token_BT = batch.attention_mask_BT
     tokens_1N = batch.tokens_BT[is_token_BT][None]
-    positions_1N = batch.position_ids_BT[is_token_BT][None]  # begin anew at each rollout
+    positions_1N = batch.position_ids_BT[is_token_BT][None]  # each rollout starts at 0
     output = policy(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False)
     return output.logits, tokens_1N
 
@@ -260,17 +278,22 @@ def _forward(
 def _replayed(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings, way: Way
 ) -> AbstractContextManager[None]:
-    """Around the passes on this batch, forward and backward."""
+    """Return a context for the forward and backward passes on `batch`, which replays its routing.
+
+    The context does nothing unless the settings ask for replay.
+    """
     if not settings.replay_routing:
         return nullcontext()
     if batch.routing_BTLK is None and bool(batch.mask_BT.any()):
         raise ConfigError(
-            "replay_routing=True wants a batch with routing_BTLK; collate it with routing=True, "
-            "from an engine with record_routing=True"
+            "replay_routing=True needs a batch with routing_BTLK: set record_routing=True for the "
+            "engine and routing=True for collate_rollouts"
         )
     if not isinstance(policy, nn.Module):
-        raise ConfigError(f"replay_routing=True wants a module, not a {type(policy).__name__}")
-    if batch.routing_BTLK is None:  # every rollout failed before a pass of the engine
+        raise ConfigError(
+            f"replay_routing=True needs an nn.Module as the policy, not a {type(policy).__name__}"
+        )
+    if batch.routing_BTLK is None:  # every rollout failed before the engine computed a token
         return nullcontext()
     is_token_BT = batch.attention_mask_BT
     routing = batch.routing_BTLK[is_token_BT][None] if way == "packed" else batch.routing_BTLK
@@ -278,10 +301,10 @@ def _replayed(
 
 
 def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
-    """Return a column of a packed pass as [B, T]."""
+    """Return a per-token result of a packed forward pass as [B, T]."""
     is_token_BT = batch.attention_mask_BT
     values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
-    # The end of the rollout before it has scored a rollout's first token.
+    # The log-prob of a rollout's first token came from the last logits of the rollout before it.
     return values_BT.masked_fill(batch.position_ids_BT == 0, 0.0)
 
 
@@ -292,10 +315,11 @@ def _logprobs_and_entropies(
     way: Way,
     entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return those of one pass, [B, T] each; by trees, 0 where no token is trained.
+    """Return log-probs and entropies of one forward pass, [B, T] each.
 
-    `entropy_gradient`: a plain pass then keeps another tensor of the logits' size until its
-    backward pass.
+    A pass over a tree leaves 0 where no token is trained. `entropy_gradient`: the loss has an
+    entropy bonus. Other passes compute entropies without a gradient where it has none, since the
+    gradient keeps another tensor of the logits' size until the backward pass.
     """
     if way == "trees" and bool(batch.mask_BT.any()):
         assert isinstance(policy, nn.Module), "other policies have no trees"
@@ -318,11 +342,13 @@ def compute_logprobs(
     settings: UpdateSettings,
     ranks: TrainerRanks = ALONE,
 ) -> torch.Tensor:
-    """Return log-probs [B, T] without a gradient, 0 where `mask_BT` is False.
+    """Return the log-probs [B, T] of trained tokens under `policy`, without a gradient.
 
-    They are of a reference, or of the policy before an update. All `ranks` call it with the same
-    batch, and each gets those of all rows.
-    Raises ConfigError where `is_packed` would let rollouts attend to each other.
+    They are 0 where `mask_BT` is False.
+
+    `policy`: the reference, or the policy before an update (for proximal log-probs). All `ranks`
+    call this with the same batch. Each computes a part and gets the log-probs of all rows.
+    Raises ConfigError for a policy that would mix packed rollouts.
     """
     way = _way_of(policy, batch, settings)
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
@@ -342,13 +368,15 @@ def accumulate_gradients(
     settings: UpdateSettings,
     ranks: TrainerRanks = ALONE,
 ) -> dict[str, float]:
-    """Add the gradient of the loss on `batch` to the parameters, micro-batch by micro-batch.
+    """Add the gradient of the loss on `batch` to the policy's gradients, micro-batch by
+    micro-batch.
 
-    `columns`: `advantages_BT` and what else `policy_loss` takes, [B, T] each. Returns its metrics,
-    of the whole batch (`merged_metrics`).
-    All `ranks` call it with the same batch and compute a part of it each; the gradient of the whole
-    batch is the mean of theirs, which FSDP and DDP take.
-    Raises ConfigError where `is_packed` would let rollouts attend to each other.
+    `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T].
+    Returns the metrics of `policy_loss` for the whole batch (`merged_metrics`).
+    All `ranks` call this with the same batch, and each computes a part of it. Each scales its loss
+    by their number, so that the mean over ranks, which FSDP and DDP take, is the gradient of the
+    batch.
+    Raises ConfigError for a policy that would mix packed rollouts.
     """
     way = _way_of(policy, batch, settings)
     rollout_tokens_B = batch.rollout_tokens_B
@@ -391,16 +419,18 @@ def update_policy(
     ranks: TrainerRanks = ALONE,
     guard: GuardedStep | None = None,
 ) -> list[dict[str, float]]:
-    """All optimizer steps on `batch`; the metrics of each, with `grad_norm` before clipping.
+    """Make all optimizer steps on `batch`. Returns the metrics of each step.
 
-    A step whose gradient is not finite is skipped: its row is {"skipped_steps": 1.0} alone.
-    `guard`: of `optimizer`, kept by the caller, so that skipped steps in a row are counted over
-    calls; None counts those of this call. There is no row for a batch without a trained token.
-    All `ranks` call it with the same batch, and have drawn as many random numbers.
-    `columns`: see `accumulate_gradients`. The log-probs that the ratio is clipped around stay the
-    same in all steps: proximal ones (of `compute_logprobs`, before the first step) if they are
-    among the columns, else the engine's. Source of the passes: GRPO, Shao et al. 2024, arXiv
-    2402.03300, algorithm 1, line 10.
+    Each row of metrics has `grad_norm`, the norm before clipping. A step whose gradient is not
+    finite is skipped, and its row is {"skipped_steps": 1.0} alone. A batch without a trained token
+    has no steps.
+    `columns`: see `accumulate_gradients`. The ratio is clipped around the column
+    `proximal_logprobs_BT` (from `compute_logprobs` before the first step), else around the engine's
+    log-probs. Either stays the same in all steps.
+    `guard`: GuardedStep of `optimizer` that the caller keeps, so that successive skipped steps are
+    counted across calls. None counts within this call.
+    All `ranks` call this with the same batch and equal states of torch's generator.
+    Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300, algorithm 1, line 10.
     """
     guard = guard or GuardedStep(
         optimizer, settings.max_grad_norm, settings.max_skipped_steps, ranks

@@ -1,4 +1,8 @@
-"""The policy that a KL term holds the trained one near."""
+"""ReferencePolicy: the policy from which a KL term keeps the trained policy from drifting away.
+
+Used by a training loop or the training job, for the column `reference_logprobs_BT` of
+`policy_loss`. It writes only its own copy of the weights, when that copy is to follow the policy.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.update.micro_batches import UpdateSettings, compute_logprobs
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
-# Keywords of TRL, and what they are called here.
+# Keywords of TRL, and the names of the same settings here.
 REFERENCE_HINTS = {
     "sync_ref_model": "set by sync_interval",
     "ref_model_sync_steps": "sync_interval",
@@ -29,12 +33,13 @@ REFERENCE_HINTS = {
 @refuses_with_hints(REFERENCE_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
-    """Whether the reference follows the policy, and how.
+    """Settings for a reference that follows the policy.
 
-    `sync_interval`: training steps between two moves; None: it stays. `sync_weight`: of the policy
-    in a move; 1 takes its weights, and with an interval of 1 a small one makes the reference an
-    exponential moving average. TRL's `ref_model_sync_steps` and `ref_model_mixup_alpha`.
-    Raises ConfigError for a value out of its range.
+    `sync_interval`: number of training steps between two moves towards the policy. None: the
+    reference does not move. TRL: `ref_model_sync_steps`.
+    `sync_weight`: share of the policy's weights in a move. 1 copies them. With `sync_interval=1`, a
+    small share makes the reference an exponential moving average. TRL: `ref_model_mixup_alpha`.
+    Raises ConfigError for a value out of range.
     """
 
     sync_interval: PositiveInt | None = None
@@ -50,7 +55,7 @@ class ReferenceSettings:
 
 
 class ReferencePolicy:
-    """The policy that a KL term holds the trained one near: a copy, or the policy without LoRA."""
+    """The reference policy: a copy of the policy, or the policy with its LoRA adapter disabled."""
 
     def __init__(
         self,
@@ -58,36 +63,37 @@ class ReferencePolicy:
         adapter_off: Callable[[], AbstractContextManager[Any]] = nullcontext,
         settings: ReferenceSettings | None = None,
     ) -> None:
-        """See `copy_of` and `without_adapter`. `model`: used as it is, and not trained.
+        """Use `model` as the reference, within `adapter_off()`. `copy_of` and `without_adapter` are
+        simpler.
 
-        Raises ConfigError for a base model that is to follow its adapter.
+        Raises ConfigError for a base model without its adapter that is to follow the policy.
         """
         self._model, self._adapter_off = model, adapter_off
         self._settings = settings or ReferenceSettings()
         if self._settings.sync_interval is not None and adapter_off is not nullcontext:
             raise ConfigError(
-                f"sync_interval={self._settings.sync_interval} with the policy without its adapter "
-                "as the reference, which cannot follow; take a copy"
+                f"sync_interval={self._settings.sync_interval}: a reference that is the policy's "
+                "base model cannot follow the policy; use ReferencePolicy.copy_of"
             )
 
     @classmethod
     def copy_of(
         cls, policy: nn.Module, settings: ReferenceSettings | None = None
     ) -> ReferencePolicy:
-        """The weights as they are now, in memory of their own."""
+        """Return a reference with a copy of the policy's current weights."""
         return cls(copy.deepcopy(policy).eval().requires_grad_(False), settings=settings)
 
     @classmethod
     def without_adapter(cls, policy: Any) -> ReferencePolicy:
-        """The base model of a PEFT model, by its `disable_adapter()`; needs no memory."""
+        """Return the base model of a PEFT model as the reference. It needs no memory of its own."""
         return cls(policy, policy.disable_adapter)
 
     def logprobs(
         self, batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks = ALONE
     ) -> torch.Tensor:
-        """Log-probs [B, T], for `reference_logprobs_BT`. Its routers choose by themselves.
+        """Return log-probs [B, T], for `reference_logprobs_BT`. Routing is not replayed.
 
-        All `ranks` call it with the same batch, and compute a part of it each.
+        All `ranks` call this with the same batch, and each computes a part of it.
         """
         own = replace(settings, replay_routing=False)
         with self._adapter_off():
@@ -95,9 +101,10 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, step: int) -> bool:
-        """Move towards `policy`, if training step `step`, from 1, is one to do so.
+        """Move towards `policy` if a move is due at training step `step`, from 1. Returns whether
+        it moved.
 
-        weights = sync_weight * policy + (1 - sync_weight) * weights; returns whether it moved.
+        weights = sync_weight * policy + (1 - sync_weight) * weights.
         Source: TR-DPO (Gorbatovski et al. 2024), arXiv 2404.09656.
         """
         interval, weight = self._settings.sync_interval, self._settings.sync_weight
@@ -109,16 +116,18 @@ class ReferencePolicy:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, for a checkpoint, if they move; else {}."""
+        """Return the weights for a checkpoint, or {} if the reference does not move."""
         return self._model.state_dict() if self._settings.sync_interval is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises ConfigError for that of one that did not move."""
+        """Continue from `state_dict`. Raises ConfigError if that reference did not move and this
+        one does.
+        """
         if self._settings.sync_interval is None:
             return
         if not state:
             raise ConfigError(
-                f"sync_interval={self._settings.sync_interval}, but the checkpoint is of a run "
-                "whose reference stayed; resume with the settings that the run began with"
+                f"sync_interval={self._settings.sync_interval}, but the reference of the run in "
+                "the checkpoint did not move; resume with the settings of that run"
             )
         self._model.load_state_dict(state)

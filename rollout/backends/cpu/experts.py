@@ -23,11 +23,10 @@ _MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 def can_run(experts: ExpertWeights) -> bool:
-    """Whether the kernel is made for these weights: sizes are multiples of 8, without gaps."""
-    tensors = (
-        *(experts.gate_up_NGE, experts.down_NEF),
-        *(experts.gate_up_bias_NG, experts.down_bias_NE),
-    )
+    """Return whether the kernel supports these weights.
+
+    It needs float32 or bfloat16, sizes that are multiples of 8, and contiguous CPU tensors.
+    """
     dtype = experts.down_NEF.dtype
     _, hidden_size, expert_size = experts.down_NEF.shape
     return (
@@ -35,7 +34,10 @@ def can_run(experts: ExpertWeights) -> bool:
         and hidden_size % _ROWS == 0
         and expert_size % _ROWS == 0
         and experts.activation.kind in ACTIVATIONS
-        and all(t is None or (t.is_cpu and t.dtype == dtype and t.is_contiguous()) for t in tensors)
+        and all(
+            t is None or (t.is_cpu and t.dtype == dtype and t.is_contiguous())
+            for t in _tensors(experts)
+        )
     )
 
 
@@ -58,7 +60,7 @@ def run_experts(
     active_AF = torch.empty(num_assignments, expert_size, dtype=torch.float32)
     args = ExpertsArgs(
         *(out_TE.data_ptr(), x_f32_TE.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()),
-        *weight_pointers(experts),
+        *(None if tensor is None else tensor.data_ptr() for tensor in _tensors(experts)),
         *(places.data_ptr(), places.data_ptr() + 8 * (num_experts + 1), active_AF.data_ptr()),
         *(num_tokens, per_token, num_experts, hidden_size, expert_size),
         *(TYPES[experts.down_NEF.dtype], lanes, ACTIVATIONS[experts.activation.kind]),
@@ -75,10 +77,6 @@ def run_experts(
     return out_TE.to(x_TE.dtype)
 
 
-def weight_pointers(experts: ExpertWeights) -> tuple[int | None, ...]:
-    """Addresses of the weights and biases, in the order of `ExpertsArgs`."""
-    tensors = (
-        *(experts.gate_up_NGE, experts.down_NEF),
-        *(experts.gate_up_bias_NG, experts.down_bias_NE),
-    )
-    return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+def _tensors(experts: ExpertWeights) -> tuple[Tensor | None, ...]:
+    """Return weights and biases in the order of `ExpertsArgs`."""
+    return experts.gate_up_NGE, experts.down_NEF, experts.gate_up_bias_NG, experts.down_bias_NE

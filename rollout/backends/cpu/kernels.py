@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_float, c_int64, c_void_p
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the first enum of vectors.h
 VECTORS, DOT, AMX = range(3)  # enum unit of vectors.h
 
 _CACHE_LINE = 64
-_TYPES = {"p": c_void_p, "i": c_int64, "f": c_float}
+_ARGUMENTS = {"p": c_void_p, "i": c_int64, "f": c_float}
 # Arguments of each function: p pointer, i int64, f float.
 _SIGNATURES = {
     "run_parts": "pppiii",
@@ -53,48 +52,38 @@ _SIGNATURES = {
 _RETURNS_NUMBER = ("_bytes", "_lanes", "_at_once", "_usable")  # how names of such functions end
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class AttentionArgs(ctypes.Structure):
     """struct attention of paged_cache.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("out", "q", "k", "v", "cache", "slots", "tables")),
-        *((name, c_void_p) for name in ("query_starts", "context_lens")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "table_stride")),
-        *(
-            (name, c_int64)
-            for name in (
-                "block_stride",
-                "block_size",
-                "tokens",
-                "heads",
-                "kv_heads",
-                "dim",
-                "planes",
-            )
-        ),
-        *((name, c_int64) for name in ("token_type", "cache_type", "lanes")),
-        *((name, c_int64) for name in ("unit", "window")),
-        ("sinks", c_void_p),
-        *((name, c_double) for name in ("scale", "softcap")),
+        *_fields(c_void_p, "out q k v cache slots tables query_starts context_lens"),
+        *_fields(c_int64, "q_stride k_stride v_stride table_stride block_stride block_size"),
+        *_fields(c_int64, "tokens heads kv_heads dim planes token_type cache_type lanes unit"),
+        *_fields(c_int64, "window"),
+        *_fields(c_void_p, "sinks"),
+        *_fields(c_double, "scale softcap"),
     )
 
 
 class WeightArgs(ctypes.Structure):
     """struct weight of decoder.c."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64))
+    _fields_ = (*_fields(c_void_p, "packed bias"), *_fields(c_int64, "outputs"))
 
 
 class LayerArgs(ctypes.Structure):
     """struct layer of decoder.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("attention_norm", "attention_after")),
-        *((name, c_void_p) for name in ("mlp_norm", "mlp_after", "q_norm", "k_norm")),
-        *((name, WeightArgs) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("cache", "cos", "sin", "order", "sinks")),
-        *((name, c_int64) for name in ("window", "is_parallel", "has_whole_norms")),
-        *((name, c_double) for name in ("scale", "softcap")),
+        *_fields(c_void_p, "attention_norm attention_after mlp_norm mlp_after q_norm k_norm"),
+        *_fields(WeightArgs, "qkv output gate_up down"),
+        *_fields(c_void_p, "cache cos sin order sinks"),
+        *_fields(c_int64, "window is_parallel has_whole_norms"),
+        *_fields(c_double, "scale softcap"),
     )
 
 
@@ -102,14 +91,12 @@ class DecoderArgs(ctypes.Structure):
     """struct decoder of decoder.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("layers", "embedding", "final_norm")),
-        *((name, c_int64) for name in ("embedding_width", "num_layers", "hidden", "lanes")),
-        *((name, c_int64) for name in ("is_bfloat16", "is_layer_norm", "is_gelu")),
-        *((name, c_int64) for name in ("growth_positions",)),
-        *((name, c_double) for name in ("eps", "embedding_multiplier", "residual_multiplier")),
-        ("query_growth", c_double),
-        *((name, c_void_p) for name in ("add_up", "context")),
-        *((name, c_int64) for name in ("first_id", "num_ids", "q_size", "k_size", "counts_k")),
+        *_fields(c_void_p, "layers embedding final_norm"),
+        *_fields(c_int64, "embedding_width num_layers hidden lanes is_bfloat16 is_layer_norm"),
+        *_fields(c_int64, "is_gelu growth_positions"),
+        *_fields(c_double, "eps embedding_multiplier residual_multiplier query_growth"),
+        *_fields(c_void_p, "add_up context"),
+        *_fields(c_int64, "first_id num_ids q_size k_size counts_k"),
     )
 
 
@@ -117,11 +104,10 @@ class PassArgs(ctypes.Structure):
     """struct pass of decoder.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("out", "token_ids", "positions", "kept")),
-        *((name, c_void_p) for name in ("residual", "normed", "fused", "wide", "added", "squares")),
-        ("scratch", c_void_p),
-        *((name, c_int64) for name in ("num_kept", "rows", "decode_rows", "threads", "unit")),
-        ("attention", AttentionArgs),
+        *_fields(c_void_p, "out token_ids positions kept residual normed fused wide added"),
+        *_fields(c_void_p, "squares scratch"),
+        *_fields(c_int64, "num_kept rows decode_rows threads unit"),
+        *_fields(AttentionArgs, "attention"),
     )
 
 
@@ -129,9 +115,8 @@ class LinearArgs(ctypes.Structure):
     """struct linear of linear.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("y", "x", "w", "bias")),
-        *((name, c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, c_int64) for name in ("lanes", "is_bfloat16", "unit", "accumulate")),
+        *_fields(c_void_p, "y x w bias"),
+        *_fields(c_int64, "tokens inputs outputs x_stride lanes is_bfloat16 unit accumulate"),
     )
 
 
@@ -139,12 +124,10 @@ class ExpertsArgs(ctypes.Structure):
     """struct experts of experts.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("out", "x", "ids", "weights", "gate_up", "down")),
-        *((name, c_void_p) for name in ("gate_up_bias", "down_bias")),
-        *((name, c_void_p) for name in ("starts", "order", "active")),
-        *((name, c_int64) for name in ("tokens", "per_token", "experts", "hidden", "size")),
-        *((name, c_int64) for name in ("type", "lanes", "activation")),
-        *((name, c_double) for name in ("alpha", "limit")),
+        *_fields(c_void_p, "out x ids weights gate_up down gate_up_bias down_bias"),
+        *_fields(c_void_p, "starts order active"),
+        *_fields(c_int64, "tokens per_token experts hidden size type lanes activation"),
+        *_fields(c_double, "alpha limit"),
     )
 
 
@@ -152,10 +135,9 @@ class SamplingArgs(ctypes.Structure):
     """struct sampling of sampling.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "uniforms", "temperature", "top_k", "top_p")),
-        *((name, c_void_p) for name in ("min_p", "mode", "tokens", "is_finite", "logprobs")),
-        *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
-        *((name, c_int64) for name in ("vocabulary", "top_n")),
+        *_fields(c_void_p, "logits uniforms temperature top_k top_p min_p mode tokens is_finite"),
+        *_fields(c_void_p, "logprobs top_ids top_logprobs"),
+        *_fields(c_int64, "vocabulary top_n"),
     )
 
 
@@ -163,9 +145,8 @@ class ScoringArgs(ctypes.Structure):
     """struct scoring of sampling.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "targets", "logprobs")),
-        *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
-        *((name, c_int64) for name in ("vocabulary", "top_n")),
+        *_fields(c_void_p, "logits targets logprobs top_ids top_logprobs"),
+        *_fields(c_int64, "vocabulary top_n"),
     )
 
 
@@ -175,10 +156,9 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes = [_TYPES[letter] for letter in arguments]
+            function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
             function.restype = c_int64 if name.endswith(_RETURNS_NUMBER) else None
             setattr(self, name, function)
-        self.version = Path(library._name).stem  # of the sources, the compiler and the CPU
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0  # of the process whose threads the pool has
 

@@ -58,11 +58,6 @@ class Product:
     unpacks = False
     min_rows = 1
 
-    @property
-    def packs(self) -> bool:
-        """Whether it needs a packed copy of the weight."""
-        return self.layout is not None
-
     def suits(self, weight_NK: Tensor) -> bool:
         """Whether it can multiply with this weight."""
         return True
@@ -117,22 +112,19 @@ class LinearHandle:
         self.use(products)
 
     def use(self, products: Sequence[Product]) -> None:
-        """Use these products, one for each bucket, which need at most one packed copy; make it."""
-        packing = next((product for product in products if product.packs), None)
-        layout, old_layout = (None if p is None else p.layout for p in (packing, self.packing))
-        is_packed = layout == old_layout and self.packed is not None
-        is_alone = self.may_repack and all(product.layout == layout for product in products)
-        if self.is_repacked and not (is_packed and is_alone):
+        """Use these products, one for each bucket, and pack the weight in their layout.
+
+        All of them that need a packed weight must share one layout.
+        """
+        if self.is_repacked:
             self.packed.unpack()
-            self.packed, self.is_repacked, is_packed = None, False, False
-        self.chosen, self.packing = tuple(products), packing
-        if is_packed:
-            self.products = self.chosen
-            self.generation += 1
-            return
-        self.release()
-        if packing is not None and is_alone and packing.can_repack(self.weight_NK):
-            self.packed, self.is_repacked = packing.repack(self.weight_NK), True
+            self.packed, self.is_repacked = None, False
+        self.chosen = tuple(products)
+        self.packing = next((p for p in products if p.layout is not None), None)
+        if self.packing is not None:
+            is_alone = all(product.layout == self.packing.layout for product in products)
+            if self.may_repack and is_alone and self.packing.can_repack(self.weight_NK):
+                self.packed, self.is_repacked = self.packing.repack(self.weight_NK), True
         self.refresh()
 
     def refresh(self, staged: Any = None) -> None:
@@ -158,7 +150,7 @@ class LinearHandle:
         self.generation += 1
         if not self.is_repacked:
             self.packed = None
-            self.products = tuple(PLAIN if product.packs else product for product in self.chosen)
+            self.products = tuple(PLAIN if p.layout is not None else p for p in self.chosen)
 
 
 class OneDnnProduct(Product):

@@ -1,10 +1,14 @@
-"""TorchSdpaAttention: torch's fused attention over blocks, one call per row.
+"""TorchSdpaAttention: attention on a CPU without compiled kernels, one call of torch per row.
 
-Nothing is padded and no batch is copied: a row within one block is read where it lies, any other
-row is gathered by itself. Query heads that share a KV head are handed to
-torch as extra query positions (decode) or as heads over an expanded view (prefill), so K and V are
-never repeated in memory. Shape letters: T tokens, Q tokens of one row, C context, H query heads, G
-key/value heads, E query heads per KV head, D head dim.
+Used by `cpu_backend`; NativePagedAttention inherits its cache layout and falls back on it for
+dtypes and head dims that the kernels do not support. Writes only the KV cache.
+
+The cache is [block, offset, K or V, KV head, D]: a token is two contiguous runs of G * D numbers,
+or one if the cache holds K alone. Blocks may lie apart. Nothing is padded: a row within one block
+is read where it lies, and any other row is gathered by itself. Query heads that share a KV head
+are passed to torch as extra query positions (decode) or as heads over an expanded view (prefill),
+so K and V are never repeated in memory. Shape letters: T tokens, Q tokens of one row, C context, H
+query heads, G key/value heads, E query heads per KV head, D head dim.
 """
 
 from __future__ import annotations
@@ -12,23 +16,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.backends.cpu.token_major import (
-    Places,
-    TokenMajorCache,
-    places_of,
-    write_tokens,
-)
+from rollout.backends.base import CacheSpec, Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
+from rollout.backends.ops.reference import ReferenceOps
+
+Places: TypeAlias = tuple[Tensor, Tensor]  # (block, offset in it) of each token
 
 
 class Row(NamedTuple):
-    """Tokens [start, end) of a row, the last ones of its context, and the blocks of that."""
+    """Tokens [start, end) of the batch, the last ones of a context, and the context's blocks."""
 
     start: int
     end: int
@@ -38,14 +40,14 @@ class Row(NamedTuple):
 
 
 class TorchPlan:
-    """What all layers of a forward pass share, worked out when the first of them needs it."""
+    """Values that all layers of a forward pass share, computed when the first layer asks."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
 
     @cached_property
     def places(self) -> Places:
-        """Where the tokens are written."""
+        """Block and offset at which each token is written."""
         return places_of(self.batch)
 
     @cached_property
@@ -60,12 +62,34 @@ class TorchPlan:
         ]
 
 
-class TorchSdpaAttention(TokenMajorCache):
+class TorchSdpaAttention:
     """Implements `AttentionBackend` with torch.nn.functional.scaled_dot_product_attention."""
 
+    def __init__(self, ops: Ops[Any] | None = None) -> None:
+        """`ops`: norms and rotates query and key heads; None for the reference."""
+        self._ops = ops or ReferenceOps()
+
+    def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
+        """Return [num_blocks, block_size, 2, G, D], or 1 in place of 2 where V is a part of K."""
+        num_planes = 2 if spec.value_dim is None else 1
+        return (num_blocks, spec.block_size, num_planes, spec.num_kv_heads, spec.head_dim)
+
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with a TorchPlan."""
+        """Return the batch with a TorchPlan."""
         return replace(batch, plan=TorchPlan(batch))
+
+    def rotate(
+        self, q_THD: Tensor, k_TGD: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return query and key heads, normed and rotated; the arguments are not changed."""
+        if rotation is None:
+            return q_THD, k_TGD
+        ops, first = self._ops, rotation.rounds_norm_first
+        if rotation.q_norm_D is not None:
+            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps, rounds_first=first)
+        if rotation.k_norm_D is not None:
+            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps, rounds_first=first)
+        return ops.rotary(q_THD, k_TGD, rotation.cos_TD, rotation.sin_TD, rotation.rounding)
 
     def attend(
         self,
@@ -82,7 +106,7 @@ class TorchSdpaAttention(TokenMajorCache):
         cache, plan, num_dims = batch.kv[layer], batch.plan, v_TGD.shape[2]
         write_tokens(cache, k_TGD, v_TGD, plan.places)
         if cache.shape[2] == 1:
-            v_TGD = k_TGD  # equal dims spare torch the slow path; the surplus ones are cut off
+            v_TGD = k_TGD  # torch is slow if dims differ; the surplus dims are cut off below
         out_THD = q_THD.new_empty(*q_THD.shape[:2], num_dims)
         scale = traits.scale_of(q_THD.shape[2])
         for row in plan.rows:
@@ -103,8 +127,24 @@ class TorchSdpaAttention(TokenMajorCache):
         return out_THD
 
 
+def places_of(batch: ForwardBatch) -> Places:
+    """Return block and offset at which each of the batch's tokens is written."""
+    return batch.slots_T // batch.block_size, batch.slots_T % batch.block_size
+
+
+def write_tokens(cache: Tensor, k_TGD: Tensor, v_TGD: Tensor, places: Places) -> None:
+    """Store each token's K at its place, and its V unless V is a part of K."""
+    blocks_T, offsets_T = places
+    cache[blocks_T, offsets_T, 0] = k_TGD
+    if cache.shape[2] == 2:
+        cache[blocks_T, offsets_T, 1] = v_TGD
+
+
 def _context(cache: Tensor, row: Row, first: int) -> tuple[Tensor, Tensor]:
-    """K and V of the row's positions from `first` on, [C, G, D]; both K where V is a part of it."""
+    """Return K and V of the row's positions from `first` on, [C, G, D].
+
+    Both are K where V is a part of K.
+    """
     block_size, skipped = cache.shape[1], 0
     if row.context_len <= block_size:
         context = cache[row.first_block]
@@ -116,14 +156,14 @@ def _context(cache: Tensor, row: Row, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor, scale: float) -> Tensor:
-    """Attention of a whole prompt to itself."""
+    """Attend from a whole prompt to itself."""
     q_GEQD, k_GEQD, v_GEQD = _group(q_QHD, k_QGD, v_QGD)
     out_GEQD = F.scaled_dot_product_attention(q_GEQD, k_GEQD, v_GEQD, is_causal=True, scale=scale)
     return out_GEQD.flatten(0, 1).transpose(0, 1)
 
 
 def _with_context(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float) -> Tensor:
-    """Attention of the last Q tokens of a context to all of it."""
+    """Attend from the last Q tokens of a context to all of it."""
     num_queries, num_heads, head_dim = q_QHD.shape
     num_kv_heads, context_len = k_CGD.shape[1], k_CGD.shape[0]
     if num_queries == 1:
@@ -144,7 +184,7 @@ def _with_context(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float) -> 
 def _explicit(
     q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float, traits: AttentionTraits
 ) -> Tensor:
-    """The same with windows, softcaps and sinks, by one explicit softmax in float32."""
+    """As `_with_context`, with windows, softcaps and sinks, by one explicit softmax in float32."""
     q_GEQD, k_GECD, v_GECD = _group(q_QHD, k_CGD, v_CGD)
     scores_GEQC = (q_GEQD.float() @ k_GECD.float().transpose(-1, -2)) * scale
     if traits.softcap is not None:
@@ -166,7 +206,7 @@ def _explicit(
 
 
 def _group(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads first, query heads grouped under their KV head; K and V are expanded views."""
+    """Return Q, K and V heads first, query heads under their KV head; K and V as expanded views."""
     num_groups = k_CGD.shape[1]
     num_queries, num_heads, head_dim = q_QHD.shape
     q_QGED = q_QHD.view(num_queries, num_groups, num_heads // num_groups, head_dim)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.backends.forward_batch import Rotation
-from rollout.backends.ops.reference import ReferenceOps
 
 # 32 heads are 8 KiB at head dim 128 in bfloat16: 16-byte loads keep four warps busy.
 ROWS_PER_PROGRAM = 32
@@ -32,7 +31,7 @@ def append_kv(
     """Store K and V at `slots_T` of `cache`; returns Q, contiguous. Both norms or none.
 
     `cache` is [num_blocks, 2, G, block_size, D]; its blocks are contiguous, but may lie apart. Only
-    the last dim of Q, K and V must have unit stride. `append_kv_reference` says what is computed.
+    the last dim of Q, K and V must have unit stride.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TGD.shape[1]
@@ -59,30 +58,6 @@ def append_kv(
         num_warps=NUM_WARPS,
     )
     return q_out_THD
-
-
-def append_kv_reference(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    cache: Tensor,
-    slots_T: Tensor,
-    rotation: Rotation | None = None,
-) -> Tensor:
-    """What `append_kv` computes, in plain torch."""
-    ops = ReferenceOps()
-    if rotation is not None:
-        first = rotation.rounds_norm_first
-        if rotation.q_norm_D is not None:
-            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps, rounds_first=first)
-        if rotation.k_norm_D is not None:
-            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps, rounds_first=first)
-        angles = rotation.cos_TD, rotation.sin_TD
-        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, *angles, rotation.rounding)
-    blocks_T, offsets_T = slots_T // cache.shape[3], slots_T % cache.shape[3]
-    cache[blocks_T, 0, :, offsets_T] = k_TGD
-    cache[blocks_T, 1, :, offsets_T] = v_TGD
-    return q_THD.contiguous()
 
 
 @triton.jit(

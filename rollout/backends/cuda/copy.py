@@ -20,7 +20,7 @@ _WORD_BYTES = 4
 def copy_tokens(
     pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
 ) -> None:
-    """Implements `CopyTokens`. `copy_tokens_reference` says what is done."""
+    """Copy tokens as `CopyTokens` says."""
     per_token = strips.bytes_per_token // _WORD_BYTES  # heads have an even number of dims
     copy_tokens_kernel[(strips.num_strips, len(source_K))](
         *(pool_BN.view(torch.int32), source_K, target_K, length_K),
@@ -28,15 +28,6 @@ def copy_tokens(
         BLOCK_C=WORDS_PER_CHUNK,
         num_warps=NUM_WARPS,
     )
-
-
-def copy_tokens_reference(
-    pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
-) -> None:
-    """What `copy_tokens` does, in plain torch."""
-    pool_BSTD = pool_BN.view(-1, strips.num_strips, strips.num_tokens, strips.bytes_per_token)
-    for source, target, length in zip(source_K, target_K, length_K, strict=True):
-        pool_BSTD[target, :, :length] = pool_BSTD[source, :, :length]
 
 
 @triton.jit

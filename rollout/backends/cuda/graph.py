@@ -14,7 +14,7 @@ from rollout.backends.cuda.graph_shapes import MAX_LOGIT_BYTES, GraphShape, Grap
 from rollout.backends.cuda.left_out import left_out, with_more
 from rollout.backends.cuda.static_inputs import StaticInputs
 from rollout.backends.executors.eager import EagerExecutor
-from rollout.backends.executors.transfer import first_samples, upload, without_padding
+from rollout.backends.executors.transfer import upload
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
 from rollout.errors import LockstepError
 from rollout.parallel.collectives import (
@@ -23,7 +23,7 @@ from rollout.parallel.collectives import (
     Collectives,
     any_rank,
 )
-from rollout.step.output import SampleResult, StepOutput
+from rollout.step.output import SampleResult, StepOutput, map_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -243,14 +243,19 @@ def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tenso
 def _without_padding(
     result: StepOutput[Tensor], layout: StepLayout[HostArray], shape: GraphShape
 ) -> StepOutput[Tensor]:
-    """What the step has asked for of what its graph leaves."""
-    samples = first_samples(result.samples, len(layout.draws_S))
+    """Return the part of a graph's result that the step asked for."""
+    draws = StepOutput(samples=result.samples)
+    samples = map_arrays(draws, lambda array_S: array_S[: len(layout.draws_S)]).samples
     if not layout.flags.any_logprobs:
         samples = replace(samples, logprobs_S=None)
-    return StepOutput(
-        samples=samples,
-        routing_TLK=without_padding(result.routing_TLK, layout, shape.num_decode_rows),
-    )
+    routing_TLK = result.routing_TLK
+    if routing_TLK is not None:
+        # In the graph, prefill tokens come after the room for decode rows.
+        num_prefill = len(layout.token_ids_T) - layout.num_decode_rows
+        prefilled_TLK = routing_TLK[shape.num_decode_rows :][:num_prefill]
+        routing_TLK = routing_TLK[: layout.num_decode_rows]
+        routing_TLK = torch.cat([routing_TLK, prefilled_TLK]) if num_prefill else routing_TLK
+    return StepOutput(samples=samples, routing_TLK=routing_TLK)
 
 
 def _size(shape: GraphShape) -> tuple[int, int, int]:

@@ -120,7 +120,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = Fa
     num_rows = out.numel() // num_features
     if not num_rows:
         return out
-    x_RHD = _with_unit_stride(x if x.dim() == 3 else x.reshape(num_rows, 1, num_features))
+    x_RHD = with_unit_stride(x if x.dim() == 3 else x.reshape(num_rows, 1, num_features))
     block = triton.next_power_of_2(num_features)
     rms_norm_kernel[(num_rows,)](
         *(out, x_RHD, weight_D, x_RHD.shape[1], num_features, *x_RHD.stride()[:2], eps),
@@ -143,8 +143,8 @@ def add_rms_norm(
     num_rows = out.numel() // num_features
     if not num_rows:
         return out, total
-    x_RD = _with_unit_stride(x.reshape(num_rows, num_features))
-    residual_RD = _with_unit_stride(residual.reshape(num_rows, num_features))
+    x_RD = with_unit_stride(x.reshape(num_rows, num_features))
+    residual_RD = with_unit_stride(residual.reshape(num_rows, num_features))
     block = triton.next_power_of_2(num_features)
     add_rms_norm_kernel[(num_rows,)](
         *(out, total, x_RD, residual_RD, weight_D, num_features),
@@ -164,7 +164,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_rows = out.numel() // num_features
     if not num_rows:
         return out
-    gate_up_RN = _with_unit_stride(gate_up.reshape(num_rows, 2 * num_features))
+    gate_up_RN = with_unit_stride(gate_up.reshape(num_rows, 2 * num_features))
     silu_mul_kernel[(num_rows, triton.cdiv(num_features, SILU_BLOCK))](
         *(out, gate_up_RN, num_features, gate_up_RN.stride(0)),
         BLOCK=SILU_BLOCK,
@@ -177,5 +177,5 @@ def num_warps_of(block: int) -> int:
     return min(max(block // _FEATURES_PER_WARP, 1), _MAX_WARPS)
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
+def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

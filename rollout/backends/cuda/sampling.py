@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rollout.backends.cuda.layers import with_unit_stride
 from rollout.backends.cuda.sampling_kernels import (
     chunk_statistics_kernel,
     draw_kernel,
@@ -49,7 +50,7 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         logprobs_S=torch.empty(num_rows, dtype=torch.float32, device=device),
     )
     if num_rows:
-        _sample_rows(_with_unit_stride(logits_SV), sampling, result)
+        _sample_rows(with_unit_stride(logits_SV), sampling, result)
     return result if sampling.any_logprobs else replace(result, logprobs_S=None)
 
 
@@ -115,14 +116,10 @@ def score(logits_PV: Tensor, targets_P: Tensor) -> Tensor:
     num_rows, vocabulary = logits_PV.shape
     logprobs_P = torch.empty(num_rows, dtype=torch.float32, device=logits_PV.device)
     if num_rows:
-        logits_PV = _with_unit_stride(logits_PV)
+        logits_PV = with_unit_stride(logits_PV)
         score_kernel[(num_rows,)](
             *(logprobs_P, targets_P, logits_PV, logits_PV.stride(0), vocabulary),
             CHUNK=ROW_CHUNK,
             num_warps=ROW_WARPS,
         )
     return logprobs_P
-
-
-def _with_unit_stride(logits_SV: Tensor) -> Tensor:
-    return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()

@@ -1,1 +1,1 @@
-"""How a forward pass is run: eagerly, compiled, or replayed from a captured graph."""
+"""Running a step: EagerExecutor, and the copies between host and device that executors share."""

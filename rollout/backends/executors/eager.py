@@ -1,4 +1,7 @@
-"""EagerExecutor: run a step's program as it is."""
+"""EagerExecutor: run each step's program directly, without graphs.
+
+The executor of the CPU backend, and of CUDA steps that no captured graph fits.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +29,27 @@ class EagerExecutor:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # That of the latest step, on the host and on the device.
+        # The latest step's layout, on the host and on the device.
         self._layout: tuple[StepLayout[HostArray], StepLayout[Tensor]] | None = None
         self.overlaps = device.type != "cpu"
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        """Bytes of the latest step's layout."""
+        """Bytes of the latest step's layout, which stays on the device."""
         if self._layout is None:
             return {"inputs": 0}
         on_device = self._layout[1]
         return {"inputs": sum(getattr(on_device, name).nbytes for name in LAYOUT_TYPES)}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Nothing to prepare."""
+        """No-op: no memory is reserved."""
 
     def warm_up(self, program: Program) -> int:
-        """Nothing to capture."""
+        """Return 0: there are no graphs."""
         return 0
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start the program; what it returns is queued on its way to the host."""
+        """Start the program and the copy of its result to the host; return a wait for it."""
         latest, known = self._layout or (None, None)
         on_device = upload(inputs, known if latest is inputs.layout else None, self._device)
         self._layout = inputs.layout, on_device.layout
@@ -57,5 +60,5 @@ class EagerExecutor:
         return download(result, self._device)
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """Nothing was captured."""
+        """Return 0: there are no graphs."""
         return 0

@@ -1,4 +1,7 @@
-"""A step's arrays on their way to the device, and its results on their way back."""
+"""Copy a step's arrays to the device, and its results back to the host.
+
+Used by both executors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from rollout.backends.step_tensors import (
     StepInputs,
     StepLayout,
 )
-from rollout.step.output import SampleResult, StepOutput, map_arrays
+from rollout.step.output import StepOutput, map_arrays
 
 _LOGITS_INPUTS = tuple(field.name for field in fields(LogitsInputs))
 _ALIGNMENT = 16  # bytes
@@ -28,15 +31,15 @@ _ALIGNMENT = 16  # bytes
 def upload(
     inputs: StepInputs[HostArray], layout: StepLayout[Tensor] | None, device: torch.device
 ) -> StepInputs[Tensor]:
-    """The inputs on the device, with their layout, which is `layout` if it is there already.
+    """Return the inputs as tensors on the device. `layout`: their layout if it is there already.
 
-    On a CPU they share the arrays' memory. To another device they go in one copy, for which the
-    host does not wait.
+    On a CPU the tensors share the arrays' memory. Otherwise all arrays go in one copy, and the host
+    does not wait for it.
     """
     if device.type == "cpu":
         return _with_tensors(inputs, layout, torch.from_numpy)
     arrays: list[HostArray] = []
-    _with_tensors(inputs, layout, arrays.append)  # which ones there are
+    _with_tensors(inputs, layout, arrays.append)  # collects the arrays
     tensors = iter(_in_one_copy(arrays, device))
     return _with_tensors(inputs, layout, lambda array: next(tensors))
 
@@ -46,8 +49,10 @@ def _with_tensors(
     layout: StepLayout[Tensor] | None,
     tensor_of: Callable[[HostArray], Any],
 ) -> StepInputs[Tensor]:
-    """The inputs with what `tensor_of` gives for each of their arrays, asked for in one order; and
-    for each of their layout's, unless there is one."""
+    """Return the inputs with each array replaced by `tensor_of(array)`, called in a fixed order.
+
+    The layout's arrays are replaced too, unless `layout` is given.
+    """
     own: Any = {name: tensor_of(getattr(inputs, name)) for name in INPUT_TYPES}
     if layout is None:
         of_layout: Any = {name: tensor_of(getattr(inputs.layout, name)) for name in LAYOUT_TYPES}
@@ -62,7 +67,7 @@ def _with_tensors(
 
 def _in_one_copy(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
     def pinned(num_bytes: int) -> Tensor:
-        # Torch keeps pinned memory for later, and knows until when a copy reads it.
+        # Torch caches pinned memory, and does not reuse it while a copy reads it.
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     return sent_together(arrays, pinned, lambda place: place.to(device, non_blocking=True))
@@ -71,7 +76,7 @@ def _in_one_copy(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
 def sent_together(
     arrays: list[HostArray], allocate: Callable[[int], Tensor], send: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """The arrays as views of what one `send` returns, for flat bytes from one `allocate`."""
+    """Pack the arrays into bytes from one `allocate`, `send` them, and return views of the copy."""
     starts, end = [], 0
     for array in arrays:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -89,7 +94,7 @@ def sent_together(
 
 
 def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
-    """Queue the result's way to the host; the function returned waits for it."""
+    """Start the copy of the result to the host; return a function that waits for it."""
     if device.type == "cpu":
         return lambda: map_arrays(result, Tensor.numpy)
     on_host = map_arrays(result, _to_pinned)
@@ -103,32 +108,7 @@ def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
     return fetch
 
 
-def first_samples(samples: SampleResult[Tensor], count: int) -> SampleResult[Tensor]:
-    """Those without the ones from `count` on."""
-    arrays: Any = {
-        field.name: array[:count]
-        for field in fields(samples)
-        if (array := getattr(samples, field.name)) is not None
-    }
-    return SampleResult(**arrays)
-
-
-def without_padding(
-    routing_TLK: Tensor | None, layout: StepLayout[HostArray], num_decode_rows: int
-) -> Tensor | None:
-    """The experts of a step's tokens alone, where its decode rows had room for `num_decode_rows`
-    and its prefill rows came after that.
-    """
-    if routing_TLK is None:
-        return None
-    decoded, num_prefill = layout.num_decode_rows, len(layout.token_ids_T) - layout.num_decode_rows
-    if not num_prefill:
-        return routing_TLK[:decoded]
-    prefilled_TLK = routing_TLK[num_decode_rows : num_decode_rows + num_prefill]
-    return torch.cat([routing_TLK[:decoded], prefilled_TLK]) if decoded else prefilled_TLK
-
-
 def _to_pinned(tensor: Tensor) -> Tensor:
-    # Torch keeps pinned memory for later, so this is no allocation in the long run.
+    # Torch caches pinned memory, so that later steps allocate nothing.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

@@ -1,1 +1,1 @@
-"""Every operation the layers and the sampler need, one file per implementation."""
+"""Device operations in plain torch: the reference, and what several backends share."""

@@ -1,14 +1,17 @@
-"""A tensor's fingerprint: a hash of its elements' bits, and how many of them are not finite.
+"""A tensor's fingerprint: a hash of its elements' bits, and the number of non-finite elements.
+
+This file defines it and computes it in torch; cpu/ops.py and cuda/fingerprint.py compute the same
+numbers faster. Weight updates compare fingerprints between sender and receivers.
 
 The bytes of x.to(dtype), in row-major order, are read as little-endian words of 32 bits w_0, w_1,
 ..., the last filled with zeros. The hash is the sum of w_j key(j) modulo 2^64, where key(j) =
 odd(2 (j % 512)) odd(2 (j // 512) + 1) and odd(n) is SplitMix64's n-th number (Steele, Lea and Flood
-2014), made odd. A sum has no order, so every device may take the elements as it likes, and a core
-hashes as fast as it reads. Any change of one word shows, since keys are odd; several cancel out
-with a probability of 2^-64 if they are random, and of 2^-32 at worst: two highest bits. So it finds
-errors, and is no defence against who chooses the bytes. Equal numbers give equal fingerprints on
-every device; of a NaN that is cast each device makes a NaN of its own. The fingerprints of the
-parts of a tensor, each at its places in it, add up to that of the tensor.
+2014), made odd. A sum has no order, so each device may add in any order, and a core hashes as fast
+as it reads. A change of one word always changes the hash, since keys are odd; several changes
+cancel with a probability of 2^-64 if they are random, and of 2^-32 at worst (two highest bits). It
+detects errors, but not an attacker who chooses the bytes. Equal numbers give equal fingerprints on
+every device, except that devices differ in the NaN that a cast makes. The fingerprints of a
+tensor's parts, each with its places in the tensor, add up to the tensor's fingerprint.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Of a float these bits are all set in NaN and infinity, and in nothing else.
+# The exponent bits of a float: all set in NaN and infinity, and in no other number.
 EXPONENT_BITS = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
@@ -29,13 +32,13 @@ EXPONENT_BITS = {
 _GOLDEN = 0x9E3779B97F4A7C15
 NUM_COLUMNS = 512  # words of a row: the keys of a row's columns stay in a core's first cache
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-_CHUNK = 1 << 16  # elements: what is computed of them stays in a core's cache
+_CHUNK = 1 << 16  # elements: intermediate results stay in a core's cache
 
 
 class Places(NamedTuple):
-    """Where the elements of a part of a tensor stand in the tensor, both in row-major order.
+    """Positions of a part's elements in the whole tensor, both in row-major order.
 
-    Of the part, element k stands at first + (k // row_length) * row_stride + k % row_length.
+    Element k of the part is at first + (k // row_length) * row_stride + k % row_length.
     """
 
     first: int
@@ -44,10 +47,10 @@ class Places(NamedTuple):
 
 
 def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-    """(hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device.
+    """Return (hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device.
 
-    `places`: those of the elements of `x`; None if it is no part of another tensor. The memory it
-    needs does not grow with `x`, unless `x` has gaps. Raises KeyError for a float `dtype` that
+    `places`: positions of the elements in the tensor of which `x` is a part; None if `x` is whole.
+    Needs constant memory, unless `x` is not contiguous. Raises KeyError for a float `dtype` that
     EXPONENT_BITS lacks.
     """
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
@@ -65,7 +68,10 @@ def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> 
 
 
 def chunks(x: Tensor, dtype: torch.dtype, size: int) -> Iterator[tuple[int, Tensor]]:
-    """(position of the first, values) of every `size` elements, contiguous and cast to `dtype`."""
+    """Yield `size` elements at a time, as (index of the first one, values cast to `dtype`).
+
+    The values are contiguous.
+    """
     flat = x.detach().reshape(-1)
     for position in range(0, flat.numel(), size):
         # A view of every other column, say, is flat without a copy, but has gaps.
@@ -73,7 +79,7 @@ def chunks(x: Tensor, dtype: torch.dtype, size: int) -> Iterator[tuple[int, Tens
 
 
 def check_copy(out: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless `x` fits `out` as it is."""
+    """Raise ValueError unless `x` has the shape and dtype of `out`."""
     if (out.shape, out.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"{x.dtype} {list(x.shape)} cannot be copied to {out.dtype} {list(out.shape)}"
@@ -81,13 +87,13 @@ def check_copy(out: Tensor, x: Tensor) -> None:
 
 
 def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what a tensor is cast to for the fingerprint of its own values: mostly its dtype."""
+    """Return the dtype in which a tensor's own values are hashed: its dtype, or float32."""
     is_known = not dtype.is_floating_point or dtype in EXPONENT_BITS
-    return dtype if is_known else torch.float32  # holds each value of the 8-bit ones
+    return dtype if is_known else torch.float32  # represents all values of 8-bit floats
 
 
 def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
-    """The sum over elements of `itemsize` bytes, whose bits are int64 with any sign."""
+    """Return the hash of elements of `itemsize` bytes; `bits` are int64, sign-extended or not."""
     if itemsize == 8:
         low, high = bits & 0xFFFF_FFFF, _shifted(bits, 32)
         return (low * _keys(2 * positions)).sum() + (high * _keys(2 * positions + 1)).sum()
@@ -97,12 +103,12 @@ def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
 
 
 def _keys(words: Tensor) -> Tensor:
-    """By the numbers of words. Torch multiplies modulo 2^64."""
+    """Return the keys of words, given their indices. Torch multiplies modulo 2^64."""
     return _odd(2 * (words % NUM_COLUMNS)) * _odd(2 * (words // NUM_COLUMNS) + 1)
 
 
 def _odd(numbers: Tensor) -> Tensor:
-    """SplitMix64's finalizer of numbers * GOLDEN + 1, made odd."""
+    """Return SplitMix64's finalizer of numbers * GOLDEN + 1, made odd."""
     z = numbers * _as_int64(_GOLDEN) + 1
     z.bitwise_xor_(_shifted(z, 30)).mul_(_as_int64(0xBF58476D1CE4E5B9))
     z.bitwise_xor_(_shifted(z, 27)).mul_(_as_int64(0x94D049BB133111EB))
@@ -110,10 +116,10 @@ def _odd(numbers: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, num_bits: int) -> Tensor:
-    """`z` >> num_bits with zeros from the left, where torch repeats the sign."""
+    """Return `z` >> num_bits, filled with zeros where torch repeats the sign."""
     return (z >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
 def _as_int64(value: int) -> int:
-    """`value` modulo 2^64, as a signed number."""
+    """Return `value` modulo 2^64 as a signed number."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

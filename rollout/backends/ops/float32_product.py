@@ -1,4 +1,6 @@
-"""float32_product: logits that are not rounded to the model's dtype on their way out.
+"""float32_product: a matrix product whose float32 sums are not rounded to the model's dtype.
+
+Used for logits by the CUDA backend, and by the trainer's log-probs.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -13,11 +15,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def float32_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, float32 [T, N]; no gradient.
+    """Return x @ weight.T + bias, float32 [T, N]; no gradient.
 
-    On a CUDA device a product of half-precision numbers leaves its float32 sums as they are. A
-    logit of 20 in bfloat16 is rounded by up to 1/16 otherwise, and so is a log-prob. Elsewhere the
-    product has the dtype of its factors, and is then cast: no CPU has such a product.
+    On a CUDA device a half-precision product keeps its float32 sums; otherwise a logit of 20 in
+    bfloat16 would be rounded by up to 1/16, and so its log-prob. On a CPU the product is computed
+    in its factors' dtype and then cast, since torch has no such product there.
     """
     if not can_keep_sums(x_TK):
         return F.linear(x_TK, weight_NK, bias_N).float()
@@ -26,5 +28,5 @@ def float32_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = Non
 
 
 def can_keep_sums(x: Tensor) -> bool:
-    """Whether torch has a product with float32 sums for such factors: from 2.8 on, on CUDA."""
+    """Return whether torch has a product with float32 sums for such factors (2.8 on, CUDA)."""
     return x.is_cuda and x.dtype in _HALVES and hasattr(torch.ops.aten.mm, "dtype")

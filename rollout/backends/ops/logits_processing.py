@@ -1,6 +1,6 @@
-"""Biases, allowed ids and penalties: what is done to some samples' logits before they are drawn.
+"""Biases, allowed ids and penalties: changes to some samples' logits before they are drawn.
 
-In torch on any device, over the operations of any backend. Definitions and order are vLLM's:
+Used by the model runner. In torch, for any device and backend. Definitions and order are vLLM's:
 allowed ids, then biases and forbidden ids, then the repetition penalty over prompt and output, the
 frequency and presence penalties over the output. Shape letters: S sample rows, V vocabulary, P
 history positions, N top-n; those of LogitsInputs are explained there.
@@ -28,11 +28,11 @@ def sample_processed(
     inputs: LogitsInputs[Tensor],
     history_QP: Tensor,
 ) -> SampleResult[Tensor]:
-    """`plain`, which is `ops.sample(logits, sampling)`, with K samples drawn once more, from their
-    processed logits. The others pay nothing.
+    """Draw K samples once more, from their processed logits, and merge them into `plain`.
 
-    Log-probs in the modes raw and temperature, and at temperature 0, stay those of the logits
-    before processing. A sample is finite if both its logits and the processed ones are.
+    `plain` is `ops.sample(logits, sampling)`; samples without processing keep its results and cost
+    nothing. Log-probs in the modes raw and temperature, and at temperature 0, are of the logits
+    before processing. A sample is finite if its logits are, both before and after processing.
     """
     samples_K = inputs.samples_K
     logits_KV = logits_SV.index_select(0, samples_K).float()
@@ -75,14 +75,14 @@ def sample_processed(
 def _as_in_top(
     logprobs_U: Tensor, token_ids_U: Tensor, top_ids_UN: Tensor, top_logprobs_UN: Tensor
 ) -> Tensor:
-    """The log-probs, those of tokens in the top-n as they are there, to the last bit."""
+    """Return the log-probs, with the top-n's exact value for tokens that are in the top-n."""
     is_token_UN = top_ids_UN == token_ids_U.unsqueeze(1)
     of_token_U = torch.where(is_token_UN, top_logprobs_UN, 0).sum(1)
     return torch.where(is_token_UN.any(1), of_token_U, logprobs_U)
 
 
 def process_logits(logits_KV: Tensor, inputs: LogitsInputs[Tensor], history_QP: Tensor) -> Tensor:
-    """The logits that the K samples are drawn from. Changes and returns `logits_KV`, float32."""
+    """Apply allowed ids, biases and penalties to `logits_KV`, float32, in place; return it."""
     if inputs.limited_A.numel():
         at_C, ids_C = inputs.allowed_at_C, inputs.allowed_ids_C
         limited_AV = logits_KV[inputs.limited_A]
@@ -110,9 +110,10 @@ def _penalized(
     num_prompt_Q1: Tensor,
     penalties_Q3: Tensor,
 ) -> Tensor:
-    """Only the logits of tokens in the histories are touched: it costs by history, not vocabulary.
+    """Return the logits with penalties for the tokens of the histories.
 
-    A token's new logit is computed at each of its positions, and is the same at all of them.
+    The cost grows with the histories, not the vocabulary: a token's new logit is computed at each
+    of its positions, with equal results.
     """
     positions_P = torch.arange(history_QP.shape[1], device=history_QP.device)
     is_known_QP = positions_P < lengths_Q1

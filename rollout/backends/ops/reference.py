@@ -1,4 +1,7 @@
-"""ReferenceOps: the truth of every operation, in plain torch, on any device.
+"""ReferenceOps: every operation of `Ops` in plain torch, on any device.
+
+It defines the results. The CPU and CUDA backends inherit what they do not compute faster, and
+tests compare all of them with it.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
 features, V vocabulary, S sample rows, P scored tokens.
@@ -26,24 +29,24 @@ from rollout.step.output import SampleResult, ScoreResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLinear:
-    """Handle of a linear layer that is used as it is stored: nothing to refresh."""
+    """Handle of a linear layer whose weight is used as it is stored."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
 
 
 class TorchOps:
-    """All of `Ops` but its products, whose handles are an implementation's own."""
+    """All of `Ops` but the matrix products, whose handles each implementation defines."""
 
     rounds_like_trainers = False
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32, returned in x's dtype.
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype.
 
-        `rounds_first`: rounded to it before the product with the weight, too. Source: Zhang and
-        Sennrich 2019, "Root mean square layer normalization", eq. 4.
+        Computed in float32. `rounds_first`: round to x's dtype also before the product with the
+        weight. Source: Zhang and Sennrich 2019, "Root mean square layer normalization", eq. 4.
         """
         x_f32 = x.float()
         normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
@@ -52,9 +55,9 @@ class TorchOps:
         return (normed * weight.float()).to(x.dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight over the last dim, in float32, in x's dtype.
+        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, in x's dtype.
 
-        Source: Ba et al. 2016, "Layer normalization", eq. 4, without a bias.
+        Computed in float32. Source: Ba et al. 2016, "Layer normalization", eq. 4, without a bias.
         """
         return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
@@ -67,7 +70,7 @@ class TorchOps:
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual); neither argument is changed."""
+        """Return (rms_norm(x + residual), x + residual); the arguments are not changed."""
         total = x + residual
         return self.rms_norm(total, weight, eps, rounds_first=rounds_first), total
 
@@ -91,12 +94,12 @@ class TorchOps:
         return _rotate(q_THD, cos_TD, sin_TD), _rotate(k_TGD, cos_TD, sin_TD)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half of the last dim) * second half."""
+        """Return silu(first half of the last dim) * second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """gelu(first half of the last dim) * second half, by the tanh approximation.
+        """Return gelu(first half of the last dim) * second half, by the tanh approximation.
 
         Source: Hendrycks and Gimpel 2016, "Gaussian error linear units", sec. 2.
         """
@@ -106,7 +109,7 @@ class TorchOps:
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Each token's weighted sum over its experts; see `routed_experts`."""
+        """Return each token's weighted sum over its experts, by `routed_experts`."""
         return routed_experts(x_TE, ids_TK, weights_TK, experts, self._gated)
 
     def _gated(self, activation: GatedActivation, gate_up: Tensor) -> Tensor:
@@ -115,15 +118,15 @@ class TorchOps:
         return self.silu_mul(gate_up) if activation.kind == "silu" else self.gelu_mul(gate_up)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row by inverse CDF; see `sampling.sample`."""
+        """Draw one token per row by inverse CDF, by `sampling.sample`."""
         return sampler.sample(logits_SV, sampling)
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Raw log-probs of the targets and the top-n; see `sampling.score`."""
+        """Return raw log-probs of the targets and the top-n, by `sampling.score`."""
         return sampler.score(logits_PV, targets_P, top_n)
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """(hash, number of non-finite values) of x.to(dtype); see `fingerprint.fingerprint`."""
+        """Return (hash, number of non-finite values) of x.to(dtype), by `fingerprint`."""
         return hasher.fingerprint(x, dtype, places)
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
@@ -142,12 +145,12 @@ def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class ReferenceOps(TorchOps):
-    """Implements `Ops`. Other implementations override the operations that they do faster."""
+    """Implements `Ops`. TritonOps overrides the operations that it computes faster."""
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> DenseLinear:
-        """A handle that refers to the weight; no copy is made."""
+        """Return a handle that refers to the weight, without a copy."""
         return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
 
     def choose_products(
@@ -156,37 +159,37 @@ class ReferenceOps(TorchOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Nothing to choose."""
+        """No-op: there is one product."""
 
     def explain(self) -> str:
-        """Return "": the reference has no alternatives."""
+        """Return "": there is one product."""
         return ""
 
     def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """x @ weight.T + bias, [T, N]."""
+        """Return x @ weight.T + bias, [T, N]."""
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
     def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """`linear`, cast to float32."""
+        """Return `linear` cast to float32."""
         return self.linear(x_TK, handle).float()
 
     def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
-        """Nothing to prepare."""
+        """Return None: nothing is packed."""
 
     def refresh(self, handle: DenseLinear, staged: None = None) -> None:
-        """Nothing to do: the handle reads the weight itself."""
+        """No-op: the handle reads the weight itself."""
 
     def repacked(self, handle: DenseLinear) -> RepackedWeight | None:
-        """Nothing is packed."""
+        """Return None: nothing is packed."""
         return None
 
     def release(self, handle: DenseLinear) -> None:
-        """Nothing is held."""
+        """No-op: there is no packed copy."""
 
     def packed(self, handle: DenseLinear) -> Any:
-        """Nothing is held."""
+        """Return None: there is no packed copy."""
         return None
 
     def unpack(self, packed: Any) -> Tensor:
-        """Never called: `packed` gives nothing."""
+        """Never called, since `packed` returns None."""
         raise AssertionError("no packed copies are made")

@@ -1,5 +1,7 @@
 """A mixture's experts in torch: tokens sorted by expert, one product for each expert's tokens.
 
+Called by `TorchOps.experts`.
+
 Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
 experts, E hidden size, F expert size, G = 2 F.
 """
@@ -17,7 +19,7 @@ from rollout.backends.base import ExpertWeights, GatedActivation
 
 # product(x_AE, weight_NFE, bias_NF): row a with its expert's weight and bias, [A, F].
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-TOKENS_AT_ONCE = 1024  # of the loop: bounds the memory of assignments at little cost in time
+TOKENS_AT_ONCE = 1024  # per loop: bounds the memory of assignments at little cost in time
 _GROUP_ALIGNMENT = 16  # bytes between rows that torch's grouped product asks for
 
 
@@ -28,11 +30,11 @@ def routed_experts(
     experts: ExpertWeights,
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """Each token's weighted sum over its experts, [T, E]; see `Ops.experts`.
+    """Return each token's weighted sum over its experts, [T, E]; see `Ops.experts`.
 
-    `gate` is the activation between the two products. On a GPU torch's grouped product, for which
-    the host does not wait; elsewhere, and where that has no kernel, a loop over the experts in use,
-    or over all of them while a graph is captured.
+    `gate` is the activation between the two products. On a GPU this is torch's grouped product, for
+    which the host does not wait. Otherwise, and where that product has no kernel, it is a loop over
+    the experts in use, or over all experts while a graph is captured.
     """
     if can_group(x_TE, experts):
         return _sum(x_TE, ids_TK, weights_TK, experts, grouped, gate)
@@ -50,7 +52,7 @@ def every_expert(
     experts: ExpertWeights,
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """The same by asking all experts about all tokens, so that the host need not know the ids."""
+    """As `routed_experts`, computing all experts for all tokens: the host need not know the ids."""
     out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
     num_experts = len(experts.down_NEF)
     weights_TN = out_TE.new_zeros(len(x_TE), num_experts + experts.is_part)
@@ -61,20 +63,20 @@ def every_expert(
         gate_up_TG = F.linear(x_TE, experts.gate_up_NGE[expert], gate_up_bias_G)
         hidden_TF = gate(experts.activation, gate_up_TG)
         own_TE = F.linear(hidden_TF, experts.down_NEF[expert], down_bias_E).float()
-        # Experts that were not chosen may overflow, and 0 times infinity is no number.
+        # Experts that were not chosen may overflow, and 0 times infinity is NaN.
         out_TE += torch.where(weight_T1 == 0, 0.0, weight_T1 * own_TE)
     return out_TE.to(x_TE.dtype)
 
 
 def can_group(x_TE: Tensor, experts: ExpertWeights) -> bool:
-    """Whether torch's grouped product has a kernel for these. On a CPU it is a loop as well."""
+    """Return whether torch's grouped product has a kernel for these; on a CPU it is a loop."""
     rows = experts.gate_up_NGE.stride(1), experts.down_NEF.stride(1), x_TE.shape[1]
     is_aligned = all(row * x_TE.itemsize % _GROUP_ALIGNMENT == 0 for row in rows)
     return x_TE.is_cuda and x_TE.dtype == torch.bfloat16 and is_aligned
 
 
 def clamped_swiglu(activation: GatedActivation, gate_up: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate) of values clamped to `limit`: GPT-OSS's release."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate) of clamped values. Source: GPT-OSS."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=activation.limit)
     up = up.clamp(-activation.limit, activation.limit)
@@ -89,7 +91,7 @@ def _sum(
     product_of: Callable[[Tensor, int], Product],
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """The experts' weighted sum; `product_of(ids_A, N)` is that of assignments in this order."""
+    """Return the experts' weighted sum. `product_of(ids_A, N)` makes the product for sorted ids."""
     ids_A, order_A = ids_TK.flatten().sort(stable=True)
     product = product_of(ids_A, len(experts.down_NEF))
     x_AE = x_TE.index_select(0, order_A // ids_TK.shape[1])
@@ -99,21 +101,21 @@ def _sum(
     out_AE = torch.empty_like(sorted_AE, dtype=torch.float32)
     out_AE[order_A] = sorted_AE.float()
     if experts.is_part:
-        # Nobody wrote the rows of other ranks' experts, and 0 times infinity is no number.
+        # The rows of other ranks' experts are undefined, and 0 times infinity is NaN.
         out_AE.masked_fill_((ids_TK == len(experts.down_NEF)).reshape(-1, 1), 0.0)
     out_TKE = out_AE.view(*ids_TK.shape, x_TE.shape[1])
     return out_TKE.mul_(weights_TK[:, :, None]).sum(1).to(x_TE.dtype)
 
 
 def looped(ids_A: Tensor, num_experts: int) -> Product:
-    """One product for each expert in use. The host waits for the ids."""
+    """Return a product that loops over the experts in use. The host waits for the ids."""
     ids, counts = (x.tolist() for x in torch.unique_consecutive(ids_A, return_counts=True))
 
     def product(x_AE: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
         out_AF = x_AE.new_empty(len(x_AE), weight_NFE.shape[1])
         for expert, rows, out in zip(ids, x_AE.split(counts), out_AF.split(counts), strict=True):
             if expert == num_experts:
-                out.zero_()  # another rank's
+                out.zero_()  # another rank's expert
             elif bias_NF is None:
                 torch.mm(rows, weight_NFE[expert].t(), out=out)
             else:
@@ -124,7 +126,7 @@ def looped(ids_A: Tensor, num_experts: int) -> Product:
 
 
 def grouped(ids_A: Tensor, num_experts: int) -> Product:
-    """One launch for all experts, which a graph can capture."""
+    """Return a product that is one launch for all experts, which a graph can capture."""
     experts_N = torch.arange(num_experts, device=ids_A.device)
     ends_N = torch.searchsorted(ids_A, experts_N, right=True, out_int32=True)
 

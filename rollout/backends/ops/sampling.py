@@ -1,4 +1,6 @@
-"""Sampling with log-probs in a few passes over the logits, in torch on any device.
+"""Sampling and scoring with log-probs in a few passes over the logits, in torch on any device.
+
+Used by ReferenceOps, and by TritonOps for batches with top-n.
 
 A token is drawn by inverting the cumulative distribution at the row's own uniform number: weights
 are float32, their sums over blocks of 128 and all cumulative sums float64. This costs one exp per
@@ -10,7 +12,7 @@ Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,22 +29,21 @@ _CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small enough to stay in cache, fe
 
 
 def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-    """One token per row with its log-prob and top-n in the row's mode, from these very logits.
+    """Draw one token per row, with its log-prob and top-n in the row's mode.
 
     Rows at temperature 0 take the largest logit, the lowest id among equals. A row whose largest
-    logit is not finite (a NaN, +inf, or nothing but -inf) gets is_finite False, token 0 and
-    meaningless log-probs. A token of zero probability is never drawn. Rows without truncation pay
-    nothing for rows with it.
+    logit is not finite (a NaN, +inf, or only -inf) gets is_finite False, token 0 and meaningless
+    log-probs. A token of zero probability is never drawn. Only rows with truncation pay for it.
     """
     parts = [
-        _sample_chunk(logits_SV[start:end].float(), _rows(sampling, start, end))
+        _sample_chunk(logits_SV[start:end].float(), sampling.select(slice(start, end)))
         for start, end in _chunks(logits_SV)
     ]
     return concatenated(parts)
 
 
 def concatenated(parts: Sequence[Part]) -> Part:
-    """The results of rows one after the other in one. What the parts lack it lacks, too."""
+    """Concatenate the results of consecutive rows. Fields that are None in the parts stay None."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -55,7 +56,7 @@ def concatenated(parts: Sequence[Part]) -> Part:
 
 
 def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-    """log_softmax(logits)[target] and, unless top_n is 0, the top-n of each row."""
+    """Return log_softmax(logits)[target] and, unless top_n is 0, the top-n of each row."""
     parts = []
     for start, end in _chunks(logits_PV):
         logits_RV = logits_PV[start:end].float()
@@ -76,35 +77,24 @@ def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tenso
 
 
 def token_ranks(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
-    """1 + the number of tokens of the row with a larger logit, int32 [S]. Equal logits share a
-    rank, so that every largest one has rank 1.
+    """Return 1 + the number of tokens of the row with a larger logit, int32 [S].
+
+    Equal logits share a rank: every largest logit has rank 1.
     """
     chosen_S1 = logits_SV.gather(1, token_ids_S.unsqueeze(1))
     return (logits_SV > chosen_S1).sum(1, dtype=torch.int32) + 1
 
 
 def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
-    """Row ranges to work on in turn; one empty range if there are no rows."""
+    """Yield row ranges to compute one after the other; one empty range if there are no rows."""
     num_rows, vocabulary = logits_SV.shape
     step = max(1, _CHUNK_ELEMENTS // vocabulary) if logits_SV.device.type == "cpu" else num_rows
     for start in range(0, max(num_rows, 1), max(step, 1)):
         yield start, min(start + step, num_rows)
 
 
-def _rows(sampling: SamplingBatch, start: int, end: int) -> SamplingBatch:
-    return replace(
-        sampling,
-        uniforms_S=sampling.uniforms_S[start:end],
-        temperature_S=sampling.temperature_S[start:end],
-        top_k_S=sampling.top_k_S[start:end],
-        top_p_S=sampling.top_p_S[start:end],
-        min_p_S=sampling.min_p_S[start:end],
-        mode_S=sampling.mode_S[start:end],
-    )
-
-
 class _Drawn(NamedTuple):
-    """Tokens, and log(sum of weights) with which log-probs at temperature are normalised."""
+    """Drawn tokens, and the log(sum of weights) that normalises log-probs at temperature."""
 
     token_ids_R: Tensor
     norm_R: Tensor  # over all tokens
@@ -159,7 +149,7 @@ def _draw_rows(
     is_greedy_R: Tensor,
     sampling: SamplingBatch,
 ) -> _Drawn:
-    """Sampled rows by inverse CDF, truncated rows once more over what is left, greedy rows."""
+    """Draw all rows by inverse CDF, truncated rows again from the kept tokens, then greedy rows."""
     vocabulary = logits_RV.shape[1]
     weights_RW = _padded_weights(logits_RV, max_R1, inverse_R)
     token_ids_R, total_R = _draw(weights_RW, sampling.uniforms_S)
@@ -187,7 +177,7 @@ def _draw_rows(
 
 
 def _padded_weights(logits_RV: Tensor, max_R1: Tensor, inverse_R: Tensor) -> Tensor:
-    """exp((logits - max) / temperature), with zeros up to a whole number of blocks."""
+    """Return exp((logits - max) / temperature), padded with zeros to whole blocks."""
     num_rows, vocabulary = logits_RV.shape
     weights_RW = logits_RV.new_empty(num_rows, -(-vocabulary // _BLOCK) * _BLOCK)
     weights_RW[:, vocabulary:] = 0
@@ -198,12 +188,12 @@ def _padded_weights(logits_RV: Tensor, max_R1: Tensor, inverse_R: Tensor) -> Ten
 
 
 def _log_norm(logits_RV: Tensor, max_R1: Tensor) -> Tensor:
-    """log(sum(exp(logits - max))) of each row, float32."""
+    """Return log(sum(exp(logits - max))) of each row, float32."""
     return (logits_RV - max_R1).exp_().sum(1, dtype=torch.float64).log_().float()
 
 
 def _draw(weights_RW: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(the token at each row's uniform, the row's total weight in float64)."""
+    """Return the token at each row's uniform, and the row's total weight in float64."""
     num_rows, width = weights_RW.shape
     blocks_RBE = weights_RW.view(num_rows, width // _BLOCK, _BLOCK)
     masses_RB = blocks_RBE.sum(-1, dtype=torch.float64)
@@ -215,10 +205,10 @@ def _draw(weights_RW: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _locate(masses_RB: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(first index whose cumulative mass exceeds the target, the target less the mass before it).
+    """Return the first index whose cumulative mass exceeds the target, and the rest of the target.
 
-    The index always has mass: a target that rounding put at or above the sum falls on the last one
-    that has.
+    The rest is the target minus the mass before the index. The index always has mass: a target that
+    rounding put at or above the sum gets the last index with mass.
     """
     cumulative_RB = masses_RB.cumsum(1)
     target_R1 = target_R.unsqueeze(1)
@@ -230,7 +220,7 @@ def _locate(masses_RB: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncated_rows(sampling: SamplingBatch, is_greedy_R: Tensor) -> Tensor | None:
-    """Indices of the rows that truncate, None if there are none."""
+    """Return the indices of rows with top-k, top-p or min-p; None if there are no such rows."""
     if not sampling.any_truncation:
         return None
     truncates_R = (sampling.top_k_S > 0) | (sampling.min_p_S > 0)
@@ -240,7 +230,7 @@ def _truncated_rows(sampling: SamplingBatch, is_greedy_R: Tensor) -> Tensor | No
 
 
 def _mask_processed(logits_RV: Tensor, keep_KV: Tensor, rows_K: Tensor, mode_R: Tensor) -> Tensor:
-    """Logits with dropped tokens at -inf, in the truncated rows that report processed log-probs."""
+    """Return the logits with dropped tokens at -inf, in rows that report processed log-probs."""
     is_processed_K = mode_R[rows_K] == MODE_CODES["processed"]
     visible_KV = keep_KV | ~is_processed_K.unsqueeze(1)
     masked_KV = logits_RV[rows_K].masked_fill(~visible_KV, -torch.inf)

@@ -1,4 +1,6 @@
-"""Which tokens top-k, top-p and min-p leave, in that order, on temperature-scaled probabilities.
+"""Truncation: the tokens that top-k, then top-p, then min-p keep, by probability at temperature.
+
+Used by the sampler in torch, and by the trainer's doctor to recompute a draw.
 
 All three rank tokens by (logit descending, id ascending), so ties always keep the lowest ids and
 top-k keeps exactly k tokens. Shape letters: R rows, V vocabulary, C leading candidates in rank
@@ -23,7 +25,7 @@ def keep_mask(
     top_p_R: Tensor,
     min_p_R: Tensor,
 ) -> Tensor:
-    """Boolean [R, V]: tokens that may be drawn. Always holds a row's most probable token.
+    """Return the tokens that may be drawn, bool [R, V]. A row's most probable token always may.
 
     `weights` are exp((logit - max) / temperature), so a row's largest is 1. top_k keeps the k best;
     top_p, on what top_k left, renormalised, the smallest set whose mass reaches p, the token that
@@ -44,7 +46,7 @@ def keep_mask(
 def _keep_ranked(
     logits_RV: Tensor, total_R: Tensor, inverse_temperature_R: Tensor, k_R: Tensor, p_R: Tensor
 ) -> Tensor:
-    """What top-k and then top-p leave: the first ranks of each row."""
+    """Return the mask of tokens that top-k and then top-p keep: the first ranks of each row."""
     vocabulary = logits_RV.shape[1]
     num_candidates = min(_NUM_CANDIDATES, vocabulary)
     while True:
@@ -65,7 +67,7 @@ def _keep_ranked(
 def _count_kept(
     values_RC: Tensor, total_R: Tensor, inverse_temperature_R: Tensor, k_R: Tensor, p_R: Tensor
 ) -> Tensor:
-    """How many of the ranked candidates are kept, at least one per row."""
+    """Return the number of ranked candidates that are kept, at least one per row."""
     scaled_RC = (values_RC - values_RC[:, :1]) * inverse_temperature_R.unsqueeze(1)
     weights_RC = scaled_RC.exp().double()
     within_k_RC = torch.arange(values_RC.shape[1], device=k_R.device) < k_R.unsqueeze(1)

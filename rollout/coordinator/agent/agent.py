@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
@@ -20,8 +20,9 @@ from rollout.control.state import EngineState
 from rollout.coordinator.agent.requests import EngineRequests
 from rollout.coordinator.agent.updates import Fetch, WeightUpdates
 from rollout.coordinator.core.context import num_ahead
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     AssignRequest,
@@ -40,7 +41,13 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.engine.engine import Engine
-from rollout.errors import ConfigError, ProtocolError, RolloutError, WeightUpdateError
+from rollout.errors import (
+    ConfigError,
+    LockstepError,
+    ProtocolError,
+    RolloutError,
+    WeightUpdateError,
+)
 from rollout.ranges import MAX_SECONDS
 from rollout.wire import MAX_ITEMS, Message
 
@@ -51,6 +58,7 @@ _RETRY_S = 0.5  # after an entry that failed
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
 _STAGING_POLL_S = 0.005
+_MAX_FAILED_STEPS = 3  # in sequence, whatever their requests
 FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
@@ -418,3 +426,53 @@ class EngineAgent:
             engine.pause()
         if target is EngineState.SUSPENDED and engine.state is EngineState.PAUSED:
             engine.suspend()
+
+
+def serve(agent: EngineAgent, link: Link) -> None:
+    """Do what the coordinator asks, and step while the lease is valid, until a SHUTDOWN.
+
+    Raises a step's error after three failed steps in sequence, the last error if the fleet could
+    not be entered, and RolloutError if the link fails. A request that makes a step fail ends alone,
+    and the step does not raise. A LockstepError ends it at once, also without work. If steps raise,
+    the Disconnect names the requests of the last one.
+    """
+    num_failures = 0
+    try:
+        while not agent.is_shut_down:
+            agent.check_ranks()
+            runs = agent.has_work and link.may_step()
+            for message in link.receive(0.0 if runs else agent.max_idle_s):
+                _queue_all(agent, link, agent.handle(message))
+            may_step = link.may_step()
+            _queue_all(agent, link, agent.poll(may_step=may_step))
+            link.flush()
+            # Asked again: `poll` may have taken seconds.
+            if not (agent.has_work and may_step and link.may_step()):
+                continue
+            try:
+                outbox = agent.step()
+            except LockstepError:
+                raise
+            except Exception as error:  # one step may fail for a reason that passes
+                num_failures += 1
+                if num_failures == _MAX_FAILED_STEPS or agent.is_broken:
+                    link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)
+                    raise
+                _logger.exception("a step failed; its requests are queued again")
+                continue
+            num_failures = 0
+            _queue_all(agent, link, outbox)
+            link.flush()
+    except LockstepError as error:  # in whatever it did last: no step can run any more
+        link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)
+        raise
+    finally:
+        agent.close()
+
+
+def _queue_all(agent: EngineAgent, link: Link, messages: Iterable[Message]) -> None:
+    for message in messages:
+        try:
+            link.queue(message)
+        except ProtocolError as error:
+            _queue_all(agent, link, agent.instead_of(message, error))

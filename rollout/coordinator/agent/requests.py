@@ -19,7 +19,6 @@ from rollout.coordinator.protocol.messages import (
 from rollout.coordinator.protocol.packed import (
     pack_record,
     resumed_record,
-    token_runs,
     unpack_params,
 )
 from rollout.engine.engine import Engine
@@ -230,16 +229,18 @@ class EngineRequests:
 
     def _report(self, request_ids: Iterable[int]) -> list[Progress]:
         running = self._running
+        if not running:
+            return []
         # The engine skips ended requests: their tokens come with the reply.
         new = self._engine.new_tokens([(i, running[i].num_reported) for i in request_ids])
-        if not len(new.request_ids):
+        if not len(new):
             return []
         attempts = []
         for request_id, count in zip(new.request_ids.tolist(), new.counts.tolist(), strict=True):
             attempt = running[request_id]
             attempt.num_reported += count
             attempts.append(attempt.attempt)
-        return [Progress(runs=token_runs(new, attempts))]
+        return [Progress(runs=new.with_attempts(attempts))]
 
     def _end(self, record: DynamicInferenceRequestRecord) -> EngineReply:
         running = self._running.pop(record.request_id)

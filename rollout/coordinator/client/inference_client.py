@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -20,18 +22,23 @@ from rollout.control.commands import (
     ControlMessage,
     FleetResults,
     R,
+    engine_state_of,
 )
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
-from rollout.coordinator.client.commands import PendingCommands
 from rollout.coordinator.client.pending_requests import PendingRequests
-from rollout.coordinator.client.streams import RequestFuture, RequestStream, streams_of
+from rollout.coordinator.client.streams import (
+    RequestFuture,
+    RequestStream,
+    set_exception,
+    streams_of,
+)
 from rollout.coordinator.client.submission import submission_of
-from rollout.coordinator.net.dealer import address_of
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
+from rollout.coordinator.net.sockets import address_of
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     Ack,
     Connect,
     ConnectAck,
@@ -47,11 +54,91 @@ from rollout.text import Prompt, as_tokenizer
 from rollout.weights.source import WeightsSource
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 
+_T = TypeVar("_T")
+
 _logger = logging.getLogger(__name__)
 _Message = TypeVar("_Message", bound=ControlMessage[Any])
 _BATCH = 64  # messages taken before others of the event loop have their turn
 
 Group = tuple[Prompt, Sequence[SamplingParams]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A command without an answer. read: makes the future's result of the engines' results."""
+
+    command: ControlMessage[Any]
+    future: asyncio.Future[Any]
+    read: Callable[[FleetResults[Any]], Any]
+
+
+class CommandFutures:
+    """Futures by command id, in one event loop. A failure that nobody awaits is not reported.
+
+    state, weights_version: the fleet's, by the latest answer of the coordinator.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
+        self._pending: dict[int, _Pending] = {}
+        self.state, self.weights_version = EngineState.RUNNING, 0
+
+    def connected(self, ack: ConnectAck) -> None:
+        """Take the fleet's state and the grace period from the coordinator's ConnectAck."""
+        self._grace_s = ack.answer_grace_s
+        self.state, self.weights_version = engine_state_of(ack.state), ack.weights_version
+
+    def submit(
+        self, command: ControlMessage[R], read: Callable[[FleetResults[R]], _T]
+    ) -> asyncio.Future[_T]:
+        """Send a command. Returns the future of what `read` makes of the engines' results. Raises
+        ConfigError for an argument of a wrong type.
+
+        The coordinator keeps the deadline; a grace period later the future fails by itself.
+        """
+        command.check()
+        loop, command_id = asyncio.get_running_loop(), command.command_id
+        future: asyncio.Future[_T] = loop.create_future()
+        self._send(command)
+        self._pending[command_id] = _Pending(command, future, read)
+        timer: asyncio.TimerHandle | None = None
+        if command.deadline_s is not None:
+            limit_s = command.deadline_s + self._grace_s
+            error = CoordinatorLostError(f"{command.name} has no answer after {limit_s:g} s")
+            timer = loop.call_later(limit_s, set_exception, future, error)
+        future.add_done_callback(partial(self._done, command_id, timer))
+        return future
+
+    def _done(
+        self, command_id: int, timer: asyncio.TimerHandle | None, future: asyncio.Future[Any]
+    ) -> None:
+        del self._pending[command_id]
+        if timer is not None:
+            timer.cancel()
+        if not future.cancelled():
+            future.exception()  # retrieved, so that asyncio does not report it
+
+    def take(self, answer: Ack | Nack) -> None:
+        """Resolve a command's future. Ignores an answer to a command that was given up."""
+        pending = None if answer.command_id is None else self._pending.get(answer.command_id)
+        if pending is None or pending.future.done():
+            return
+        if isinstance(answer, Nack):
+            pending.future.set_exception(answer.error.to_error())
+            return
+        try:
+            results = pending.command.read(answer.result or {})
+            self.state = engine_state_of(results.state)
+            self.weights_version = results.weights_version
+            pending.future.set_result(pending.read(results))
+        except RolloutError as error:  # the answer is malformed, or engines disagree
+            pending.future.set_exception(error)
+
+    def fail(self, error: RolloutError) -> None:
+        """Fail all futures."""
+        for pending in list(self._pending.values()):
+            set_exception(pending.future, type(error)(*error.args))
 
 
 class InferenceClient(ClientControlCalls):
@@ -91,7 +178,7 @@ class InferenceClient(ClientControlCalls):
         self._link: Link | None = None
         self._news = asyncio.Event()
         self._requests = PendingRequests(self._send, self._tokenizer)
-        self._commands = PendingCommands(self._send)
+        self._commands = CommandFutures(self._send)
         self._lost: RolloutError | None = None
         self._is_stopped = self._is_flush_due = False
 
@@ -397,7 +484,8 @@ class InferenceClient(ClientControlCalls):
 
     def _take(self, messages: Sequence[Message]) -> None:
         replies = [m for m in messages if isinstance(m, (EngineReply, EngineReplyPartial))]
-        self._requests.take(replies)
+        if replies:
+            self._requests.take(replies)
         for message in messages:
             if isinstance(message, (Ack, Nack)):
                 self._commands.take(message)

@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from rollout.coordinator.protocol.packed import token_run
-from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import RolloutError
-from rollout.requests.generated_tokens import GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TokenRun, join_runs
 from rollout.sampling_params import SamplingParams
 from rollout.text import PromptIds
 
@@ -105,16 +103,10 @@ async def _items_of(
                 yield join_runs(held)
                 held = []
         record = await future
-        if (rest := rest_of(record, tokens.num_tokens)) is not None:
+        if (rest := TokenRun.of(record, tokens.num_tokens)) is not None:
             held.append(rest)
         if held:
             yield join_runs(held)
         yield record
     finally:
         future.cancel()
-
-
-def rest_of(record: Record, offset: int) -> TokenRun | None:
-    """Return the generated tokens of `record` from `offset` on as a run, None if there are none."""
-    tokens = GeneratedTokens.of(record, offset)
-    return None if tokens is None else token_run(tokens)

@@ -8,19 +8,14 @@ from rollout.coordinator.core.context import Context
 from rollout.coordinator.core.fleet import Fleet
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import ClientSession, Recent
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
-    Ack,
+    PROTOCOL_VERSION,
     Connect,
     ConnectAck,
-    EngineReply,
-    EngineReplyPartial,
     Heartbeat,
-    Nack,
     nack_of,
 )
 from rollout.errors import RolloutError
-from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +57,9 @@ class Clients:
             context.timers.set(("client", client.client_id), now + limits.client_lease_s)
         elif context.sessions.get(client.identity) is client:
             del context.sessions[client.identity]
-        is_moved = client.identity != identity
-        client.identity, client.last_seen = identity, now
+        if client.identity != identity:
+            client.move(identity)
+        client.renew_lease(now)
         context.sessions[identity] = client
         ack = ConnectAck(
             coordinator_id=context.coordinator_id,
@@ -79,9 +75,6 @@ class Clients:
             is_resumed=is_resumed,
         )
         context.send(client, ack)
-        if is_moved:  # messages on their way over the former connection may be lost
-            client.missed_answers = dict.fromkeys(client.answers)
-            client.missed_tokens = dict.fromkeys(client.requests, 0)
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
@@ -90,27 +83,13 @@ class Clients:
         self._resend_missed(client)
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
-    def missed(self, client: ClientSession, message: Message) -> None:
-        """Remember an undelivered message until the client's next heartbeat."""
-        if isinstance(message, (Ack, Nack)) and message.command_id is not None:
-            client.missed_answers[message.command_id] = None
-        elif isinstance(message, EngineReply):
-            client.missed_tokens[message.request_id] = 0
-        elif isinstance(message, EngineReplyPartial):
-            offset = client.missed_tokens.get(message.request_id, message.tokens.offset)
-            client.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
-
     def _resend_missed(self, client: ClientSession) -> None:
         """Send what was missed. What fails again is remembered again."""
-        answers, client.missed_answers = client.missed_answers, {}
-        tokens, client.missed_tokens = client.missed_tokens, {}
-        for command_id in answers:
-            answer = client.answers.get(command_id)
-            if answer is not None:
-                self._context.send(client, answer)
+        answers, tokens = client.take_missed()
+        for answer in answers:
+            self._context.send(client, answer)
         for request_id, offset in tokens.items():
-            if request_id in client.requests:  # not acknowledged since
-                self._requests.resend(client, request_id, offset)
+            self._requests.resend(client, request_id, offset)
 
     def check(self, client_id: bytes, now: float) -> None:
         """Remove the client if its lease has run out, else set the next check."""
@@ -124,8 +103,8 @@ class Clients:
         self.remove(client)
 
     def remove(self, client: ClientSession) -> None:
-        """The client has gone: abort its requests, forget its replies."""
-        client.has_left = True
+        """End the session of a client: abort its requests and forget its replies."""
+        client.leave()
         self._requests.abandon_all(client)
         self._context.timers.discard(("client", client.client_id))
         del self.sessions[client.client_id]

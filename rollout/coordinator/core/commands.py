@@ -1,35 +1,421 @@
-"""PendingCommands: the commands of all clients, run one after the other, each answered once."""
+"""CommandQueue: the commands of all clients, run one after the other, each answered once."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollout.control.commands import ControlMessage
-from rollout.coordinator.core.fleet import CoordinatorState
-from rollout.coordinator.core.operations import (
-    Operation,
-    ShutdownOperation,
-    StatsOperation,
-    operation_of,
+from msgspec import structs
+
+from rollout.config import KVCacheManagementMode
+from rollout.control.commands import (
+    ChecksumWeights,
+    Command,
+    ControlMessage,
+    IncrementStaleness,
+    SetGenerationEpoch,
+    Shutdown,
+    Stats,
+    Suspend,
 )
-from rollout.coordinator.core.registry import Registry
+from rollout.coordinator.core.fleet import CoordinatorState, Registry
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import ClientSession, EngineSession
 from rollout.coordinator.protocol.messages import (
     Ack,
+    Commit,
     Nack,
+    Prepare,
+    Rollback,
+    UpdateWeights,
     WireError,
     nack_of,
 )
-from rollout.errors import EngineStateError, ProtocolError, RequestAbortedError, RolloutError
+from rollout.errors import (
+    EngineStateError,
+    InvalidRequestError,
+    ProtocolError,
+    RequestAbortedError,
+    RolloutError,
+    WeightUpdateError,
+)
+from rollout.weights.version import next_version
+from rollout.wire import Message
 
 logger = logging.getLogger(__name__)
 
+_RECOMPUTE = KVCacheManagementMode.RECOMPUTE.value  # the mode that keeps no cached block
 
-class PendingCommands:
+
+class Operation:
+    """One command of a client, asked of each engine.
+
+    outcome: None until it has ended, then its result or the error for the client. members: the
+    engines that were asked, by id. waiting: those that have not answered. An engine that is removed
+    meanwhile is in neither; its rank is in lost_ranks. command_id: the id towards engines.
+    deadline_at: in seconds of the core's clock. holds_engines: an engine may be busy with it
+    instead of stepping.
+    """
+
+    holds_engines = True
+
+    def __init__(
+        self,
+        registry: Registry,
+        client: ClientSession,
+        message: ControlMessage[Any],
+        deadline_at: float,
+    ) -> None:
+        self.registry, self.context, self.fleet = registry, registry.context, registry.fleet
+        self.client, self.message, self.deadline_at = client, message, deadline_at
+        self.name = message.name
+        self.command_id = next(self.fleet.command_ids)
+        self.outcome: Mapping[str, Any] | WireError | None = None
+        self.members: dict[bytes, EngineSession] = {}
+        self.waiting: dict[bytes, EngineSession] = {}
+        self.lost_ranks: list[int] = []
+        self.results: dict[int, Mapping[str, Any] | None] = {}  # by rank; None without a report
+        self.refusals: dict[int, WireError] = {}  # by rank, the first one first
+
+    def begin(self, now: float) -> None:
+        """Ask the engines. Raises RolloutError if the command cannot be done at all."""
+        seconds_left = self.deadline_at - now
+        own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
+        self.ask(self.registry.ready_engines(), own, now)
+
+    def complete(self, now: float) -> None:
+        """All members have answered. The outcome is the first refusal, or the reports of all
+        engines. Ranks are strings, as keys of a message's map must be."""
+        self.outcome = next(iter(self.refusals.values()), None) or {
+            "state": self.fleet.state.name,
+            "weights_version": self.fleet.weights_version,
+            "weights_checksum": self.fleet.weights_checksum,
+            "ranks": {str(rank): result for rank, result in sorted(self.results.items())},
+            "lost_ranks": self.lost_ranks,
+        }
+
+    def timed_out(self, now: float) -> None:
+        """The deadline has passed, with members that have not answered."""
+        self.end_unanswered(now, "ask again")
+
+    def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
+        """A member that was waited for has answered."""
+        self.stop_waiting(engine, now)
+        if isinstance(answer, Ack):
+            self.results[engine.rank] = answer.result
+        else:
+            why = answer.error.message or answer.error.type_name
+            error = structs.replace(answer.error, message=f"rank {engine.rank}: {why}")
+            self.refusals[engine.rank] = error
+        if not self.waiting:
+            self.complete(now)
+
+    def lost(self, engine: EngineSession, now: float) -> None:
+        """An engine has left the fleet."""
+        if self.members.get(engine.engine_id) is not engine:
+            return
+        del self.members[engine.engine_id]
+        self.lost_ranks.append(engine.rank)
+        if self.waiting.pop(engine.engine_id, None) is not None and not self.waiting:
+            self.complete(now)
+
+    def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
+        """Make these engines the members, and ask them. Without engines the operation completes."""
+        self.members = {engine.engine_id: engine for engine in engines}
+        self.waiting = dict(self.members)
+        for engine in self.members.values():
+            if self.holds_engines:
+                engine.begin_command()
+            self.context.send(engine, message)
+        if not self.waiting:
+            self.complete(now)
+
+    def stop_waiting(self, engine: EngineSession, now: float) -> None:
+        """The engine has answered, or its answer is no longer needed."""
+        del self.waiting[engine.engine_id]
+        if self.holds_engines:
+            engine.end_command(now)
+
+    def stop_waiting_for_all(self, now: float) -> list[EngineSession]:
+        """Wait for no member any more. Returns those that have not answered."""
+        silent = list(self.waiting.values())
+        for engine in silent:
+            self.stop_waiting(engine, now)
+        return silent
+
+    def end_unanswered(self, now: float, ending: str) -> None:
+        """Fail with the ranks that have not answered. `ending`: the end of the message."""
+        silent = self.stop_waiting_for_all(now)
+        ranks = ", ".join(str(engine.rank) for engine in silent)
+        error = EngineStateError(f"{self.name}: no answer in time from rank {ranks}; {ending}")
+        self.outcome = WireError.of(error)
+
+
+class StatsOperation(Operation):
+    """Stats. It changes nothing, so it runs beside other commands, and says nothing of progress."""
+
+    holds_engines = False
+
+    def complete(self, now: float) -> None:
+        """Add to the reports the number of requests that no engine has, and of refused connections
+        and peers."""
+        super().complete(now)
+        if isinstance(self.outcome, Mapping):
+            num_unknown = self.context.counters.num_unknown_peers
+            refused = {**self.context.refused(), "num_unknown_peers": num_unknown}
+            num_queued = self.registry.dispatcher.num_waiting
+            self.outcome = {**self.outcome, "num_queued": num_queued, "refused": refused}
+
+
+class ShutdownOperation(Operation):
+    """Shutdown. It is legal in every state, and the fleet ends whatever engines answer."""
+
+    def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
+        """Ask engines that are not ready yet, too: they would look for the coordinator for ever."""
+        super().ask(self.registry.engines.values(), message, now)
+
+    def timed_out(self, now: float) -> None:
+        self.end_unanswered(now, "the coordinator ends all the same")
+
+
+class StateChange(Operation):
+    """Pause, Unpause, Suspend, Resume, Stop. The state changes once all engines have confirmed.
+
+    If only some have, the state stays and the fleet is diverged: the client can repeat the command
+    or give its reverse, which engines that are in its target state confirm at once.
+    """
+
+    message: Command[Any]
+
+    def begin(self, now: float) -> None:
+        if self.fleet.is_done(self.message):
+            super().complete(now)
+        else:
+            super().begin(now)
+
+    def complete(self, now: float) -> None:
+        if self.refusals:
+            if self.results:
+                self.fleet.diverge()
+        else:
+            before = self.fleet.state
+            self.fleet.change_state(self.message)
+            logger.info("%s -> %s", before.name, self.fleet.state.name)
+            if isinstance(self.message, Suspend) and "kv_cache" in self.fleet.released:
+                self.registry.dispatcher.caches_dropped(
+                    engine
+                    for engine in self.members.values()
+                    if (self.results.get(engine.rank) or {}).get("mode") == _RECOMPUTE
+                )
+        super().complete(now)
+
+    def timed_out(self, now: float) -> None:
+        self.fleet.diverge()
+        self.end_unanswered(now, f"the fleet stays {self.fleet.state.name}")
+
+
+class EpochChange(Operation):
+    """SetGenerationEpoch, IncrementStaleness: the same weights under a later version.
+
+    Unless every engine refuses, the version is set: an engine that has not confirmed is removed,
+    and gets the version when it registers again.
+    """
+
+    message: SetGenerationEpoch | IncrementStaleness
+
+    def begin(self, now: float) -> None:
+        version = self.fleet.weights_version + 1
+        if isinstance(self.message, SetGenerationEpoch):
+            version = self.message.version
+        self._version = next_version(self.fleet.weights_version, version, InvalidRequestError)
+        own = SetGenerationEpoch(
+            command_id=self.command_id,
+            deadline_s=self.deadline_at - now,
+            version=self._version,
+        )
+        self.ask(self.registry.ready_engines(), own, now)
+
+    def complete(self, now: float) -> None:
+        if not self.refusals or self.results or self.lost_ranks:
+            self._take(now)
+        super().complete(now)
+
+    def timed_out(self, now: float) -> None:
+        self.end_unanswered(now, f"it was removed; the version is {self._version}")
+        self._take(now)
+
+    def _take(self, now: float) -> None:
+        self.fleet.renumber(self._version)
+        for engine in list(self.members.values()):
+            if engine.rank in self.results:
+                engine.serve(self._version)
+            else:
+                reason = f"{self.name} was not confirmed"
+                self.registry.remove(engine, reason, now, suspects=())
+        self.registry.dispatcher.caches_dropped(self.members.values())
+
+
+class WeightCommit(Operation):
+    """One weight update over all engines, in two phases with presumed abort.
+
+    Until every member has voted yes, any fault leaves all engines at the serving version. From then
+    on the update is committed. A member that does not commit is removed, and fetches the version
+    when it registers again.
+    """
+
+    message: UpdateWeights
+    _is_decided = False
+    _decided_at = _grace_end = 0.0  # of a decided commit
+
+    def begin(self, now: float) -> None:
+        version = self.message.version
+        if version is None:
+            version = self.fleet.weights_version + 1
+        self._version = next_version(self.fleet.weights_version, version, WeightUpdateError)
+        engines = self.registry.members_of(self.message.source)
+        self.registry.dispatcher.await_push(False, now)  # it is here
+        prepare = Prepare(
+            command_id=self.command_id,
+            version=self._version,
+            source=structs.replace(self.message.source, num_members=len(engines)),
+            in_flight=self.message.in_flight,
+            deadline_s=self.deadline_at - now,
+        )
+        self.ask(engines, prepare, now)
+
+    def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
+        if isinstance(answer, Nack) and self._is_decided:
+            # The core then calls `lost` for it, which ends waiting for it.
+            reason = f"it did not commit version {self._version}: {answer.error.message}"
+            self.registry.remove(engine, reason, now, suspects=())
+            return
+        if self._is_decided:
+            engine.serve(self._version)
+        super().answered(engine, answer, now)
+        if isinstance(answer, Nack) and self.outcome is None:
+            self._roll_back(self.refusals[engine.rank], now)
+
+    def lost(self, engine: EngineSession, now: float) -> None:
+        if not self._is_decided and self.waiting.get(engine.engine_id) is engine:
+            del self.members[engine.engine_id]
+            self._refuse(f"rank {engine.rank} was lost before its vote", now, is_transient=True)
+        else:
+            super().lost(engine, now)
+
+    def complete(self, now: float) -> None:
+        if self._is_decided:
+            self.registry.dispatcher.caches_dropped(self.members.values())
+            super().complete(now)
+        elif self.refusals:
+            self._roll_back(next(iter(self.refusals.values())), now)
+        elif not self.members:
+            # Without a vote nobody knows whether engines can load these weights.
+            num_others = self.registry.num_awaiting_push
+            if num_others and self.message.source.lora is not None:
+                reason = f"all {num_others} engines lack the weights below this adapter"
+                self._refuse(reason, now, "push the full weights first")
+                return
+            reason = f"no engine was there to verify version {self._version}"
+            self._refuse(reason, now, "push again when one has joined", is_transient=True)
+        else:
+            checksum, fault = self._agreed_checksum()
+            if fault:
+                self._refuse(fault, now)
+            else:
+                self._commit(checksum, now)
+
+    def timed_out(self, now: float) -> None:
+        if not self._is_decided:
+            ranks = ", ".join(str(engine.rank) for engine in self.waiting.values())
+            self._refuse(f"no vote in time from rank {ranks}", now)
+            return
+        # An engine with work takes the commit between two steps, and confirms it after the second.
+        ends = {}
+        for engine_id, engine in self.waiting.items():
+            step_s = self.context.limits.step_deadline_s(engine.longest_step_s)
+            latest = max(self._grace_end, self._decided_at + 2 * step_s)  # whatever it reports
+            end = min(engine.progress_at + step_s, latest)
+            ends[engine_id] = end if engine.is_stepping else now
+        for engine in list(self.waiting.values()):
+            if now >= ends[engine.engine_id]:
+                # The core then calls `lost` for it, which ends waiting for it.
+                reason = f"it did not commit version {self._version} in time"
+                self.registry.remove(engine, reason, now, suspects=())
+        self.deadline_at = min((end for end in ends.values() if end > now), default=now)
+
+    def _agreed_checksum(self) -> tuple[str, str]:
+        """Return the checksum of source and members, and what is wrong if they differ."""
+        named: dict[str, str] = {}
+        if self.message.source.checksum:
+            named[self.message.source.checksum] = "the source"
+        for rank, vote in sorted(self.results.items()):
+            checksum = (vote or {}).get("checksum") or ""
+            if not isinstance(checksum, str):
+                return "", f"rank {rank} names the checksum {checksum!r:.100}, which is no text"
+            if checksum:
+                named.setdefault(checksum, f"rank {rank}")
+        if len(named) > 1:
+            listed = ", ".join(f"{checksum!r} by {who}" for checksum, who in named.items())
+            return "", f"the staged weights have different checksums: {listed}"
+        return next(iter(named), ""), ""
+
+    def _commit(self, checksum: str, now: float) -> None:
+        self._is_decided = True
+        self.results = {}
+        # An engine that joins later must fetch the same weights.
+        source = structs.replace(self.message.source, checksum=checksum, num_members=0)
+        self.fleet.commit(self._version, checksum, source)
+        self.context.counters.num_weight_commits += 1
+        logger.info("version %d is committed on %d engines", self._version, len(self.members))
+        limits = self.context.limits
+        self.deadline_at = max(self.deadline_at, now + limits.commit_grace_s)
+        self._decided_at, self._grace_end = now, self.deadline_at
+        commit = Commit(command_id=self.command_id, version=self._version)
+        self.ask(list(self.members.values()), commit, now)
+
+    def _refuse(
+        self, reason: str, now: float, remedy: str = "", *, is_transient: bool = False
+    ) -> None:
+        """Roll back with an error. `is_transient`: the same update may succeed next time."""
+        kept = "the serving weights are kept" + (f": {remedy}" if remedy else "")
+        error = WeightUpdateError(f"{reason}; {kept}")
+        error.is_transient = is_transient
+        self._roll_back(WireError.of(error), now)
+
+    def _roll_back(self, error: WireError, now: float) -> None:
+        """Drop the update everywhere. No answer is awaited: nothing was committed."""
+        self.stop_waiting_for_all(now)
+        self.context.counters.num_weight_rollbacks += 1
+        logger.warning("version %d is rolled back: %s", self._version, error.message)
+        rollback = Rollback(command_id=self.command_id)
+        for engine in self.members.values():
+            self.context.send(engine, rollback)
+        self.outcome = error
+
+
+def operation_of(
+    registry: Registry, client: ClientSession, message: ControlMessage[Any], deadline_at: float
+) -> Operation:
+    """Return the operation that does `message` for `client`."""
+    arguments = registry, client, message, deadline_at
+    match message:
+        case UpdateWeights():
+            return WeightCommit(*arguments)
+        case SetGenerationEpoch() | IncrementStaleness():
+            return EpochChange(*arguments)
+        case Stats():
+            return StatsOperation(*arguments)
+        case Shutdown():
+            return ShutdownOperation(*arguments)
+        case ChecksumWeights():  # no commit runs meanwhile, so that engines can be compared
+            return Operation(*arguments)
+        case _:
+            return StateChange(*arguments)
+
+
+class CommandQueue:
     """One command runs at a time, and the others wait in order; Stats run beside it. is_over:
     whether a Shutdown has been done."""
 
@@ -42,7 +428,7 @@ class PendingCommands:
     @property
     def is_busy(self) -> bool:
         """Whether a command runs that others must wait for."""
-        return any(type(operation) is not StatsOperation for operation in self._running.values())
+        return bool({*map(type, self._running.values())} - {StatsOperation})
 
     @property
     def has_any(self) -> bool:
@@ -66,7 +452,7 @@ class PendingCommands:
             self.refuse(client, nack_of(message.command_id, error))
             return
         counters.num_commands += 1
-        client.answers[message.command_id] = None
+        client.begin_command(message.command_id)
         deadline_s = message.deadline_s
         if deadline_s is None:
             deadline_s = limits.command_deadline_s
@@ -128,7 +514,7 @@ class PendingCommands:
         if not isinstance(answer, Ack) or answer.result is None:
             return
         shorter = _without_reports(command_id, answer.result)
-        client.answers[command_id] = shorter
+        client.keep_answer(command_id, shorter, self._context.limits.max_answers)
         self._context.send(client, shorter)
 
     def close(self, reason: str) -> None:
@@ -181,12 +567,7 @@ class PendingCommands:
             except ProtocolError as fault:
                 logger.warning("%s of %s: %s", operation.name, client, fault)
                 answer = _without_reports(command_id, outcome)
-        client.answers[command_id] = answer
-        # Commands that wait or run have no answer yet, and keep their entry.
-        num_over = len(client.answers) - self._context.limits.max_answers
-        for old_id in list(client.answers)[: max(num_over, 0)]:
-            if client.answers[old_id] is not None:
-                del client.answers[old_id]
+        client.keep_answer(command_id, answer, self._context.limits.max_answers)
         if not client.has_left:
             self._context.send(client, answer)
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from rollout.control.commands import COMMANDS
 from rollout.coordinator.core.clients import Clients
-from rollout.coordinator.core.commands import PendingCommands
+from rollout.coordinator.core.commands import CommandQueue
 from rollout.coordinator.core.context import Context, CoordinatorLimits, Counters
 from rollout.coordinator.core.dispatcher import Dispatcher
-from rollout.coordinator.core.fleet import CoordinatorState, Fleet
-from rollout.coordinator.core.registry import Registry
+from rollout.coordinator.core.fleet import CoordinatorState, Fleet, Registry
 from rollout.coordinator.core.request_lifecycle import RequestLifecycle
 from rollout.coordinator.core.request_table import (
     ClientSession,
@@ -84,7 +83,7 @@ class CoordinatorCore:
         self._requests = requests = RequestLifecycle(context, table, dispatcher)
         num_awaited = data_parallel_size if deterministic_mode else 1
         self._registry = Registry(context, dispatcher, requests, fleet, num_awaited=num_awaited)
-        self._commands = PendingCommands(self._registry, requests)
+        self._commands = CommandQueue(self._registry, requests)
         self._clients = Clients(context, requests, fleet, data_parallel_size=data_parallel_size)
         self._from_engine = self._handlers_of_engines()
         self._from_client = self._handlers_of_clients()
@@ -176,12 +175,13 @@ class CoordinatorCore:
 
     def tick(self, now: float) -> Outgoing:
         """Handle the timers that are due, and end the turn. Returns the messages to send."""
+        is_due = False
         while (key := self._context.timers.pop_due(now)) is not None:
-            kind, number = key
+            is_due, (kind, number) = True, key
             self._when_due[kind](number, now)
             self._settle(now)
         self._registry.end_turn()
-        return self._settled(now)
+        return self._settled(now) if is_due else self._take_outbox()
 
     def undelivered(
         self, identity: bytes, message: Message, fault: ProtocolError | None, now: float
@@ -202,7 +202,7 @@ class CoordinatorCore:
         elif isinstance(session, EngineSession):
             self._registry.remove(session, "it cannot be reached", now, sends_nack=False)
         elif session is not None:
-            self._clients.missed(session, message)
+            session.miss(message)
         return self._settled(now)
 
     def stood_still(self, seconds: float) -> None:
@@ -227,7 +227,7 @@ class CoordinatorCore:
         if session is None:
             self._take_from_unknown_peer(identity, message, now)
             return
-        session.last_seen = now
+        session.renew_lease(now)
         handlers = self._from_client if isinstance(session, ClientSession) else self._from_engine
         handler = handlers.get(type(message))
         if handler is None:

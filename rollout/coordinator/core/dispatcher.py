@@ -102,9 +102,9 @@ class Dispatcher:
 
     # ---- engines
 
-    def engine_ready(self, engine: EngineSession) -> None:
-        """The engine gets work from now on."""
-        engine.is_ready = True
+    def begin_work(self, engine: EngineSession, now: float) -> None:
+        """Assign requests to this engine from now on."""
+        engine.begin_work(now)
         self._ready[engine.rank] = engine
         self._policy.rank_joined(engine.rank)
         for request in engine.requests.values():
@@ -113,10 +113,10 @@ class Dispatcher:
         for group_id in self.waiting_groups():
             self._context.timers.discard(("orphan", group_id))
 
-    def engine_left(self, engine: EngineSession, now: float) -> list[Request]:
-        """The engine has gone. Returns its requests, for `enqueue`."""
+    def end_work(self, engine: EngineSession, now: float) -> list[Request]:
+        """Assign nothing to an engine that has left. Returns its requests, for `enqueue`."""
         if engine.is_ready:
-            engine.is_ready = False
+            engine.end_work()
             del self._ready[engine.rank]
             self._with_room.pop(engine.rank, None)
             self._policy.rank_left(engine.rank)
@@ -135,12 +135,8 @@ class Dispatcher:
                 self._policy.cache_dropped(engine.rank)
 
     def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
-        """Take the number of requests that the engine accepts since it registered.
-
-        Credit of an earlier session may arrive late; it is counted and dropped.
-        """
-        if message.session == engine.session:
-            engine.num_granted = message.num_granted
+        """Keep the number of requests that the engine accepts since it registered."""
+        if engine.grant(message):
             self._update_room(engine)
         else:
             self._context.counters.num_stale += 1
@@ -193,7 +189,7 @@ class Dispatcher:
                 self._table.reclaim(request, engine)
                 self._leave_queue(request)
                 if self._is_last_chance(request):
-                    engine.last_chance_id = request.server_id
+                    engine.begin_last_chance(request)
 
     def _leave_queue(self, request: Request) -> None:
         """A request no longer waits."""
@@ -292,7 +288,7 @@ class Dispatcher:
         for engine in list(self._with_room.values()):
             if engine.last_chance_id is None and self._last_chances:
                 request = self._last_chances.pop(next(iter(self._last_chances)))
-                engine.last_chance_id = request.server_id
+                engine.begin_last_chance(request)
                 self._assign([request], request.group, engine)
 
     def _choose(self, group: Group, requests: Sequence[Request]) -> EngineSession:

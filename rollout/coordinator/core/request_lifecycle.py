@@ -27,8 +27,8 @@ from rollout.coordinator.protocol.messages import (
     SubmitRequest,
     WireError,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import EngineStateError, RequestAbortedError, RolloutError
+from rollout.requests.token_runs import TokenRun
 from rollout.wire import Message
 
 
@@ -114,7 +114,7 @@ class RequestLifecycle:
     def _progress(self, engine: EngineSession, attempt: Attempt, run: TokenRun) -> None:
         request = self._current(engine, attempt)
         if request is None:
-            engine.aborted.append(attempt)
+            engine.abort(attempt)
             return
         counters = self._context.counters
         is_streaming = request.group.is_streaming
@@ -138,7 +138,7 @@ class RequestLifecycle:
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
         """Answer the request. The engine may forget the attempt, also an outdated one."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
-        engine.acknowledged.append(attempt)
+        engine.acknowledge(attempt)
         request = self._current(engine, attempt)
         if request is None:
             return
@@ -225,14 +225,14 @@ class RequestLifecycle:
             request.abort_error = error
             grace_at = now + self._context.limits.abort_grace_s
             self._context.timers.set(("grace", request.server_id), grace_at)
-            request.engine.aborted.append(request.current_attempt())
+            request.engine.abort(request.current_attempt())
 
     def abandon_all(self, client: ClientSession) -> None:
         """Abort the requests of a client that has gone, and forget its replies."""
         for request in list(client.requests.values()):
             engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
-                engine.aborted.append(request.current_attempt())
+                engine.abort(request.current_attempt())
             self._table.forget(request)
             if is_unfinished:
                 self._context.counters.num_abandoned += 1
@@ -245,7 +245,7 @@ class RequestLifecycle:
                 request = self._table.requests.get(sample.request_id)
                 if request is None or request.engine is None or request.attempt != sample.attempt:
                     continue
-                self._table.withdraw(request.engine)
+                request.engine.withdraw()
                 self.fail(request, error)
         elif isinstance(message, EngineReply) and isinstance(session, ClientSession):
             request = session.requests.get(message.request_id)
@@ -266,7 +266,7 @@ class RequestLifecycle:
     def fail(self, request: Request, error: WireError) -> None:
         """Answer a request with an error; its engine, if any, must abort the attempt."""
         if request.engine is not None:
-            request.engine.aborted.append(request.current_attempt())
+            request.engine.abort(request.current_attempt())
         self._answer(request, _failure(request.client_request_id, error))
 
     def _answer(self, request: Request, reply: EngineReply) -> None:
@@ -294,8 +294,7 @@ class RequestLifecycle:
             if request is None or request.reply is None:
                 self._context.counters.num_unexpected += 1
                 continue
-            client.answered[named.request_id] = None
-            client.missed_tokens.pop(named.request_id, None)
+            client.acknowledge(named.request_id)
             self._table.forget(request)
 
     def resend(self, client: ClientSession, request_id: int, offset: int = 0) -> None:

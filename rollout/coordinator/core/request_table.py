@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,17 +12,23 @@ import numpy.typing as npt
 
 from rollout.control.state import EngineState
 from rollout.coordinator.protocol.messages import (
+    AbortRequest,
     Ack,
     Attempt,
+    Credit,
     EngineReply,
+    EngineReplyPartial,
     EngineStatus,
     Nack,
+    ReplyAck,
     Sample,
     SubmitRequest,
     WireError,
+    in_parts,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import ProtocolError
+from rollout.requests.token_runs import TokenRun, join_runs
+from rollout.wire import Message
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -53,13 +59,14 @@ class Recent(OrderedDict[K, V]):
 
 @dataclass(slots=True, eq=False)
 class ClientSession:
-    """One client, until its lease runs out. `identity` is where it is reached now.
+    """One client, until its lease runs out. Only its own methods change it.
 
-    requests: unfinished ones and those with a kept reply, by the client's ids. num_unfinished,
-    request_bytes: number and bytes of unfinished ones. kept_bytes: bytes of kept replies. answered:
-    ids of acknowledged requests. answers: by command id; None while the command waits or runs.
-    missed_tokens: request id -> offset of the first undelivered token; the reply is sent instead if
-    there is one. missed_answers: ids of commands whose answer was not delivered.
+    identity: the identity of its latest connection. requests: by the client's ids, the unfinished
+    ones and those with a kept reply. num_unfinished, request_bytes: number and bytes of unfinished
+    ones. kept_bytes: bytes of kept replies. answered: ids of acknowledged requests. answers: the
+    answers to commands, by command id; None while the command waits or runs. missed_tokens: the
+    offset of the first undelivered token, by request id; the reply is sent instead if there is one.
+    missed_answers: ids of commands whose answer was not delivered.
     """
 
     client_id: bytes
@@ -76,9 +83,88 @@ class ClientSession:
     missed_answers: dict[int, None] = field(default_factory=dict)
     has_left: bool = False
 
+    def renew_lease(self, now: float) -> None:
+        """Begin the lease again: a message has arrived at `now`."""
+        self.last_seen = now
+
     def extend_lease(self, seconds: float) -> None:
-        """Leave out time in which nobody could be received from."""
+        """Lengthen the lease by the time in which the coordinator could receive nothing."""
         self.last_seen += seconds
+
+    def move(self, identity: bytes) -> None:
+        """Use another connection. All that the former one may have lost is sent again."""
+        self.identity = identity
+        self.missed_answers = dict.fromkeys(self.answers)
+        self.missed_tokens = dict.fromkeys(self.requests, 0)
+
+    def leave(self) -> None:
+        """End the session: answers to commands that still run are not sent any more."""
+        self.has_left = True
+
+    # ---- its requests, which RequestTable adds and ends
+
+    def add(self, requests: Iterable[Request], num_bytes: int) -> None:
+        """Add the unfinished requests of one group with a prompt and params of `num_bytes`."""
+        for request in requests:
+            self.requests[request.client_request_id] = request
+            self.num_unfinished += 1
+        self.request_bytes += num_bytes
+
+    def finish_request(self) -> None:
+        """Count an unfinished request less."""
+        self.num_unfinished -= 1
+
+    def finish_group(self, num_bytes: int) -> None:
+        """Count the bytes of a group less, all of whose requests have ended."""
+        self.request_bytes -= num_bytes
+
+    def keep_reply(self, num_bytes: int) -> None:
+        """Count the bytes of a kept reply; a negative number for one that is dropped."""
+        self.kept_bytes += num_bytes
+
+    def remove(self, request: Request) -> None:
+        """Remove a request whose reply is not kept any more."""
+        del self.requests[request.client_request_id]
+
+    def acknowledge(self, request_id: int) -> None:
+        """Remember a request whose reply has arrived at the client."""
+        self.answered[request_id] = None
+        self.missed_tokens.pop(request_id, None)
+
+    # ---- its commands
+
+    def begin_command(self, command_id: int) -> None:
+        """Remember a command, so that a repeated one is not done twice."""
+        self.answers[command_id] = None
+
+    def keep_answer(self, command_id: int, answer: Ack | Nack, max_answers: int) -> None:
+        """Keep the answer to a command, and drop the oldest ones beyond `max_answers`. Commands
+        that wait or run keep their entry."""
+        self.answers[command_id] = answer
+        num_over = len(self.answers) - max_answers
+        for old_id in list(self.answers)[: max(num_over, 0)]:
+            if self.answers[old_id] is not None:
+                del self.answers[old_id]
+
+    # ---- messages that were not delivered
+
+    def miss(self, message: Message) -> None:
+        """Remember an undelivered message until `take_missed`."""
+        if isinstance(message, (Ack, Nack)) and message.command_id is not None:
+            self.missed_answers[message.command_id] = None
+        elif isinstance(message, EngineReply):
+            self.missed_tokens[message.request_id] = 0
+        elif isinstance(message, EngineReplyPartial):
+            offset = self.missed_tokens.get(message.request_id, message.tokens.offset)
+            self.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
+
+    def take_missed(self) -> tuple[list[Ack | Nack], dict[int, int]]:
+        """Return the undelivered answers, and the offset of the first undelivered token of each
+        request that is not acknowledged yet. Both are forgotten here."""
+        answers = [answer for i in self.missed_answers if (answer := self.answers.get(i))]
+        tokens = {i: offset for i, offset in self.missed_tokens.items() if i in self.requests}
+        self.missed_answers, self.missed_tokens = {}, {}
+        return answers, tokens
 
     def __str__(self) -> str:
         return f"client {self.client_id.hex()[:8]} {self.name!r}"
@@ -86,13 +172,14 @@ class ClientSession:
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One registered engine. It gets work and commands once it `is_ready`.
+    """One registered engine. It gets work and commands once it `is_ready`. Only its own methods
+    change it.
 
     session: the number of this registration, which its Credit names. max_held: the most requests
     that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;
     both since it registered. last_seen: when it last sent a frame. progress_at: when its step count
     last rose, or when it had no work. requests: those assigned to it, oldest first. last_chance_id:
-    a request that fails with the next lost engine; no second such request runs beside it.
+    the id of a request that fails if this engine is lost; no second such request runs beside it.
     expected: the state and weights version of its RegisterAck. num_awaited: commands that wait for
     its answer, each with its own deadline. acknowledged, aborted: attempts to send it at the
     end of the turn, in one message of each kind.
@@ -117,12 +204,21 @@ class EngineSession:
     acknowledged: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
 
-    # The methods are the only writers of status, progress_at, weights_version and num_awaited. The
-    # dispatcher writes is_ready, num_granted and last_chance_id, RequestTable requests and
-    # num_assigned, the core last_seen.
+    # ---- its life
+
+    def renew_lease(self, now: float) -> None:
+        """Begin the lease again: a message has arrived at `now`."""
+        self.last_seen = now
+
+    def extend_lease(self, seconds: float) -> None:
+        """Lengthen lease and progress deadline by the time in which the coordinator could receive
+        nothing."""
+        self.last_seen += seconds
+        self.progress_at += seconds
 
     def report(self, status: EngineStatus, now: float) -> None:
-        """Keep the status of a heartbeat. Until the engine is ready it says what it serves."""
+        """Keep the status of a heartbeat. Until the engine is ready, the status says which weights
+        it serves."""
         before, self.status = self.status, status
         has_stepped = before is None or status.num_steps != before.num_steps
         if has_stepped or not self.is_stepping or not self.is_ready:
@@ -130,17 +226,16 @@ class EngineSession:
         if not self.is_ready:
             self.weights_version = status.weights_version
 
-    def restart_progress(self, now: float) -> None:
-        """Count the time without a step from now on."""
-        self.progress_at = now
+    def begin_work(self, now: float) -> None:
+        """Make the engine ready. The time without a step counts from now on."""
+        self.is_ready, self.progress_at = True, now
 
-    def extend_lease(self, seconds: float) -> None:
-        """Leave out time in which nobody could be received from."""
-        self.last_seen += seconds
-        self.progress_at += seconds
+    def end_work(self) -> None:
+        """Make the engine not ready: it has left."""
+        self.is_ready = False
 
     def serve(self, version: int) -> None:
-        """Keep the version that the engine has confirmed."""
+        """Keep the weights version that the engine has confirmed."""
         self.weights_version = version
 
     def begin_command(self) -> None:
@@ -148,24 +243,76 @@ class EngineSession:
         self.num_awaited += 1
 
     def end_command(self, now: float) -> None:
-        """Count one command less; the engine steps again from now on."""
+        """Count one command less. The time without a step counts from now on."""
         self.num_awaited -= 1
         self.progress_at = now
 
+    # ---- its requests, which RequestTable adds and removes
+
+    def grant(self, credit: Credit) -> bool:
+        """Keep the number of requests that the engine accepts. Returns False for the credit of an
+        earlier registration, which may arrive late."""
+        if credit.session != self.session:
+            return False
+        self.num_granted = credit.num_granted
+        return True
+
+    def assign(self, request: Request) -> None:
+        """Add a request that is sent to the engine, which uses credit."""
+        self.num_assigned += 1
+        self.requests[request.server_id] = request
+
+    def reclaim(self, request: Request) -> None:
+        """Add a request that the engine has had since before it registered."""
+        self.requests[request.server_id] = request
+
+    def withdraw(self) -> None:
+        """Return the credit of an assignment that was not sent."""
+        self.num_assigned -= 1
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended or goes to another engine."""
+        del self.requests[request.server_id]
+
+    def begin_last_chance(self, request: Request) -> None:
+        """Mark the request that fails if this engine is lost."""
+        self.last_chance_id = request.server_id
+
     def end_last_chance(self, request: Request) -> None:
-        """Let another last chance run here if this request was one."""
+        """Remove the mark of `begin_last_chance` if this request has it."""
         if self.last_chance_id == request.server_id:
             self.last_chance_id = None
 
+    def acknowledge(self, attempt: Attempt) -> None:
+        """Queue an attempt that the engine may forget: its reply has arrived."""
+        self.acknowledged.append(attempt)
+
+    def abort(self, attempt: Attempt) -> None:
+        """Queue an attempt that the engine must abort."""
+        self.aborted.append(attempt)
+
+    def take_queued(self) -> Sequence[ReplyAck | AbortRequest]:
+        """Return the messages about queued attempts, which are sent once a turn."""
+        if not self.acknowledged and not self.aborted:
+            return ()
+        acknowledged, self.acknowledged = self.acknowledged, []
+        aborted, self.aborted = self.aborted, []
+        return [
+            *(ReplyAck(attempts=attempts) for attempts in in_parts(acknowledged)),
+            *(AbortRequest(attempts=attempts) for attempts in in_parts(aborted)),
+        ]
+
+    # ---- what follows from its state
+
     @property
     def has_room(self) -> bool:
-        """Whether it gets work, and accepts a request more."""
+        """Whether the engine gets work and accepts another request."""
         has_credit = self.num_granted > self.num_assigned
         return self.is_ready and has_credit and len(self.requests) < self.max_held
 
     @property
     def is_stepping(self) -> bool:
-        """Whether it runs and has work, by its last heartbeat."""
+        """Whether the engine runs and has work, by its latest heartbeat."""
         status = self.status
         if status is None or status.state != EngineState.RUNNING.name:
             return False
@@ -173,7 +320,7 @@ class EngineSession:
 
     @property
     def longest_step_s(self) -> float:
-        """Seconds that the engine's longest step takes, by its last heartbeat; 0 if unknown."""
+        """Seconds that the engine's longest step takes, by its latest heartbeat; 0 if unknown."""
         return 0.0 if self.status is None else self.status.longest_step_s
 
     def __str__(self) -> str:
@@ -335,11 +482,9 @@ class RequestTable:
                 *(sample.sampling_params, sample.seed, num_tokens[server_id - group_id]),
                 TokenLog(),
             )
-            client.requests[sample.request_id] = group.waiting[server_id]
         group.unfinished.update(group.waiting)
         self._next_id += len(samples)
-        client.num_unfinished += len(samples)
-        client.request_bytes += num_bytes
+        client.add(group.waiting.values(), num_bytes)
         return group
 
     def assign(self, request: Request, engine: EngineSession) -> None:
@@ -347,18 +492,15 @@ class RequestTable:
         request.attempt += 1
         request.num_known = len(request.log)
         request.last_engine_id = engine.engine_id
-        engine.num_assigned += 1
-        self.reclaim(request, engine)
-
-    def reclaim(self, request: Request, engine: EngineSession) -> None:
-        """Give a waiting request to the engine that has its latest attempt."""
         del request.group.waiting[request.server_id]
         request.engine = engine
-        engine.requests[request.server_id] = request
+        engine.assign(request)
 
-    def withdraw(self, engine: EngineSession) -> None:
-        """Count one assignment less: the engine was not sent it, so it used no credit."""
-        engine.num_assigned -= 1
+    def reclaim(self, request: Request, engine: EngineSession) -> None:
+        """Give a waiting request back to the engine that has its latest attempt."""
+        del request.group.waiting[request.server_id]
+        request.engine = engine
+        engine.reclaim(request)
 
     def requeue(self, request: Request) -> None:
         """Make an assigned request wait: its engine does not have it any more."""
@@ -372,7 +514,8 @@ class RequestTable:
         self.replace_reply(request, reply)
 
     def replace_reply(self, request: Request, reply: EngineReply) -> None:
-        request.client.kept_bytes += _kept_bytes(reply) - _kept_bytes(request.reply)
+        """Keep `reply` in place of an earlier one."""
+        request.client.keep_reply(_kept_bytes(reply) - _kept_bytes(request.reply))
         request.reply = reply
 
     def forget(self, request: Request) -> None:
@@ -380,8 +523,8 @@ class RequestTable:
         if request.reply is None:
             self._end(request)
         del self.requests[request.server_id]
-        del request.client.requests[request.client_request_id]
-        request.client.kept_bytes -= _kept_bytes(request.reply)
+        request.client.remove(request)
+        request.client.keep_reply(-_kept_bytes(request.reply))
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
         """Add new tokens to the request's log; see TokenLog.append."""
@@ -392,7 +535,7 @@ class RequestTable:
 
     def _leave_engine(self, request: Request) -> None:
         if request.engine is not None:
-            del request.engine.requests[request.server_id]
+            request.engine.remove(request)
             request.engine = None
 
     def _end(self, request: Request) -> None:
@@ -401,7 +544,7 @@ class RequestTable:
         self._leave_engine(request)
         group.waiting.pop(request.server_id, None)
         del group.unfinished[request.server_id]
-        client.num_unfinished -= 1
+        client.finish_request()
         if len(request.log):
             self.num_log_bytes -= request.log.num_bytes
             request.log = TokenLog()
@@ -409,7 +552,7 @@ class RequestTable:
             del self.groups[group.group_id]
             # A kept reply still refers to its group, but does not need these.
             group.prompt_tokens, group.hashes = _NO_TOKENS, []
-            client.request_bytes -= group.num_bytes
+            client.finish_group(group.num_bytes)
 
 
 def _kept_bytes(reply: EngineReply | None) -> int:

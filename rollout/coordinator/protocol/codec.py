@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
     MAX_SAMPLES,
     MESSAGE_TYPES,
+    PROTOCOL_VERSION,
     Ack,
     AssignRequest,
     Connect,
     EngineReply,
+    Headers,
     Nack,
     Register,
     SubmitRequest,
@@ -211,26 +212,30 @@ def frames_in(frame: bytes) -> Sequence[bytes]:
 
 
 def batched(
-    frames: Iterable[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
-) -> Iterator[tuple[bytes, int]]:
-    """Yield (frame to send, number of its messages) for `frames`, in their order: Batches of small
+    frames: Sequence[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
+) -> Sequence[tuple[bytes, int]]:
+    """Return (frame to send, number of its messages) for `frames`, in their order: Batches of small
     frames, and large or single frames as they are.
     """
+    if len(frames) == 1:
+        return [(frames[0], 1)]
+    together: list[tuple[bytes, int]] = []
     waiting: list[bytes] = []
     num_left = limit = min(_MAX_BATCH_BYTES, max_bytes - 16)
     for frame in frames:
         num_bytes = len(frame) + 5  # with msgpack's header of binary
         is_large = num_bytes > _MAX_BATCHED_FRAME_BYTES
         if waiting and (is_large or num_bytes > num_left or len(waiting) == MAX_BATCH_FRAMES):
-            yield _joined(waiting), len(waiting)
+            together.append((_joined(waiting), len(waiting)))
             waiting, num_left = [], limit
         if is_large:
-            yield frame, 1
+            together.append((frame, 1))
         else:
             waiting.append(frame)
             num_left -= num_bytes
     if waiting:
-        yield _joined(waiting), len(waiting)
+        together.append((_joined(waiting), len(waiting)))
+    return together
 
 
 def _joined(frames: Sequence[bytes]) -> bytes:

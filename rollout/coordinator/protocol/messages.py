@@ -9,6 +9,7 @@ changes its name, nothing else. Times are durations in seconds: no clock is shar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -18,9 +19,8 @@ from rollout import errors
 from rollout.control.commands import ControlMessage, FleetResults
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import UPDATE_WEIGHTS
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns
 from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error, utf8_text
+from rollout.requests.token_runs import TokenRun, TokenRuns
 from rollout.weights.source import WeightsSource
 from rollout.wire import (
     MAX_ITEMS,
@@ -39,6 +39,46 @@ from rollout.wire import (
     WithColumns,
     check_plain,
 )
+
+# Raised by any change of a header or field. Peers of different versions refuse each other.
+PROTOCOL_VERSION = 10
+
+
+class Headers(IntEnum):
+    """Numbers on the wire. Those below 70 are the ones of the public interface."""
+
+    CONNECT = 0
+    CONNECT_ACK = 1
+    SUBMIT_REQUEST = 20
+    ENGINE_REPLY = 21
+    ENGINE_REPLY_PARTIAL = 22
+    ABORT_REQUEST = 23
+    PAUSE = 40
+    UNPAUSE = 41
+    SUSPEND = 42
+    RESUME = 43
+    SET_GENERATION_EPOCH = 44
+    STOP = 45
+    INCREMENT_STALENESS = 46
+    DISCONNECT = 60
+    SHUTDOWN = 61
+    ACK = 70
+    NACK = 71
+    HEARTBEAT = 72
+    REGISTER = 73
+    REGISTER_ACK = 74
+    ASSIGN_REQUEST = 75
+    REPLY_ACK = 76
+    UPDATE_WEIGHTS = 77
+    PREPARE = 78
+    COMMIT = 79
+    ROLLBACK = 80
+    STATS = 81
+    CREDIT = 82
+    PROGRESS = 83
+    BATCH = 84
+    CHECKSUMS = 85
+
 
 # ---- what several messages carry
 

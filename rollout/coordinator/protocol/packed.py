@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,14 +12,12 @@ import torch
 from msgspec import Meta, structs
 
 from rollout.coordinator.protocol.messages import Sample
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.errors import ProtocolError, RolloutError
-from rollout.requests.columns import ColumnName, ColumnType
+from rollout.requests.columns import TOP_N_FIELDS, ArrayField, ArrayType, TopNField
 from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.generated_tokens import GeneratedColumns, GeneratedTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.token_runs import TopNRun
 from rollout.sampling_params import SamplingParams
-from rollout.version_spans import VersionSpans
 from rollout.wire import FAULTS, MAX_PLAIN_BYTES, Count, Name, pack, unpack
 
 T = TypeVar("T")
@@ -64,9 +61,9 @@ class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """
 
     fields: msgspec.Raw
-    columns: dict[ColumnName, tuple[ColumnType, bytes]]
+    columns: dict[ArrayField, tuple[ArrayType, bytes]]
     tensors: Annotated[dict[Name, _Tensor], Meta(max_length=64)] = {}
-    top_n: dict[Literal["prompt_top_n_logprobs", "generated_top_n_logprobs"], TopNRun] = {}
+    top_n: dict[TopNField, TopNRun] = {}
     sampling_params: bytes | None = None
 
 
@@ -95,7 +92,7 @@ def _packed(
 ) -> _Segment:
     top_n, tensors, plain = {}, {}, {}
     for name, value in values.items():
-        if name.endswith("_top_n_logprobs") and value is not None:
+        if name in TOP_N_FIELDS and value is not None:
             top_n[name] = TopNRun.from_rows(getattr(request, name))
         elif isinstance(value, dict) and value.keys() == _TENSOR_FIELDS:
             tensors[name] = _Tensor(**value)
@@ -104,9 +101,9 @@ def _packed(
     params = request.sampling_params
     return _Segment(
         fields=msgspec.Raw(pack(plain)),
-        columns={name: (c.dtype.str, c.tobytes()) for name, c in columns.items()},  # type: ignore[misc]
+        columns={name: (c.dtype.str, c.tobytes()) for name, c in columns.items()},
         tensors=tensors,
-        top_n=top_n,  # type: ignore[arg-type]
+        top_n=top_n,
         sampling_params=None if params is None else pack_params(params),
     )
 
@@ -160,23 +157,6 @@ def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
         raise ProtocolError(f"not {what}: {fault!r:.200}") from fault
 
 
-def token_run(tokens: GeneratedTokens) -> TokenRun:
-    """Return the tokens of one request as the part of a message."""
-    top_n = None if tokens.top_n is None else TopNRun.from_rows(tokens.top_n)
-    return TokenRun(**_columns_of(tokens), top_n=top_n)
-
-
-def token_runs(tokens: GeneratedColumns, attempts: Sequence[int]) -> TokenRuns:
-    """Return the tokens of many requests as the part of a message. `attempts`: one per request."""
-    top_n = TopNRun.from_rows(tokens.top_n) if tokens.has_top_n.any() else None
-    return TokenRuns(**_columns_of(tokens), attempts=np.array(attempts, np.int64), top_n=top_n)
-
-
-def _columns_of(tokens: GeneratedTokens | GeneratedColumns) -> dict[str, Any]:
-    """Return all fields except top_n; both types name them alike."""
-    return {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "top_n"}
-
-
 def resumed_record(
     sample: Sample,
     params: SamplingParams,
@@ -190,18 +170,6 @@ def resumed_record(
     """
     run = sample.resumed
     assert run is not None
-    spans = VersionSpans()
-    spans.append(len(prompt_tokens), run.entry_version)
-    for version in run.policy_versions.tolist():
-        spans.append(1, version)
-    per_token: dict[str, Any] = {
-        "generated_tokens": run.token_ids,
-        "generated_log_probs": run.log_probs if params.return_log_probs else None,
-        "generated_ranks": run.ranks if params.return_ranks else None,
-        "tpot": np.full(len(run), np.nan),
-        "context_kv_version_min": run.context_kv_version_min,
-        "context_kv_version_mean": run.context_kv_version_mean,
-    }
     return DynamicInferenceRequestRecord.from_request(
         DynamicInferenceRequest(
             request_id=sample.request_id,
@@ -210,8 +178,7 @@ def resumed_record(
             priority=priority,
             seed=sample.seed,
             weights_version=run.entry_version,
-            generated_top_n_logprobs=None if run.top_n is None else run.top_n.rows(),
-            policy_spans=spans,
-            **per_token,
+            policy_spans=run.policy_spans(len(prompt_tokens)),
+            **run.request_fields(params),
         )
     )

@@ -7,14 +7,13 @@ import enum
 from collections.abc import Sequence
 
 from rollout.control.state import EngineState
-from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.errors import InvalidRequestError
 from rollout.serve.errors import ApiError
 from rollout.serve.limits import RequestLimiter
 from rollout.serve.live_requests import LiveRequests
 from rollout.serve.llm import ServedLLM
 
-_POLL_S = 0.01
 _WHO = "pause"  # name under which the limiter is closed
 
 
@@ -44,6 +43,7 @@ class Pausing:
         self._llm, self._live, self._limiter = llm, live, limiter
         self._lock = asyncio.Lock()  # held by each method
         self.mode: PauseMode | None = None  # of the pause in force
+        self._other_mode = asyncio.Event()  # set when the pause in force gets another mode or ends
         self.is_asleep = False  # whether the pause in force is that of a sleep
         # The engines' count of weight updates when their weights were discarded; None: they have
         # weights.
@@ -139,10 +139,10 @@ class Pausing:
                 raise ApiError(409, "another pause or its end came before the engines slept")
             await self._stop_for(mode)
             if level:
-                await self._release(OWNERS, discards_weights=level == 2)
+                await self._release(RESOURCES, discards_weights=level == 2)
             self.is_asleep = True
 
-    async def wake_up(self, resources: Sequence[str] = OWNERS) -> None:
+    async def wake_up(self, resources: Sequence[str] = RESOURCES) -> None:
         """Restore released memory. Once all is restored the pause ends."""
         _check_resources(resources)
         async with self._lock:
@@ -173,18 +173,31 @@ class Pausing:
         """Put a pause in force; one of mode WAIT then waits until no request runs. Returns whether
         it is in force still.
         """
-        self.mode = mode
+        self._set_mode(mode)
         if refuses_new:
             self._limiter.close(_WHO, f"generation is paused (mode {mode.value})")
         else:
             self._limiter.open(_WHO)
-        while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
-            await asyncio.sleep(_POLL_S)
+        if mode is PauseMode.WAIT:
+            waits = [self._live.all_ended(), self._other_mode.wait()]
+            tasks = [asyncio.ensure_future(wait) for wait in waits]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
         return self.mode is mode
 
     def _end_pause(self) -> None:
-        self.mode, self.is_asleep = None, False
+        self.is_asleep = False
+        self._set_mode(None)
         self._limiter.open(_WHO)
+
+    def _set_mode(self, mode: PauseMode | None) -> None:
+        """Set the mode of the pause in force. Wakes the pauses that wait in another mode."""
+        if mode is not self.mode:
+            self._other_mode.set()
+            self.mode, self._other_mode = mode, asyncio.Event()
 
     # ---- with the lock held
 
@@ -221,7 +234,7 @@ class Pausing:
     async def _restore(self, resources: Sequence[str]) -> None:
         if await self._state() is not EngineState.SUSPENDED:
             return
-        if set(resources) >= {*OWNERS}:
+        if set(resources) >= {*RESOURCES}:
             await self._llm.resume()
             return
         for owner in resources:  # the engines keep what is not released as it is
@@ -235,7 +248,8 @@ class Pausing:
 
 
 def _check_resources(resources: Sequence[str]) -> None:
-    if unknown := set(resources) - {*OWNERS}:
+    if unknown := set(resources) - {*RESOURCES}:
         raise InvalidRequestError(
-            f"tags {sorted(unknown)} are unknown; memory is released and restored as {list(OWNERS)}"
+            f"tags {sorted(unknown)} are unknown; memory is released and restored as "
+            f"{list(RESOURCES)}"
         )

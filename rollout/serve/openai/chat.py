@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.openai.models import check_model
 from rollout.serve.openai.reply import Job, check_stream, max_tokens_of, stream_reply, total_usage

@@ -13,9 +13,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from aiohttp import web
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.generated_text import StreamedText, shown_text
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.serve.errors import ApiError, ErrorForm, api_error_of, openai_form
 from rollout.serve.event_stream import EventStream

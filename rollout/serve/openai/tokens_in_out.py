@@ -6,8 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.fields import Fields
 from rollout.serve.generation import Generation

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from aiohttp import web
 
 from rollout.backends.process_groups import group_backends
-from rollout.engine.suspension import OWNERS
+from rollout.engine.suspension import RESOURCES
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, one_chunk, single_chunks
 from rollout.serve.control.server_info import model_info, server_info
@@ -247,7 +247,7 @@ async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
 
 def _resources(tags: Sequence[str] | None) -> Sequence[str]:
     """Return the resources that tags name. Captured graphs have no memory of their own here."""
-    return [tag for tag in tags if tag != "cuda_graph"] if tags else OWNERS
+    return [tag for tag in tags if tag != "cuda_graph"] if tags else RESOURCES
 
 
 # ---- weights

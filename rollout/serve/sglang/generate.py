@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
 from rollout.serve.control.sglang_schemas import GenerateBody, SglangSampling
 from rollout.serve.errors import ApiError, json_response, sglang_form

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from rollout.engine.suspension import KV_CACHE, OWNERS
+from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.serve.control.checksums import weight_checksums
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
@@ -232,7 +232,7 @@ async def _wake_up(request: web.Request, body: Any) -> web.Response:
     pausing = request.app[CONTROL].pausing
     tags = request.query.getall("tags", [])
     # The tag of a sleep of level 0, which releases nothing.
-    await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else OWNERS)
+    await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else RESOURCES)
     status = "sleeping" if await pausing.is_sleeping() else "awake"
     return json_response({"status": status, "tags": tags or None})
 

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.backends.memory.shared_buffer import (
+from rollout.backends.process_groups import join_group
+from rollout.backends.shared_buffer import (
     DEVICE,
     HOST,
     SharedBuffer,
@@ -29,7 +30,6 @@ from rollout.backends.memory.shared_buffer import (
     create_shared_buffer,
     open_shared_buffer,
 )
-from rollout.backends.process_groups import join_group
 from rollout.errors import WeightUpdateError
 from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 

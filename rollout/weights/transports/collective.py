@@ -16,7 +16,7 @@ import msgspec
 from torch import Tensor
 
 from rollout.addresses import host_towards, tcp_address
-from rollout.backends.memory.shared_buffer import DEVICE, require_place
+from rollout.backends.shared_buffer import DEVICE, require_place
 from rollout.errors import ConfigError, WeightUpdateError
 from rollout.parallel.stores import connect_store, open_store
 from rollout.weights.source import WeightsSource

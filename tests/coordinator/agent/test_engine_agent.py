@@ -48,13 +48,13 @@ from rollout.coordinator.protocol.packed import (
     pack_params,
     unpack_record,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun, join_runs
 from rollout.errors import (
     EngineStateError,
     InvalidRequestError,
     ProtocolError,
     WeightUpdateError,
 )
+from rollout.requests.token_runs import TokenRun, join_runs
 from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors
 from rollout.wire import Message

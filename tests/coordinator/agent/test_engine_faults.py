@@ -12,8 +12,7 @@ import pytest
 from rollout import SamplingParams
 from rollout.backends.forward_batch import ForwardBatch
 from rollout.control.commands import Command, Pause, Suspend
-from rollout.coordinator.agent import loop as serving
-from rollout.coordinator.agent.agent import EngineAgent
+from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.net.link import LinkClosedError
 from rollout.coordinator.protocol import packed
 from rollout.coordinator.protocol.codec import encode
@@ -133,10 +132,10 @@ def agent_of(
     return agent
 
 
-def serve(agent: EngineAgent, link: ScriptedLink) -> None:
+def serve_to_the_end(agent: EngineAgent, link: ScriptedLink) -> None:
     """Until the script is over."""
     with pytest.raises(LinkClosedError):
-        serving.serve(agent, link)  # type: ignore[arg-type]
+        serve(agent, link)  # type: ignore[arg-type]
 
 
 def assignment(request_id: int, num_tokens: int = 3, **changes: Any) -> AssignRequest:
@@ -152,7 +151,7 @@ def assignment(request_id: int, num_tokens: int = 3, **changes: Any) -> AssignRe
 @pytest.mark.parametrize("changes", [{"top_k": 2**63}, {"top_k": 2**31}, {"add_BOS": []}])
 def test_params_that_no_engine_can_take_end_their_request_alone(changes: dict[str, Any]) -> None:
     link = ScriptedLink(register_ack(), assignment(0, **changes), assignment(1))
-    serve(agent_of(FaultyEngine()), link)
+    serve_to_the_end(agent_of(FaultyEngine()), link)
     bad, good = link.of(EngineReply)
     assert (bad.request_id, bad.error.type_name) == (0, "InvalidRequestError")
     assert len(unpack_record(good.record).merge().generated_tokens) == 3
@@ -161,7 +160,7 @@ def test_params_that_no_engine_can_take_end_their_request_alone(changes: dict[st
 def test_any_fault_of_adding_a_request_is_its_end() -> None:
     engine = FaultyEngine(1, add_group=TypeError("unhashable"))
     link = ScriptedLink(register_ack(), assignment(0), assignment(1))
-    serve(agent_of(engine), link)
+    serve_to_the_end(agent_of(engine), link)
     bad, good = link.of(EngineReply)
     assert (bad.request_id, bad.is_failed) == (0, True)
     assert bad.error.to_error().message == "unhashable"
@@ -184,7 +183,7 @@ def failing_at(*lengths: int, max_requests: int = 4) -> FaultyEngine:
 def test_a_request_that_fails_every_step_is_answered_as_failed_and_the_engine_goes_on() -> None:
     agent = agent_of(failing_at(6))
     link = ScriptedLink(register_ack(), assignment(0, 1), assignment(1, 3), assignment(2, 1))
-    serve(agent, link)
+    serve_to_the_end(agent, link)
     replies = {
         reply.request_id: unpack_record(reply.record).merge() for reply in link.of(EngineReply)
     }
@@ -200,7 +199,7 @@ def test_a_request_that_fails_every_step_is_answered_as_failed_and_the_engine_go
 def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None:
     link = ScriptedLink(register_ack(), assignment(0), assignment(1))
     with pytest.raises(ArithmeticError, match="cannot be done"):
-        serving.serve(agent_of(failing_at()), link)  # type: ignore[arg-type]
+        serve(agent_of(failing_at()), link)  # type: ignore[arg-type]
     assert not link.of(EngineReply)
 
 
@@ -213,7 +212,7 @@ def test_the_disconnect_of_a_failed_engine_names_what_it_ran_and_nothing_that_wa
         agent.handle(message)
     link = ScriptedLink()
     with pytest.raises(ArithmeticError, match="cannot be done"):
-        serving.serve(agent, link)  # type: ignore[arg-type]
+        serve(agent, link)  # type: ignore[arg-type]
     assert link.disconnect["is_fault"]
     assert [a.request_id for a in link.disconnect["suspects"]] == [0, 1]
 
@@ -230,14 +229,14 @@ def test_the_disconnect_of_an_engine_whose_scheduling_fails_names_the_running_on
     engine.scheduler.schedule = fail
     link = ScriptedLink()
     with pytest.raises(LookupError, match="no such block"):
-        serving.serve(agent, link)  # type: ignore[arg-type]
+        serve(agent, link)  # type: ignore[arg-type]
     assert [a.request_id for a in link.disconnect["suspects"]] == [0, 1]
 
 
 def test_an_end_that_no_frame_can_carry_is_answered_as_failed_and_kept() -> None:
     agent = agent_of(FaultyEngine())
     link = ScriptedLink(*(register_ack(), assignment(0, 200), assignment(1)), max_frame_bytes=4000)
-    serve(agent, link)
+    serve_to_the_end(agent, link)
     replies = {reply.request_id: reply for reply in link.of(EngineReply)}
     assert not replies[1].is_failed
     assert replies[0].is_failed
@@ -250,7 +249,7 @@ def test_progress_that_no_frame_can_carry_ends_its_request_alone() -> None:
     agent = agent_of(FaultyEngine())
     entry = register_ack(report_interval_tokens=150)
     link = ScriptedLink(entry, assignment(0, 200), assignment(1), max_frame_bytes=2500)
-    serve(agent, link)
+    serve_to_the_end(agent, link)
     assert [(r.request_id, r.is_failed) for r in link.of(EngineReply)] == [(1, False), (0, True)]
     assert not agent.has_work
 
@@ -267,7 +266,7 @@ def test_progress_of_many_that_no_frame_can_carry_is_sent_as_two() -> None:
 def test_a_record_that_nobody_would_read_is_told_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "MAX_RECORD_PLAIN_BYTES", 10)
     agent = agent_of(FaultyEngine())
-    serve(agent, link := ScriptedLink(register_ack(), assignment(0)))
+    serve_to_the_end(agent, link := ScriptedLink(register_ack(), assignment(0)))
     (reply,) = link.of(EngineReply)
     assert reply.is_failed
     with pytest.raises(ProtocolError, match="bytes of plain values"):
@@ -284,7 +283,7 @@ def test_any_fault_while_staging_is_the_vote_no() -> None:
         for i in (1, 2)
     ]
     link = ScriptedLink(register_ack(), *prepares, assignment(0))
-    serve(agent_of(engine, link), link)
+    serve_to_the_end(agent_of(engine, link), link)
     (vote,) = link.of(Nack)
     error = vote.error.to_error()
     assert isinstance(error, RemoteError)
@@ -300,7 +299,7 @@ def test_an_entry_that_fails_is_tried_again_and_nothing_runs_before() -> None:
     engine = FaultyEngine(3, pause=RuntimeError("out of memory"))
     entry = register_ack(weights_version=4, weights=SOURCE, keep=(Attempt(request_id=0),))
     link = ScriptedLink(assignment(0), entry)
-    serve(agent_of(engine, link), link)
+    serve_to_the_end(agent_of(engine, link), link)
     (beat,) = link.of(Heartbeat)
     assert beat.status.weights_version == 4
     (reply,) = link.of(EngineReply)
@@ -312,14 +311,14 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
     engine = FaultyEngine(pause=RuntimeError("the device is gone"))
     link = ScriptedLink(register_ack(state="PAUSED"))
     with pytest.raises(RuntimeError, match="the device is gone"):
-        serving.serve(agent_of(engine, link), link)  # type: ignore[arg-type]
+        serve(agent_of(engine, link), link)  # type: ignore[arg-type]
     assert link.sent == []
 
 
 @pytest.mark.parametrize("text", ["no such file: a\udcff", "x" * 2**21])
 def test_a_command_whose_error_no_frame_can_carry_is_refused_with_what_can(text: str) -> None:
     link = ScriptedLink(register_ack(), Pause(command_id=1), Pause(command_id=2))
-    serve(agent_of(FaultyEngine(1, pause=OSError(text)), link), link)
+    serve_to_the_end(agent_of(FaultyEngine(1, pause=OSError(text)), link), link)
     (refusal,) = link.of(Nack)
     assert str(refusal.error.to_error())[:20] == f"OSError: {text}"[:20]
     assert [ack.command_id for ack in link.of(Ack)] == [2]
@@ -330,7 +329,7 @@ def test_a_command_whose_report_no_frame_can_carry_is_refused(report: Any) -> No
     engine = FaultyEngine()
     engine.do = lambda command: {"report": report}  # type: ignore[method-assign]
     link = ScriptedLink(register_ack(), Pause(command_id=1), assignment(0))
-    serve(agent_of(engine), link)
+    serve_to_the_end(agent_of(engine), link)
     (refusal,) = link.of(Nack)
     assert refusal.command_id == 1
     assert isinstance(refusal.error.to_error(), ProtocolError)
@@ -346,6 +345,6 @@ def test_a_command_after_a_failed_one_is_done() -> None:
     engine = FaultyEngine(1, suspend=RuntimeError("the arena is broken"))
     commands = [kind(command_id=i) for i, kind in enumerate([Pause, Suspend, Suspend])]
     link = ScriptedLink(register_ack(), *commands)
-    serve(agent_of(engine), link)
+    serve_to_the_end(agent_of(engine), link)
     assert [nack.command_id for nack in link.of(Nack)] == [1]
     assert [ack.command_id for ack in link.of(Ack)] == [0, 2]

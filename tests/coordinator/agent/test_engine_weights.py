@@ -10,8 +10,7 @@ import pytest
 
 from rollout import DynamicInferenceEngine
 from rollout.control.commands import Command, Pause, Shutdown, Stats, Suspend
-from rollout.coordinator.agent.agent import EngineAgent
-from rollout.coordinator.agent.loop import serve
+from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.protocol.messages import (
     AbortRequest,
     Ack,

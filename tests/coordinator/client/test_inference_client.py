@@ -35,13 +35,13 @@ from rollout.control.commands import (
 from rollout.control.reports import ResumeReport, SuspendReport
 from rollout.control.state import EngineState
 from rollout.coordinator.client.inference_client import InferenceClient
-from rollout.coordinator.client.streams import StreamedTokens, rest_of
+from rollout.coordinator.client.streams import StreamedTokens
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.protocol import messages
 from rollout.coordinator.protocol.codec import ProtocolVersionError, encode
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     Ack,
     Attempt,
@@ -57,7 +57,6 @@ from rollout.coordinator.protocol.messages import (
     nack_of,
 )
 from rollout.coordinator.protocol.packed import pack_record, unpack_params
-from rollout.coordinator.protocol.token_runs import TokenRun
 from rollout.errors import (
     BlockOverflowError,
     ClientStateError,
@@ -70,6 +69,7 @@ from rollout.errors import (
     WeightUpdateError,
 )
 from rollout.ranges import MAX_SECONDS
+from rollout.requests.token_runs import TokenRun
 from rollout.step.seeds import mix_seed
 from rollout.version_spans import VersionSpans
 from rollout.weights.source import WeightsSource
@@ -767,11 +767,11 @@ def test_the_rest_of_a_record_carries_what_was_stamped_on_it():
     record.current.policy_spans.append(4, 1)
     record.current.policy_spans.append(2, 3)
     record.current.generated_log_probs = [-1.0, -2.0, -3.0, -4.0]
-    rest = rest_of(record, 1)
+    rest = TokenRun.of(record, 1)
     assert (rest.offset, rest.token_ids.tolist()) == (1, [1, 2, 3])
     assert rest.policy_versions.tolist() == [1, 3, 3]
     assert rest.log_probs.tolist() == [-2.0, -3.0, -4.0]
-    assert rest_of(record, 4) is None
+    assert TokenRun.of(record, 4) is None
 
 
 def partial(start: int, end: int) -> EngineReplyPartial:

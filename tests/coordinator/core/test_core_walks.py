@@ -261,7 +261,7 @@ class FleetWalk(RuleBasedStateMachine):
     @invariant()
     def engines_are_in_the_state_that_the_fleet_confirms(self) -> None:
         core = self.fleet.core
-        if self.fleet.part("PendingCommands").is_busy or self.fleet.part("Fleet").is_diverged:
+        if self.fleet.part("CommandQueue").is_busy or self.fleet.part("Fleet").is_diverged:
             return
         by_id = {engine.engine_id: engine for engine in self.engines}
         for engine_id in core.ranks().values():

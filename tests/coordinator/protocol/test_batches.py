@@ -16,8 +16,7 @@ from rollout.coordinator.protocol.codec import (
     encode,
     frames_in,
 )
-from rollout.coordinator.protocol.headers import Headers
-from rollout.coordinator.protocol.messages import Ack, Attempt, ReplyAck
+from rollout.coordinator.protocol.messages import Ack, Attempt, Headers, ReplyAck
 from rollout.errors import ProtocolError
 
 MiB = 2**20

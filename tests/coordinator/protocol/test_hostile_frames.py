@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rollout import DynamicInferenceRequestRecord, ProtocolError, SamplingParams
 from rollout.control.commands import COMMANDS
 from rollout.coordinator.protocol.codec import decode, encode
-from rollout.coordinator.protocol.headers import Headers
 from rollout.coordinator.protocol.messages import (
     MESSAGE_TYPES,
     EngineReply,
+    Headers,
 )
 from rollout.coordinator.protocol.packed import (
     pack_params,

@@ -19,7 +19,7 @@ from rollout.control.commands import (
 from rollout.coordinator.protocol import messages as wire
 from rollout.coordinator.protocol.codec import decode, encode, require_valid
 from rollout.coordinator.protocol.packed import pack_params
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.weights import source as weights_source
 from rollout.wire import FAULTS, Message, pack
 
@@ -276,7 +276,9 @@ def test_require_valid_names_the_field_with_a_wrong_value(example):
 
 
 def test_what_msgpack_has_no_form_for_is_not_sent():
-    with pytest.raises(ProtocolError, match="Commit cannot be sent: object is no value"):
+    with pytest.raises(
+        ProtocolError, match="Commit cannot be sent: object cannot be part of a message"
+    ):
         encode(wire.Commit(command_id=object(), version=1))
     with pytest.raises(ProtocolError, match="Commit cannot be sent"):
         encode(wire.Commit(command_id=2**64, version=1))

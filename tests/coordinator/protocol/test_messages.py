@@ -31,10 +31,11 @@ from rollout.coordinator.protocol.codec import (
     failures_of,
     require_valid,
 )
-from rollout.coordinator.protocol.headers import PROTOCOL_VERSION, Headers
 from rollout.coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
     EngineReply,
     EngineReplyPartial,
+    Headers,
     Heartbeat,
     Nack,
     Sample,
@@ -47,8 +48,8 @@ from rollout.coordinator.protocol.packed import (
     unpack_params,
     unpack_record,
 )
-from rollout.coordinator.protocol.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.errors import InvalidRequestError, RemoteError
+from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
 from rollout.weights import source as weights_source
 from tests.coordinator.message_strategies import (
     FROM_CLIENTS,

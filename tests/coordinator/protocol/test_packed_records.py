@@ -21,7 +21,7 @@ from rollout import (
 from rollout.coordinator.protocol.packed import pack_record, unpack_record
 from rollout.generated_text import add_text
 from rollout.requests import DynamicInferenceEvent, DynamicInferenceEventType
-from rollout.requests.columns import COLUMNS
+from rollout.requests.columns import ARRAY_FIELDS
 from rollout.version_spans import VersionSpans
 
 doubles = st.floats(allow_nan=True)
@@ -132,7 +132,7 @@ def test_lists_are_made_when_they_are_read():
         {"generated_tokens": ["<i2", b"12"]},
         {"generated_tokens": ["<i4", [1]]},
         {"prompt": ["<i4", b"1234"]},
-        {name: ["<f8", b""] for name in (*COLUMNS, "more")},
+        {name: ["<f8", b""] for name in (*ARRAY_FIELDS, "more")},
     ],
 )
 def test_columns_that_are_none_are_refused(columns):

@@ -11,18 +11,14 @@ from msgspec import structs
 from rollout import ProtocolError
 from rollout.coordinator.protocol.codec import decode, encode
 from rollout.coordinator.protocol.messages import Progress
-from rollout.coordinator.protocol.token_runs import (
-    TokenRun,
-    TopNRun,
-    join_runs,
-)
+from rollout.requests.token_runs import TokenRun, TopNRun, join_runs
 from tests.coordinator.message_strategies import assert_same, joined, run_of, token_runs, top_n_runs
 
 EXAMPLES = 100
 
 
 def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ProtocolError, match="different lengths"):
+    with pytest.raises(ProtocolError, match="TokenRun: 2 policy_versions for 3 token ids"):
         run_of(3, policy_versions=np.zeros(2, np.int32))
 
 
@@ -82,7 +78,7 @@ def test_columns_that_do_not_fit_the_counts_are_refused(name, value):
     runs = joined(
         [run_of(2, log_probs=np.zeros(2, np.float32)), run_of(1, log_probs=np.zeros(1, np.float32))]
     )
-    with pytest.raises(ProtocolError, match="TokenRuns: columns of other lengths"):
+    with pytest.raises(ProtocolError, match="of another length than"):
         structs.replace(runs, **{name: value})
 
 

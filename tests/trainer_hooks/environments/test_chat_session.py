@@ -178,7 +178,7 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
     reply = run(session.complete({"messages": [{"role": "user", "content": parts}]}))
     assert "onetwo" in TOKENIZER.decode(reply["prompt_token_ids"])
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
-    with pytest.raises(ConfigError, match="a part that is no text"):
+    with pytest.raises(ConfigError, match="a part that is not text"):
         run(session.complete({"messages": [{"role": "user", "content": image}]}))
 
 

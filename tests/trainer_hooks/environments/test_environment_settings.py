@@ -12,7 +12,8 @@ from tests.trainer_hooks.environments.chat_tokenizer import chat_tokenizer
 from trainer_hooks import PromptItem
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
 from trainer_hooks.environments.chat_session import ChatSession
-from trainer_hooks.train.environment import EnvironmentSettings, environment_rollouts
+from trainer_hooks.train.settings import EnvironmentSettings
+from trainer_hooks.train.task import environment_rollouts
 
 
 class Agent(AgentRollouts):

@@ -26,8 +26,12 @@ from trainer_hooks import (
 )
 from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.environments.verifiers import VerifiersEnvironment
-from trainer_hooks.train.environment import EnvironmentSettings
-from trainer_hooks.train.settings import DataSettings, ModelSettings, RewardSettings
+from trainer_hooks.train.settings import (
+    DataSettings,
+    EnvironmentSettings,
+    ModelSettings,
+    RewardSettings,
+)
 from trainer_hooks.train.task import Task
 
 GROUP_SIZE, NUM_GROUPS = 4, 4

@@ -11,16 +11,19 @@ import pytest
 from torch.testing import assert_close
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rollout import ConfigError
+from tests.installed import needs
 from tests.trainer_hooks.loss_batches import random_batch
 from tests.trainer_hooks.trl_losses import MAX_LENGTH, our_loss, trl_loss
-from trainer_hooks.train import checked_overrides, load_dataclass
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.job import CONFIG_DIRECTORY, AlgorithmSettings, JobSettings
+
+pytestmark = needs("reasoning_gym")
 
 # aggregation, clip range, divisor of token sums (max_new_tokens is 10), advantages
 GROUPS: dict[str, tuple[Any, ...]] = {

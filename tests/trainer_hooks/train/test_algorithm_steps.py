@@ -11,11 +11,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rollout import ConfigError
+from tests.installed import needs
 from tests.trainer_hooks.fakes import finished_request
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks import (
@@ -30,6 +30,8 @@ from trainer_hooks.prompts.history import PromptHistory
 from trainer_hooks.train.job import CONFIG_DIRECTORY
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import run_seed
+
+pytestmark = needs("reasoning_gym")
 
 LEAVES = sorted(path.stem for path in CONFIG_DIRECTORY.glob("algorithm/*.yaml"))
 SHAPE: dict[str, int] = {
@@ -191,7 +193,7 @@ def test_evaluation_samples_and_says_pass_at_k_and_the_majoritys_reward(tmp_path
         (
             {"algorithm": "ppo", "algorithm__group_size": 1,
              "algorithm__advantage_estimator": "reinforce_plus_plus"},
-            "advantage_estimator='reinforce_plus_plus' beside a critic",
+            "advantage_estimator='reinforce_plus_plus' with algorithm.critic",
         ),
         ({"trainer__evaluation__pass_at": "[2]"}, r"pass_at=\[2\] must be from 1 to n=0"),
     ],

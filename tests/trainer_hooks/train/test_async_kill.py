@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
+from tests.installed import needs
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG
 from tests.trainer_hooks.train.paced_job import PacedJob
 from trainer_hooks import PromptLedger
 from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.train.palindromes import NUM_PROMPTS
+
+pytestmark = needs("reasoning_gym")
 
 # One kill of an engine and the trainer at once; those of engines alone are tests/apis's, too.
 NUM_KILLS, NUM_ENGINES = (10, 2) if IS_LONG else (1, 1)

@@ -18,14 +18,10 @@ from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
 from tests.processes import run_program
 from trainer_hooks.producer import AsyncRolloutProducer
-from trainer_hooks.train import (
-    ProducerSettings,
-    WeightSyncSettings,
-    checked_overrides,
-    load_dataclass,
-    wandb_names,
-)
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.hydra_job import checked_overrides, wandb_names
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
+from trainer_hooks.train.settings import ProducerSettings, WeightSyncSettings
 
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONFIG_DIRECTORY.resolve().glob("*/*.yaml")
@@ -161,7 +157,7 @@ def test_the_producer_group_holds_parameters_of_the_producer() -> None:
         ),
         (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be .*at least 1"),
         (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
-        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
+        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees no memory"),
         (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),
         (WeightSyncSettings, {"mode": "sometimes"}, "mode='sometimes'"),
     ],
@@ -182,7 +178,7 @@ JOB = """
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
-from trainer_hooks.train import run_hydra_job, wandb_names
+from trainer_hooks.train.hydra_job import run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)
@@ -250,7 +246,9 @@ def test_a_job_of_its_own_is_named_after_its_run() -> None:
 
 
 def test_a_launcher_without_engines_to_start_is_refused() -> None:
-    with pytest.raises(ConfigError, match="RayLauncher has nothing to start with num_engines=0"):
+    with pytest.raises(
+        ConfigError, match="RayLauncher with num_engines=0: there is nothing to start"
+    ):
         load_dataclass(JobSettings, composed("launcher=ray"))
     settings = load_dataclass(JobSettings, composed("launcher=ray", "num_engines=2"))
     assert settings.launcher.options["num_cpus"] == 1

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 
+from tests.installed import needs
 from tests.trainer_hooks.train.paced_job import PacedJob
 from trainer_hooks.metrics import read_jsonl
+
+pytestmark = needs("reasoning_gym")
 
 
 def steps_and_versions(run: Path) -> list[tuple[int, int]]:

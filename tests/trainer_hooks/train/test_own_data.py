@@ -21,10 +21,10 @@ from rollout import ConfigError
 from tests.serve import test_text_protocols as text_protocols
 from trainer_hooks import RolloutBatch
 from trainer_hooks.metrics import read_jsonl
-from trainer_hooks.train import RewardSettings, RewardTerm
 from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import run_seed
+from trainer_hooks.train.settings import RewardSettings, RewardTerm
 from trainer_hooks.train.task import Task, reward_runner
 
 REWARD = "reward=examples.arithmetic:is_right"
@@ -133,7 +133,7 @@ def test_text_goes_through_the_chat_template_unless_that_is_left_out(own: Path) 
     assert prompt.endswith("?<|end|><|assistant|>")
     plain = task_of(own_settings(own, REWARD, "data.chat=false"))
     assert str(plain.prompts(0)[0].prompt).startswith("What is")
-    with pytest.raises(ConfigError, match=r"data\.chat=false leaves out"):
+    with pytest.raises(ConfigError, match=r"data\.chat=false turns it off"):
         task_of(own_settings(own, REWARD, "data.chat=false", "data.system_prompt=x"))
 
 
@@ -260,7 +260,7 @@ def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str)
         (["data=jsonl", "model.path=a", "data.path=a"], "no reward is given"),
         (
             ["data=jsonl", "model.path=a", "data.path=a", REWARD, "model.initializer_range=0.1"],
-            "beside a shape for random weights",
+            "with a shape for random weights",
         ),
         (["data=mixture", "model.path=a", REWARD, "data.sources.x.kind=jsonl"], "sources.x needs"),
     ],

@@ -2,14 +2,16 @@
 
 import pytest
 
-pytest.importorskip("reasoning_gym")
 pytest.importorskip("transformers")
 
+from tests.installed import needs
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks import PromptItem
 from trainer_hooks.rewards import reasoning_gym_reward
 from trainer_hooks.train.palindromes import NUM_PROMPTS
 from trainer_hooks.train.task import Task
+
+pytestmark = needs("reasoning_gym")
 
 
 @pytest.fixture(scope="module")

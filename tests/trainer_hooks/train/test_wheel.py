@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("reasoning_gym")
 pytest.importorskip("setuptools")
 
+from tests.installed import needs
 from tests.trainer_hooks.train.grpo_settings import TINY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs("reasoning_gym")]
 ROOT = Path(__file__).parents[3]
 PACKAGED = ("rollout", "rollout_verl", "trainer_hooks", "conf")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from rollout.backends.memory.shared_buffer import (
+from rollout.backends.shared_buffer import (
     close_shared_buffer,
     create_shared_buffer,
     open_shared_buffer,

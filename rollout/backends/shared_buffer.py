@@ -1,7 +1,7 @@
-"""A buffer of one process that others of its machine map: in host memory, or on a CUDA device.
+"""Buffers that other processes of the machine can map, in host memory or on a CUDA device.
 
-An address is text, which any process may be told: of host memory its anonymous file, of a device
-its UUID and the handle of CUDA IPC. No test has run the latter: that takes a GPU.
+Used by weight transports. An address is text that can be sent to any process: the path of an
+anonymous file for host memory, the device's UUID and a CUDA IPC handle for a device.
 """
 
 from __future__ import annotations
@@ -24,26 +24,29 @@ _FILE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffer:
-    """bytes_N: uint8, which lives as long as its views. address: for `open_shared_buffer`."""
+    """A shared buffer in the process that made it.
+
+    `bytes_N`: uint8; the memory is freed with its last view. `address`: for `open_shared_buffer`.
+    """
 
     bytes_N: Tensor
     address: str
 
 
 def require_place(place: str) -> None:
-    """Raise ConfigError unless buffers can be there."""
+    """Raise ConfigError unless this machine can share buffers at `place`, HOST or DEVICE."""
     if place == DEVICE:
         CudaRuntime(torch.device(DEVICE))
     elif place != HOST or not hasattr(os, "memfd_create"):
         raise ConfigError(
-            f"no buffer of {place!r} can be shared here; only on Linux, of host or cuda"
+            f"buffers on {place!r} cannot be shared here: use Linux, and 'host' or 'cuda'"
         )
 
 
 def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
-    """A buffer on the host or on the current CUDA device, where `require_place` raises nothing.
+    """Return a new buffer on the host or on the current CUDA device.
 
-    Raises OSError, MemoryError and RuntimeError if there is no memory.
+    Call `require_place` before. Raises OSError, MemoryError or RuntimeError if memory is short.
     """
     if place == DEVICE:
         runtime = CudaRuntime(torch.device(DEVICE))
@@ -56,29 +59,32 @@ def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
 
 
 def close_shared_buffer(buffer: SharedBuffer) -> None:
-    """Let nobody map it from now on; who has it mapped keeps it, in host memory."""
+    """Close the buffer's file, so that no further process can map it; existing mappings stay.
+
+    No-op for a buffer on a device.
+    """
     if _FILE.fullmatch(buffer.address):
         os.close(int(buffer.address.rpartition("/")[2]))
 
 
 def open_shared_buffer(place: str, address: str, num_bytes: int) -> Tensor:
-    """The bytes of another process's buffer, uint8 [num_bytes], to be read only.
+    """Map another process's buffer, uint8 [num_bytes]. It must not be written.
 
-    Raises OSError, RuntimeError and ValueError if it is not there, or not as large.
+    Raises OSError, RuntimeError or ValueError if it does not exist or is smaller.
     """
     if place == DEVICE:
         uuid, _, handle = address.partition(" ")
         return CudaRuntime.of_uuid(uuid).opened_tensor(bytes.fromhex(handle), num_bytes)
     if not _FILE.fullmatch(address):
-        raise ValueError(f"{address!r} is no address of a buffer")
+        raise ValueError(f"{address!r} is not an address of a shared buffer")
     descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{_NAME} (deleted)":
-            raise ValueError(f"{address!r} is no buffer any more")
+            raise ValueError(f"{address!r} is not a shared buffer any more")
         if os.fstat(descriptor).st_size < num_bytes:
             raise ValueError(f"the buffer at {address!r} has less than {num_bytes} bytes")
-        # Torch wants writable memory. A page of a private mapping shows what the file has, as long
-        # as nobody writes to the page here.
+        # Torch wants writable memory. A page of a private mapping shows the file's bytes until
+        # this process writes to the page.
         region = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE)
     finally:
         os.close(descriptor)

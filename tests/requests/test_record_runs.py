@@ -1,4 +1,4 @@
-"""The tokens of a record from any offset on are those of the merged record."""
+"""TokenRun.of: the tokens of a record from any offset equal those of the merged request."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import pytest
 import torch
 
 from rollout import DynamicInferenceRequest, DynamicInferenceRequestRecord
-from rollout.coordinator.protocol.packed import token_run
-from rollout.coordinator.protocol.token_runs import TokenRun, TopNRun
-from rollout.requests.generated_tokens import GeneratedTokens
+from rollout.requests.token_runs import TokenRun, TopNRun
 from rollout.version_spans import VersionSpans
 
 NUM_TOKENS = 6
 
 
 class Unmerged(DynamicInferenceRequestRecord):
-    """Merging copies the whole history."""
+    """A record that refuses `merge`, which copies the whole history."""
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        raise AssertionError("merged, only to tell what is new")
+        raise AssertionError("merged, only to find the new tokens")
 
 
 def generate(
@@ -68,13 +66,13 @@ def run_of_merged(history: DynamicInferenceRequestRecord, offset: int) -> TokenR
 
 @pytest.mark.parametrize("values_in", [(), (0, 2, 3), (0,), (2,)])
 @pytest.mark.parametrize("offset", range(NUM_TOKENS))
-def test_a_run_is_the_tail_of_the_merged_record(offset: int, values_in: tuple[int, ...]) -> None:
+def test_token_run_is_the_tail_of_the_merged_record(
+    offset: int, values_in: tuple[int, ...]
+) -> None:
     history = record(values_in=values_in)
-    tokens = GeneratedTokens.of(Unmerged(history.requests), offset)
-    assert tokens is not None
-    assert token_run(tokens) == run_of_merged(history, offset)
+    assert TokenRun.of(Unmerged(history.requests), offset) == run_of_merged(history, offset)
 
 
 @pytest.mark.parametrize("offset", [NUM_TOKENS, NUM_TOKENS + 1])
-def test_a_record_without_news_costs_no_copy(offset: int) -> None:
-    assert GeneratedTokens.of(Unmerged(record(values_in=(0,)).requests), offset) is None
+def test_token_run_of_a_record_without_new_tokens_is_none(offset: int) -> None:
+    assert TokenRun.of(Unmerged(record(values_in=(0,)).requests), offset) is None

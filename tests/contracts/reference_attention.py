@@ -1,4 +1,6 @@
-"""ReferenceAttention: the truth of paged attention, with padded copies and one explicit softmax.
+"""ReferenceAttention: paged attention with padded copies and one explicit softmax, as a reference.
+
+Tests compare every other attention with it. Writes only the KV cache it is given.
 
 Shape letters: T tokens, R rows, H query heads, G key/value heads, D head dim, C padded context.
 """
@@ -9,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.backends.cpu.token_major import TokenMajorCache, places_of, write_tokens
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention, places_of, write_tokens
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 
 
-class ReferenceAttention(TokenMajorCache):
-    """Implements `AttentionBackend`; for checks only: memory grows with T x longest context."""
+class ReferenceAttention(TorchSdpaAttention):
+    """Implements `AttentionBackend`, with the cache layout of TorchSdpaAttention.
+
+    Its memory grows with T times the longest context.
+    """
 
     def attend(
         self,
@@ -26,7 +31,7 @@ class ReferenceAttention(TokenMajorCache):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """softmax(q k / sqrt(D)) v over positions up to the token's own, in float32; [T, H, D].
+        """Return softmax(q k / sqrt(D)) v over positions up to the token's own, [T, H, D].
 
         Where the cache holds K alone, the result has as many dims as `v_TGD`.
         """
@@ -57,7 +62,7 @@ class ReferenceAttention(TokenMajorCache):
 
 
 def _weights(scores_THC: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """Softmax over positions, and over the head's sink, whose own weight is left out."""
+    """Return the softmax over positions and the head's sink, without the sink's own weight."""
     if sinks_H is None:
         return scores_THC.softmax(-1)
     sinks_TH1 = sinks_H.float().expand(scores_THC.shape[0], -1)[:, :, None]

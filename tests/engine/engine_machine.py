@@ -1,4 +1,4 @@
-"""EngineLife: what may happen to a small real engine, followed by the list-based model of it."""
+"""EngineMachine: random operations on a small real engine, compared with the oracle after each."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def phase_of(known: Known) -> str:
     return "prefilling" if is_prefilling else known.phase
 
 
-class EngineLife(RuleBasedStateMachine):
-    """What may happen to an engine; after each thing its documents must be the oracle's."""
+class EngineMachine(RuleBasedStateMachine):
+    """A state machine of operations on an engine. After each one all documents equal the
+    oracle's.
+    """
 
     tally: ClassVar[Counter[str]] = Counter()
     exceptions: ClassVar[list[str]] = []
@@ -83,9 +85,9 @@ class EngineLife(RuleBasedStateMachine):
         self.released: tuple[str, ...] = ()
         self.lacks_weights = False
         self.kv_mode: str | None = None  # of the suspend that took the KV away
-        self.handed_out: set[int] = set()
+        self.returned_ids: set[int] = set()
         self.away: list[tuple[bytes, Known]] = []
-        self.tally["lives"] += 1
+        self.tally["schedules"] += 1
         self._add(SHARED_TEXT[:10], first)
 
     # ---- requests
@@ -113,7 +115,7 @@ class EngineLife(RuleBasedStateMachine):
         samples=st.lists(sampling_params(), min_size=1, max_size=2),
     )
     def add_continuation(self, choice: int, tail: list[int], samples: list[SamplingParams]) -> None:
-        """A prompt that goes on from what another request generated."""
+        """Add a prompt that continues another request's tokens."""
         if self.oracle.known:
             text = self.oracle.known[choice % len(self.oracle.known)].tokens
             self._add(text[: 10 + choice // 10] + tail, samples)
@@ -150,7 +152,7 @@ class EngineLife(RuleBasedStateMachine):
         wanted=st.sampled_from(PHASES),
     )
     def abort(self, choice: int, wanted: str) -> None:
-        """One in the wanted phase, or in any if there is none."""
+        """Abort a request in the wanted phase, or in any phase if there is none."""
         pending = self._pending()
         if len(pending) > 1:
             inside = [known for known in pending if phase_of(known) == wanted] or pending
@@ -160,13 +162,13 @@ class EngineLife(RuleBasedStateMachine):
         self.tally[f"aborts {phase_of(known)}, {self.kv_mode or self.engine.state.name}"] += 1
         self.oracle.abort(known)
         self._check(known, self.engine.abort_request(known.request_id))
-        self.handed_out.add(known.request_id)
+        self.returned_ids.add(known.request_id)
         if self.kv_mode in ("offload", "recompute"):
             self.oracle.forget_unused(self.engine.scheduler.kv_cache_manager.used_blocks())
 
     @rule(choice=st.integers(0, 20))
     def move_away(self, choice: int) -> None:
-        """A request goes on in another engine, as far as this one can tell."""
+        """Serialize and abort a request, as if it moved to another engine."""
         unfinished = self.oracle.unfinished()
         if len(unfinished) > 1:
             known = unfinished[choice % len(unfinished)]
@@ -176,11 +178,11 @@ class EngineLife(RuleBasedStateMachine):
 
     @precondition(lambda machine: machine.away)
     @rule(choice=st.integers(0, 20))
-    def come_from_elsewhere(self, choice: int) -> None:
+    def come_back(self, choice: int) -> None:
         packed, known = self.away.pop(choice % len(self.away))
         encoded = msgpack.unpackb(packed, strict_map_key=False)
         record = DynamicInferenceRequestRecord.deserialize(encoded)
-        self.handed_out.remove(known.request_id)
+        self.returned_ids.remove(known.request_id)
         assert self.engine.add_record(record) == known.request_id
         self.oracle.add_record(known)
         self.tally["records from elsewhere"] += 1
@@ -211,13 +213,13 @@ class EngineLife(RuleBasedStateMachine):
         assert records.keys() == ended
         for request_id, record in records.items():
             self._check(self.oracle.known[request_id], record)
-            self.handed_out.add(request_id)
+            self.returned_ids.add(request_id)
         self.tally["steps"] += 1
 
     @in_state(EngineState.RUNNING)
     @rule(after_writes=st.booleans())
     def fail(self, after_writes: bool) -> None:
-        """A forward pass that raises, before or after it wrote its KV."""
+        """Let a forward pass raise, before or after it writes its KV."""
         self.fault = "fetch" if after_writes else "launch"
         try:
             records = self.engine.step()
@@ -290,7 +292,7 @@ class EngineLife(RuleBasedStateMachine):
     @in_state(EngineState.RUNNING)
     @rule(index=st.integers(1, NUM_MODELS - 1))
     def update_and_ask_again(self, index: int) -> None:
-        """The same prompt before and after: its KV may be found under other weights."""
+        """Add the same prompt before and after an update."""
         same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=2, seed=index)]
         self._add(*same)
         self.update_between_steps(index, 2)
@@ -301,7 +303,7 @@ class EngineLife(RuleBasedStateMachine):
         index=st.integers(0, NUM_MODELS - 1), mode=st.sampled_from(MODES), count=st.integers(1, 3)
     )
     def train(self, index: int, mode: str | None, count: int) -> None:
-        """What a training job does between two phases of generation."""
+        """Do what a training job does between two phases of generation."""
         self.step(count)
         self.pause()
         self.suspend(mode, ("kv_cache",), discards=False)
@@ -320,7 +322,7 @@ class EngineLife(RuleBasedStateMachine):
     def abort_in_the_midst_and_ask_again(
         self, mode: str | None, num_steps: int, wanted: str
     ) -> None:
-        """What was computed for the aborted is found by nobody, unless it is still there."""
+        """Abort requests, then add the same prompt: it must not find KV that is lost."""
         same = SHARED_TEXT, [SamplingParams(num_tokens_to_generate=9, seed=num_steps)]
         self._add(*same)
         self._add(SHARED_TEXT[::-1], [SamplingParams(num_tokens_to_generate=12, seed=2)])
@@ -377,7 +379,7 @@ class EngineLife(RuleBasedStateMachine):
 
     def _pending(self) -> list[Known]:
         known = self.oracle.known
-        return [known[i] for i in known if i not in self.handed_out]
+        return [known[i] for i in known if i not in self.returned_ids]
 
     def _check(self, known: Known, record: DynamicInferenceRequestRecord) -> None:
         assert len(record.requests) == known.num_segments
@@ -401,7 +403,7 @@ class EngineLife(RuleBasedStateMachine):
                 self.update(1, 1)
             self.unpause()
         while self.away:
-            self.come_from_elsewhere(0)
+            self.come_back(0)
         num_left = 50 + 3 * sum(known.max_length for known in self.oracle.unfinished())
         while self._pending():
             num_left -= 1

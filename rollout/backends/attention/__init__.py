@@ -1,1 +1,0 @@
-"""Attention over the paged KV cache, one file per implementation; each owns the cache's layout."""

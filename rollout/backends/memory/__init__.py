@@ -1,1 +1,0 @@
-"""How buffers are reserved, given back to the system and brought again."""

@@ -1,0 +1,42 @@
+"""What the Triton kernels `append_kv` and `copy_tokens` compute, in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rollout.backends.buffers import Strips
+from rollout.backends.forward_batch import Rotation
+from rollout.backends.ops.reference import ReferenceOps
+
+
+def append_kv_reference(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """What `append_kv` computes, in plain torch."""
+    ops = ReferenceOps()
+    if rotation is not None:
+        first = rotation.rounds_norm_first
+        if rotation.q_norm_D is not None:
+            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps, rounds_first=first)
+        if rotation.k_norm_D is not None:
+            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps, rounds_first=first)
+        angles = rotation.cos_TD, rotation.sin_TD
+        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, *angles, rotation.rounding)
+    blocks_T, offsets_T = slots_T // cache.shape[3], slots_T % cache.shape[3]
+    cache[blocks_T, 0, :, offsets_T] = k_TGD
+    cache[blocks_T, 1, :, offsets_T] = v_TGD
+    return q_THD.contiguous()
+
+
+def copy_tokens_reference(
+    pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
+) -> None:
+    """What `copy_tokens` does, in plain torch."""
+    pool_BSTD = pool_BN.view(-1, strips.num_strips, strips.num_tokens, strips.bytes_per_token)
+    for source, target, length in zip(source_K, target_K, length_K, strict=True):
+        pool_BSTD[target, :, :length] = pool_BSTD[source, :, :length]
