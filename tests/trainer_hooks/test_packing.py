@@ -47,7 +47,7 @@ def test_other_families_whose_mask_takes_no_position_ids_are_refused(family: str
     )  # fmt: skip
     policy = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomize(policy, seed=0, std=0.2)
-    with pytest.raises(ConfigError, match=r"is_packed=True with .*behind two different ones"):
+    with pytest.raises(ConfigError, match=r"is_packed=True with .*beside two different ones"):
         require_separate_rollouts(policy, torch.device("cpu"))
 
 

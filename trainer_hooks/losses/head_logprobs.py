@@ -94,7 +94,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logit_v = sum of g (1[v chosen] - p_v) over the pairs, - g_entropy p_v (log p_v + H)."""
+        """d logit_v = sum over pairs of g (1[v chosen] - p_v), - g_entropy p_v (log p_v + H)."""
         hidden_RE, weight_VE, bias_V, rows_M, tokens_M = ctx.saved_tensors
         grad_M, grad_entropy_R = grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

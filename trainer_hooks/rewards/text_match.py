@@ -1,4 +1,4 @@
-"""Rewards that compare a completion with the row's column `answer`: exactly, and by edit distance."""
+"""Rewards that compare a completion with the column `answer`: exactly, and by edit distance."""
 
 from __future__ import annotations
 

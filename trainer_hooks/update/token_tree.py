@@ -1,9 +1,9 @@
 """Token sequences as trees: what rows of a batch begin with in common is computed once.
 
-The rollouts of a group share their prompt, and groups share a system prompt. A causal model computes
-the same hidden state for the same tokens, so a forward pass over a tree of tokens, in which each
-token attends to its ancestors alone, gives every row what a pass over that row gives. Used by
-`micro_batches` for the passes of an update, with `tree_pass` for the model's side.
+The rollouts of a group share their prompt, and groups share a system prompt. A causal model
+computes the same hidden state for the same tokens, so a forward pass over a tree of tokens, in
+which each token attends to its ancestors alone, gives every row what a pass over that row gives.
+Used by `micro_batches`, which divides a batch into trees, and `tree_pass`, which computes them.
 
 Shape letters: B rows, T positions, N nodes of a tree.
 """

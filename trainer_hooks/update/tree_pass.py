@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer_hooks.losses.head_logprobs import Head, head_logprobs, logits_logprobs
-from trainer_hooks.update.model_checks import (
-    MAX_NATS_OTHER_SHAPES,
-    MAX_NATS_SAME_SHAPES,
-    nats_between,
-    remembered_fault,
-    size_of,
-)
+from trainer_hooks.update.model_checks import cached_fault, difference
 from trainer_hooks.update.token_tree import TokenTree
 
 
@@ -125,10 +119,10 @@ def tree_fault(policy: Any, device: torch.device) -> str | None:
     """
     if not isinstance(policy, nn.Module) or not hasattr(policy, "config"):
         return "it is no module of transformers"
-    return remembered_fault(_compare, policy, device)
+    return cached_fault(_compare, policy, device)
 
 
-# Ids that any vocabulary has: a prefix with two continuations each, the second of which is compared.
+# Token ids that any vocabulary has. The prefix has two continuations, of which _BEHIND is compared.
 _PREFIX, _BEHIND = list(range(1, 7)), list(range(3, 11))
 _SIBLINGS = list(range(8, 0, -1)), list(range(2, 10))
 
@@ -142,12 +136,7 @@ def _compare(policy: nn.Module, device: torch.device) -> str | None:
         )
     except Exception as error:  # the model's own code, with inputs it may not know
         return f"its forward pass raises {type(error).__name__}: {error}"
-    size = size_of(alone_NV)
-    if (nats := nats_between(one_NV, other_NV)) > MAX_NATS_SAME_SHAPES[size]:
-        return f"a rollout is {nats:.2g} nats per token from the same beside another one"
-    if (nats := nats_between(alone_NV, one_NV)) > MAX_NATS_OTHER_SHAPES[size]:
-        return f"a rollout is {nats:.2g} nats per token from the same alone"
-    return None
+    return difference(alone_NV, one_NV, other_NV)
 
 
 def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device) -> Tensor:

@@ -97,7 +97,7 @@ def test_tree_logprobs_are_zero_where_nothing_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("mpt", "beside another one"), ("bloom", "raises ValueError")]
+    ("family", "reason"), [("mpt", "beside two different ones"), ("bloom", "raises ValueError")]
 )
 def test_tree_fault_names_why_a_model_has_no_tree_pass(family: str, reason: str) -> None:
     config = AutoConfig.for_model(
