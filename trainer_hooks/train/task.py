@@ -297,17 +297,20 @@ def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
     """Return the formatter of prompts by the tokenizer's chat template; None leaves prompts as they
     are.
 
-    Raises ConfigError for a system prompt without a template.
+    Raises ConfigError for a system prompt or examples without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if not (has_template if settings.chat is None else settings.chat):
-        if settings.system_prompt is not None:
-            raise ConfigError(
-                f"data.system_prompt={settings.system_prompt!r} needs a chat template, but "
-                + ("data.chat=false turns it off" if has_template else "the tokenizer has none")
-            )
+        for name in ("system_prompt", "examples"):
+            if value := getattr(settings, name):
+                raise ConfigError(
+                    f"data.{name}={value!r} needs a chat template, but "
+                    + ("data.chat=false turns it off" if has_template else "the tokenizer has none")
+                )
         return None
-    return ChatFormat(tokenizer, settings.system_prompt, settings.template_options)
+    return ChatFormat(
+        tokenizer, settings.system_prompt, settings.template_options, [*settings.examples.items()]
+    )
 
 
 def reward_runner(settings: RewardSettings) -> RewardRunner | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from rollout.errors import ConfigError
 from trainer_hooks import PromptItem
 
-NUM_PROMPTS = 10_000  # of the training of one seed
+NUM_PROMPTS = 2_000  # of the training of one seed
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Common nouns of three to seven letters.
 WORDS = tuple(

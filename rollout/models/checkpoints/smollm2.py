@@ -95,7 +95,7 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **where)
     model = transformers.AutoModelForCausalLM.from_pretrained(source.parent, **where, dtype="float32")
     config = model.config.to_dict()
-    config.pop("quantization_config", None)  # the weights are not 4-bit blocks any more
+    config.pop("quantization_config", None)  # the weights are no 4-bit blocks any more
     config["_name_or_path"] = "HuggingFaceTB/SmolLM2-135M-Instruct"
     transformers.AutoConfig.for_model(**config).save_pretrained(target)
     model.generation_config.save_pretrained(target)
