@@ -161,8 +161,9 @@ class Task:
     ) -> dict[str, float]:
         """Return rewards of answers to the held-out prompts; {} without held-out prompts.
 
-        Names are `eval/greedy_reward` and `eval/<source>/greedy_reward`; if `settings.n` samples
-        are drawn, also all metrics of `evaluate`. Samples have the same seeds each time.
+        Of greedy answers these are `eval/greedy_reward`, `eval/<term>` of each reward term, and
+        both as `eval/<source>/...`. If `settings.n` samples are drawn, there are also all metrics
+        of `evaluate`. Samples have the same seeds each time.
         """
         if not self.held_out:
             return {}
@@ -174,6 +175,11 @@ class Task:
             f"{name.removesuffix('reward')}greedy_reward": value
             for name, value in of_greedy.items()
             if name.endswith("/reward")
+        }
+        metrics |= {
+            name.replace("/rewards/", "/"): value
+            for name, value in of_greedy.items()
+            if "/rewards/" in name
         }
         if not settings.n:
             return metrics
@@ -191,7 +197,7 @@ class Task:
             answer_fn=answer_fn,
             **own,
         )
-        return metrics | sampled
+        return sampled | metrics
 
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
