@@ -31,7 +31,7 @@ LIVES ?= 2000
 PRODUCTS ?= 1 0 plain onednn mkl native
 PRODUCT_TESTS := tests/contracts tests/layers tests/models tests/worker tests/weights \
 	$(addprefix tests/engine/test_,families.py lockstep.py logprobs.py parity.py versions.py) \
-	$(addprefix tests/walks/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
+	$(addprefix tests/scenarios/test_,schedule_independence.py shared_prompts.py suspend_resume.py)
 # What `make quick` tests; files changed since main without any.
 PATHS ?=
 # Names of clients in tests/doors/clients.py, all without any; --record writes what they send.

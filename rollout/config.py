@@ -334,8 +334,6 @@ def _default(name: str) -> Any:
 
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
-    """Return `value` as a member of `kind`, given as the member or its value. Raises
-    ConfigError.
-    """
+    """Return the member of `kind` that `value` is or names. Raises ConfigError."""
     member: _E = check_value(name, value, kind, ConfigError)
     return member

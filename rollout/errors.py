@@ -96,9 +96,7 @@ class RequestAbortedError(RolloutError):
 
 
 class ContextOverflowError(RolloutError):
-    """Request `request_id` does not fit the context. `message`: what is missing; None if
-    unknown.
-    """
+    """Request `request_id` does not fit. `message`: what is missing; None if unknown."""
 
     def __init__(
         self, request_id: int | None, message: str | None = None, *, is_transient: bool = True

@@ -10,9 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RefusedSetting:
-    """A setting that an engine cannot honour. `neutral`: values, beside None, that change
-    nothing.
-    """
+    """A setting that an engine cannot honour. `neutral`: values without effect, beside None."""
 
     neutral: tuple[Any, ...]
     remedy: str

@@ -147,9 +147,7 @@ class TextOffsets:
 
 
 class _WordMatches:
-    """Finds stop words by their token ids: which words the newest ids complete or begin, and
-    where.
-    """
+    """Finds the stop words whose token ids the newest ids complete or begin."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words

@@ -406,9 +406,7 @@ class _Table:
 
 
 def _as_int(value: Any) -> int:
-    """Return a Python or NumPy integer as an int. Raises Refused for anything else, and for
-    bools.
-    """
+    """Return a Python or NumPy integer as an int. Raises Refused for other types and bools."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise Refused
     return value if isinstance(value, int) else int(value)

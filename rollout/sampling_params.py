@@ -240,9 +240,7 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, encoded: Mapping[str, Any]) -> SamplingParams:
-        """Return the params that `serialize` wrote. Raises InvalidRequestError for unknown
-        fields.
-        """
+        """Return the params that `serialize` wrote. Unknown fields raise InvalidRequestError."""
         unknown = sorted(set(encoded) - {field.name for field in fields(cls)})
         if unknown:
             raise InvalidRequestError(f"unknown sampling parameters: {', '.join(unknown)}")

@@ -60,7 +60,7 @@ from rollout.weights.version import next_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a script answers to a prompt.
+    """A script's answer to a prompt.
 
     tokens: generated ids; `num_tokens_to_generate` cuts them. logprobs: one per token; -1.0 each by
     default. error: the request fails with this message after its tokens.
@@ -126,7 +126,7 @@ class _Sample:
 
 
 class ScriptedRuntime:
-    """Runs the requests and control calls of a FakeLLM, as InProcessRuntime runs those of an LLM.
+    """The runtime of a FakeLLM: it runs requests and control calls as InProcessRuntime does.
 
     weights: the tensors of the latest update, by name. calls: the names of the control calls that
     did something, in order. released: names of the resources whose memory is released.

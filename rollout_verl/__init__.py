@@ -1,5 +1,5 @@
-"""verl's rollout backend over this engine: `actor_rollout_ref.rollout.name=rollout`.
+"""A rollout backend for verl with this engine: `actor_rollout_ref.rollout.name=rollout`.
 
-`import verl` imports rollout_verl.plugin by the entry point group verl.plugins. It logs errors of
-that at DEBUG only: `python -m rollout_verl` shows them.
+`import verl` imports rollout_verl.plugin through the entry point group verl.plugins. verl logs
+errors of that import only at DEBUG: `python -m rollout_verl` shows them.
 """

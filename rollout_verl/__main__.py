@@ -1,4 +1,4 @@
-"""python -m rollout_verl: says whether verl finds this backend, and why not."""
+"""python -m rollout_verl: checks that verl finds this backend, and prints why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ServerAdapter: what each trainer rank has of its replica, to send weights and to free memory."""
+"""ServerAdapter: sends a trainer rank's weights to the actor of its replica and frees its memory.
+
+Used by verl's trainer workers, one per rank.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,16 @@ from trainer_hooks.weight_sync.weight_files import WeightFiles, weight_directory
 
 
 class ServerAdapter(BaseRollout):
-    """The first rank of a replica speaks to its actor; the others only gather with it."""
+    """Connects a trainer rank to its replica. The first rank calls the actor; others only
+    gather.
+    """
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         rank = int(os.environ["RANK"])
-        # Of a replica: its engines, with the ranks that each of them has.
+        # Number of ranks of a replica: those of all its engines.
         world_size = self.config.data_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // world_size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % world_size == 0
@@ -42,7 +47,7 @@ class ServerAdapter(BaseRollout):
             await self._handle.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
-        """Release the memory of both."""
+        """Release the memory of weights and KV cache."""
         if self.config.free_cache_engine and self.is_leader_rank:
             await self._handle.sleep.remote()
 
@@ -57,7 +62,7 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Send all tensors through a directory in shared memory, and wait for the commit.
 
-        Raises ConfigError for deltas and adapters, and WeightUpdateError.
+        Raises ConfigError for deltas and adapters, and WeightUpdateError if the update fails.
         """
         if wire_format != "named_tensors":
             raise ConfigError(f"wire_format={wire_format!r} is not supported; use 'named_tensors'")

@@ -1,6 +1,6 @@
 """Tables of the fields of verl's RolloutConfig: used, without effect, or refused.
 
-The tables hold every field of verl 0.9.1.
+Used when a replica starts. The tables hold every field of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollout.errors import ConfigError
 from rollout.foreign_settings import RefusedSetting, unknown_changes
 
 logger = logging.getLogger(__name__)
-# The key of rollout.engine_kwargs under which fields of InferenceConfig stand.
+# Key of rollout.engine_kwargs that holds fields of InferenceConfig.
 ENGINE_KWARGS = "rollout"
 
 USED = frozenset(
@@ -29,7 +29,7 @@ USED = frozenset(
     }
 )
 
-_SAY_BUFFER = "give engine_kwargs.rollout.buffer_size_gb, an amount; it is then not read"
+_SAY_BUFFER = "set engine_kwargs.rollout.buffer_size_gb, an amount; this field is then ignored"
 
 REFUSED: Mapping[str, RefusedSetting] = {
     "pipeline_model_parallel_size": RefusedSetting((1,), "use tensor_model_parallel_size"),
@@ -59,7 +59,7 @@ REFUSED: Mapping[str, RefusedSetting] = {
     ),
 }
 
-# Fields without an effect on this backend, by the reason.
+# Fields without an effect on this backend, by reason.
 NO_EFFECT: Mapping[str, frozenset[str]] = {
     "verl sends them with each request": frozenset(
         {"temperature", "top_k", "top_p", "do_sample", "n", "val_kwargs", "calculate_log_probs"}
@@ -97,7 +97,7 @@ _KNOWN = frozenset().union(USED, REFUSED, *NO_EFFECT.values())
 def check_config(config: Any) -> None:
     """Raise ConfigError for fields of a RolloutConfig that an engine cannot follow.
 
-    Logs a warning for fields of a newer verl that nobody has looked at.
+    Logs a warning for changed fields of a newer verl, which are not in the tables.
     """
     own = (config.engine_kwargs or {}).get(ENGINE_KWARGS) or {}
     for name, refused in REFUSED.items():
@@ -121,8 +121,8 @@ def check_config(config: Any) -> None:
     foreign = [key for key, value in (config.engine_kwargs or {}).items() if value]
     if foreign := [key for key in foreign if key != ENGINE_KWARGS]:
         raise ConfigError(
-            f"rollout.engine_kwargs.{foreign[0]} is of another backend; fields of InferenceConfig "
-            f"stand under rollout.engine_kwargs.{ENGINE_KWARGS}"
+            f"rollout.engine_kwargs.{foreign[0]} is for another backend; put fields of "
+            f"InferenceConfig under rollout.engine_kwargs.{ENGINE_KWARGS}"
         )
     if new := unknown_changes(config, _KNOWN):
         logger.warning("RolloutConfig has fields that this backend does not know: %s", new)
@@ -140,6 +140,6 @@ def check_model_config(model_config: Any) -> None:
 
 
 def _is_on(part: Any, name: str) -> bool:
-    """Whether a part of the config, a mapping, a dataclass or None, has this switch on."""
+    """Return whether `part` of the config, a mapping, a dataclass or None, has this switch on."""
     value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, False)
     return bool(value)

@@ -1,4 +1,7 @@
-"""What verl's entry point loads: the registration under the name "rollout"."""
+"""Registers this backend in verl under the name "rollout".
+
+Imported by verl through its entry point. It writes verl's two registries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""EngineReplica: starts the actor of a replica, next to the trainer's workers."""
+"""EngineReplica: starts the Ray actor of a replica beside the trainer's workers.
+
+Used by verl, once per replica.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ def actor_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
 
 
 class EngineReplica(RolloutReplica):
-    """One actor, whose AsyncLLM has `rollout.data_parallel_size` engines on one node, of
-    `rollout.tensor_model_parallel_size` processes each.
+    """A replica with one actor, whose AsyncLLM has all its engines on one node.
+
+    There are `rollout.data_parallel_size` engines of `rollout.tensor_model_parallel_size`
+    processes.
     """
 
     async def launch_servers(self) -> None:
-        """Start the actor on the node of the first worker, with the devices of all.
+        """Start the actor on the node of the first worker, with the devices of all workers.
 
         Raises ConfigError, before anything starts, for settings that this backend cannot follow.
         """

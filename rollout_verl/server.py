@@ -1,4 +1,7 @@
-"""EngineServer: the engines of one replica, as a Ray actor: an AsyncLLM with verl's methods."""
+"""EngineServer: a Ray actor with the engines of one replica, an AsyncLLM behind verl's methods.
+
+Used by verl's agent loops, which generate, and by ServerAdapter, which updates weights.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ from trainer_hooks.losses.routing_forms import without_unknown
 
 
 class EngineServer:
-    """Requests that are aborted come back with the tokens that they have. New ones wait from
-    `abort_all_requests` to `resume_generation`, or are answered as aborted at once.
+    """Serves verl's requests. Aborted requests return the tokens that they have.
 
-    A reply brings `global_steps`, and, since the engine knows which weights drew each token,
-    `min_global_steps` and `max_global_steps` of its own tokens.
+    New requests wait between `abort_all_requests` and `resume_generation`, or are answered as
+    aborted at once. A reply has `global_steps`, and, since the engine knows which weights sampled
+    each token, `min_global_steps` and `max_global_steps` of its tokens.
     """
 
     def __init__(
@@ -39,16 +42,16 @@ class EngineServer:
     ) -> None:
         self._config, self._model_path, self._mode = config, model_path, rollout_mode
         self._replica_rank = replica_rank
-        self._num_requests = 0  # since the start
+        self._num_requests = 0  # number of requests since the start
         self._llm: AsyncLLM | None = None
-        self._live: set[int] = set()  # ids of requests that run
+        self._live: set[int] = set()  # ids of running requests
         self._is_open, self._rejects = asyncio.Event(), False
         self._is_open.set()
         self._global_steps: int | None = None
         self._steps_of_version: dict[int, int | None] = {}
 
     async def launch(self) -> str:
-        """Start the engines and an OpenAI-compatible server; returns its address, "ip:port"."""
+        """Start the engines and an OpenAI-compatible server. Returns its address, "ip:port"."""
         self._llm = AsyncLLM(self._model_path, **engine_fields(self._config, self._replica_rank))
         await self._llm.start()
         await self._llm.serve(ServeConfig(port=0, protocols=("openai",)), blocking=False)
@@ -63,7 +66,7 @@ class EngineServer:
 
     @property
     def llm(self) -> AsyncLLM:
-        assert self._llm is not None, "launch() comes first"
+        assert self._llm is not None, "call launch() first"
         return self._llm
 
     # ---- generation
@@ -79,8 +82,10 @@ class EngineServer:
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generate from token ids. Raises InvalidRequestError for images, video or sound, and
-        RolloutError if the request failed. verl's request ids are for its own routing.
+        """Generate from token ids. verl's request ids, which are for its own routing, are ignored.
+
+        Raises InvalidRequestError for images, video or sound, and RolloutError if the request
+        failed.
         """
         media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
         if names := [name for name, values in media.items() if values]:
@@ -111,8 +116,10 @@ class EngineServer:
         return self._output(self.llm.request_of(future, prompt, params))
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with a seed: a given one as `LLM.generate` uses it for its one sample,
-        else a new one. It follows from the trainer's step, too: a resumed job repeats no noise.
+        """Return `params` with a seed: a given one as `LLM.generate` uses it for one sample, else a
+        new one.
+
+        A new seed also depends on the trainer's step, so that a resumed job repeats no noise.
         """
         self._num_requests += 1
         if params.seed is not None:
@@ -136,7 +143,7 @@ class EngineServer:
     def _routed_experts(self, request: DynamicInferenceRequest) -> Any:
         """Return the experts of each token as verl replays them, int16 [tokens - 1, layers, K].
 
-        None if the config does not ask for them. Rows that are unknown name K experts that differ.
+        None if the config does not request them. Unknown rows are K different experts.
         """
         if not self._config.enable_rollout_routing_replay or request.routing_indices is None:
             return None
@@ -157,8 +164,9 @@ class EngineServer:
     # ---- aborts
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Abort all requests, and admit no new ones until `resume_generation`. reject_request: new
-        ones are answered as aborted, in place of waiting.
+        """Abort all requests, and admit no new ones until `resume_generation`.
+
+        reject_request: True answers new requests as aborted; False lets them wait.
         """
         self._is_open.clear()
         self._rejects = reject_request
@@ -170,34 +178,39 @@ class EngineServer:
         return {"aborted_count": len(request_ids), "request_ids": [str(i) for i in request_ids]}
 
     async def resume_generation(self) -> None:
+        """Admit requests again."""
         self._rejects = False
         self._is_open.set()
 
     # ---- memory
 
     async def sleep(self) -> None:
-        """Release KV and weights. Hybrid replicas discard the weights, which the next update
-        brings; colocated ones keep them on the host.
+        """Release KV cache and weights.
+
+        Hybrid replicas discard the weights, which the next update brings; colocated ones keep a
+        copy on the host.
         """
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             discards = self._mode is RolloutMode.HYBRID
             await self._suspend(RESOURCES, discard_weights=discards)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"), None: all."""
+        """Restore the memory of `tags` ("weights", "kv_cache"). None restores all."""
         if self._mode is not RolloutMode.STANDALONE:
             await self._restore(tags or RESOURCES)
 
     async def release_kv_cache(self) -> None:
+        """Release the KV cache."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._suspend((KV_CACHE,))
 
     async def resume_kv_cache(self) -> None:
+        """Restore the KV cache's memory."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._restore((KV_CACHE,))
 
     async def clear_kv_cache(self) -> None:
-        """Nothing needs to be cleared: cached prefixes serve the weights that wrote them only."""
+        """No-op: cached prefixes are only used under the weights that wrote them."""
 
     async def _suspend(self, release: Sequence[str], *, discard_weights: bool = False) -> None:
         if self.llm.state is EngineState.RUNNING:
@@ -214,8 +227,9 @@ class EngineServer:
     # ---- weights
 
     async def update_weights(self, directory: str, global_steps: int | None) -> int:
-        """Commit the weights of a directory in shared memory on all engines, or on none. Returns
-        their version. Requests that run go on under them.
+        """Commit the weights in a directory in shared memory on all engines, or on none.
+
+        Returns their version. Running requests continue under them.
         """
         checkpoint = Checkpoint.open(Path(directory))
         report = await self.llm.update_weights(
@@ -232,7 +246,7 @@ class EngineServer:
         self._steps_of_version[self.llm.weights_version] = global_steps
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """verl's profilers do not reach into engine processes."""
+        """No-op: verl's profilers do not reach into engine processes."""
 
     async def stop_profile(self) -> None:
-        """As `start_profile`."""
+        """No-op, as `start_profile`."""

@@ -1,4 +1,7 @@
-"""verl's settings as ours: the config of an engine, and the sampling of one request."""
+"""Converts verl's settings: an engine's config, and the sampling of one request.
+
+Used by EngineServer. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,21 @@ _PASSED_ON = (
     *("seed", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids"),
 )
 _CONVERTED = ("top_k", "top_p", "stop", "logprobs")
-# They change text only, and verl reads token ids.
+# These settings change text only, and verl reads token ids.
 _WITHOUT_EFFECT = frozenset(
     {
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         "include_stop_str_in_output",
     }
 )
-# verl asks once for every sample.
+# Values of settings that need no effect. verl sends one request per sample.
 _NEUTRAL: Mapping[str, Any] = {"n": 1, "best_of": 1, "do_sample": True}
 
 
 def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
-    """Return keywords of AsyncLLM for a RolloutConfig. Raises ConfigError for what has no effect.
+    """Return keywords of AsyncLLM for a RolloutConfig. Raises ConfigError for unsupported settings.
 
-    Replicas have one `rollout.seed`; each gets another seed, which follows from it and its rank.
-
+    All replicas have one `rollout.seed`; each gets its own seed, derived from it and its rank.
     `rollout.engine_kwargs.rollout` may hold any field of InferenceConfig, such as buffer_size_gb.
     """
     check_config(config)
@@ -54,16 +56,17 @@ def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
 
 
 def max_model_len(config: Any) -> int:
-    """Return most tokens of prompt and response."""
+    """Return the limit on the tokens of prompt and response."""
     return int(config.max_model_len or config.prompt_length + config.response_length)
 
 
 def sampling_params_of(
     given: Mapping[str, Any], config: Any, num_prompt_tokens: int
 ) -> SamplingParams:
-    """Return the parameters of one request from those that verl's agent loops send.
+    """Return the SamplingParams of one request from the parameters that verl's agent loops send.
 
-    Log-probs are those that `rollout.logprobs_mode` names. Raises InvalidRequestError.
+    Log-probs are in the mode of `rollout.logprobs_mode`. Raises InvalidRequestError for a parameter
+    that is not supported, and for a prompt without room to generate.
     """
     room = max_model_len(config) - num_prompt_tokens
     if room < 1:
@@ -89,7 +92,7 @@ def sampling_params_of(
         top_p=0.0 if given.get("top_p", 1.0) == 1.0 else given["top_p"],
         stop_words=given.get("stop") or None,
         num_tokens_to_generate=max(1, min(limits[0] if limits else default, room)),
-        # 0 asks for the sampled token's own.
+        # 0 requests the log-prob of the sampled token alone.
         return_log_probs=given.get("logprobs") not in (None, False),
         logprobs_mode="processed" if config.logprobs_mode == "processed_logprobs" else "raw",
     )

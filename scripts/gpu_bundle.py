@@ -171,7 +171,7 @@ def recordings(tests: Path, launches: Path) -> list[Recording]:
 
 def walks(tests: Path) -> list[str]:
     """The files of whole paths that also run on a device."""
-    files = sorted((tests / "walks").glob("test_*.py"))
+    files = sorted((tests / "scenarios").glob("test_*.py"))
     return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 

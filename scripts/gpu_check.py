@@ -38,8 +38,8 @@ OWN_S = 5.0  # what this script takes beside its parts
 NUM_WORKERS = 8
 SUITES = ("tests/contracts", "tests/backends")
 WALKS = (
-    "tests/walks/test_on_a_device.py",
-    "tests/walks/test_device_sharing.py",
+    "tests/scenarios/test_on_a_device.py",
+    "tests/scenarios/test_device_sharing.py",
     "tests/weights/transports/test_cuda_ipc_transport.py",
 )
 

@@ -218,8 +218,6 @@ def _require_same_parameters(
             f"{remedy}"
         )
     path = root / _PARAMETERS_FILE
-    if not path.exists():
-        return
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         kind, shapes = described["kind"], described["shapes"]
@@ -318,7 +316,7 @@ def _restore_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     devices = torch.get_device_module()
     if hasattr(devices, "set_rng_state"):
-        for device, state in enumerate(states.get("accelerators", ())[: devices.device_count()]):
+        for device, state in enumerate(states["accelerators"][: devices.device_count()]):
             devices.set_rng_state(state, device)
     random.setstate(states["python"])
     algorithm, keys, *rest = states["numpy"]

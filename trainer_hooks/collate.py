@@ -87,7 +87,7 @@ class RolloutBatch:
             raise ConfigError(
                 f"{num_several} of {self.num_rollouts} rollouts have several token sequences, "
                 f"{len(self)} rows in all, so rewards_B is not one reward per rollout; group "
-                "rewards_R, and spread what is made of it over the rows: "
+                "rewards_R, and give each row its rollout's advantage: "
                 "batch.per_row(group_advantages(batch.rewards_R.view(-1, group_size)))"
             )
         return self.rewards_R[self.rollout_index_B]
@@ -111,7 +111,7 @@ class RolloutBatch:
         if values_R.numel() != self.num_rollouts:
             raise ConfigError(
                 f"{values_R.numel()} values of shape {tuple(values_R.shape)} for "
-                f"{self.num_rollouts} rollouts; one for each is wanted"
+                f"{self.num_rollouts} rollouts; there must be one for each"
             )
         return values_R.reshape(-1)[self.rollout_index_B]
 
@@ -227,8 +227,8 @@ def _valid_rewards(
     """
     if not rollouts or len(rollouts) != len(rewards):
         raise ConfigError(
-            f"{len(rollouts)} requests and {len(rewards)} rewards; one reward per request, and at "
-            "least one, is wanted"
+            f"{len(rollouts)} requests and {len(rewards)} rewards; there must be one reward per "
+            "request, and at least one"
         )
     return torch.tensor(
         [
@@ -248,10 +248,10 @@ def _routing(
     known = [row for row in rows if row is not None]
     if not known:
         return None
-    if len({row.shape for row in known}) > 1:
+    if len(shapes := {tuple(row.shape[1:]) for row in known}) > 1:
         raise ConfigError(
-            "the rollouts' routing has several shapes, "
-            f"{sorted({tuple(row.shape[1:]) for row in known})}: rollouts of one model are wanted"
+            f"the rollouts' routing has several shapes, {sorted(shapes)}; all rollouts must come "
+            "from one model"
         )
     unknown = torch.full_like(known[0], UNKNOWN)
     return torch.stack([unknown if row is None else row for row in rows])
@@ -260,8 +260,8 @@ def _routing(
 def _require_routing(request: DynamicInferenceRequest) -> None:
     if request.routing_indices is None and request.num_generated_tokens:
         raise ConfigError(
-            f"request {request.request_id} has no routing_indices, and routing=True wants them; "
-            "make its engine with record_routing=True"
+            f"request {request.request_id} has no routing_indices, which routing=True needs; "
+            "set record_routing=True for its engine"
         )
 
 
@@ -352,7 +352,7 @@ def check_logprobs_match(
             )
         raise ConfigError(
             f"the rollouts' log-probs have logprobs_mode={mode!r} at temperature="
-            f"{params.temperature}{reshaping and f' with {reshaping}'}, the trainer wants "
+            f"{params.temperature}{reshaping and f' with {reshaping}'}, the trainer needs "
             f"logprobs_mode={logprobs_mode!r} at temperature={temperature}; {remedy}"
         )
 

@@ -24,7 +24,7 @@ def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         if not Path(path).is_dir():
             raise ConfigError(
-                f"{setting}={path} is no directory, nor a model that was downloaded before; name a "
+                f"{setting}={path} is neither a directory nor a downloaded model; give a "
                 "directory with a Hugging Face checkpoint and its tokenizer"
             ) from error
         reason = str(error).partition("\n")[0]

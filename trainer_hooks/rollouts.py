@@ -56,8 +56,8 @@ class Rollout:
         is_sorted = all(low < high for low, high in pairwise(starts))
         if starts[:1] != [0] or not is_sorted or starts[-1] >= max(len(self.requests), 1):
             raise ConfigError(
-                f"sequence_starts={starts} of {len(self.requests)} turns; indices of turns in "
-                "order, 0 first, are wanted"
+                f"sequence_starts={starts} of {len(self.requests)} turns must be indices of turns "
+                "in order, 0 first"
             )
         for turn in sorted(set(range(1, len(self.requests))) - set(starts)):
             earlier = _tokens_of(self.requests[turn - 1])
@@ -148,16 +148,16 @@ def _tokens_of(request: DynamicInferenceRequest) -> list[int]:
 def _difference(turn: int, earlier: Sequence[int], prompt: Sequence[int]) -> str:
     """Return the error message for a prompt that does not extend the previous turn."""
     remedy = (
-        "append to the token ids of the turn before and never decode and encode them again, or "
-        "name the turn in sequence_starts"
+        "append to the token ids of the previous turn, without decoding and encoding them again, "
+        "or list the turn in sequence_starts"
     )
     for position, (wanted, given) in enumerate(zip(earlier, prompt, strict=False)):
         if wanted != given:
             return (
                 f"turn {turn} was re-tokenised: its prompt has token {given} at position "
-                f"{position}, where the turn before has {wanted}; {remedy}"
+                f"{position}, where the previous turn has {wanted}; {remedy}"
             )
     return (
-        f"turn {turn} was cut or re-tokenised: its prompt ends at position {len(prompt)}, the turn "
-        f"before has {len(earlier)} tokens; {remedy}"
+        f"turn {turn} was cut or re-tokenised: its prompt ends at position {len(prompt)}, the "
+        f"previous turn has {len(earlier)} tokens; {remedy}"
     )

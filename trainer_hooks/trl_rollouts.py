@@ -124,9 +124,9 @@ def _as_output(requests: Sequence[DynamicInferenceRequest]) -> dict[str, list[li
     for request in requests:
         if not request.succeeded():
             raise RolloutError(
-                f"request {request.request_id} failed ({request.finish_reason}): a GRPOTrainer "
-                "wants a completion for every prompt; is max_sequence_length of the engine at "
-                "least the longest prompt + max_completion_length?"
+                f"request {request.request_id} failed ({request.finish_reason}), and a GRPOTrainer "
+                "needs a completion for every prompt; check that the engine's max_sequence_length "
+                "is at least the longest prompt + max_completion_length"
             )
     return {
         "prompt_ids": [request.prompt_tokens.tolist() for request in requests],

@@ -17,7 +17,7 @@ from rollout.foreign_settings import RefusedSetting, unknown_changes
 logger = logging.getLogger(__name__)
 
 # Fields of GRPOConfig that decide what is generated. GRPOTrainer copies most of them to attributes
-# of its own, and asks for each prompt as often as it wants samples of it.
+# of its own, and passes each prompt once per sample.
 USED = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"),
@@ -183,12 +183,12 @@ _GENERATION_REMEDIES: Mapping[str, str] = {
 
 
 def sampling_params_of(trainer: Any) -> SamplingParams:
-    """Return the sampling parameters that a GRPOTrainer's settings ask for, with log-probs.
+    """Return the SamplingParams, with log-probs, that a GRPOTrainer's settings request.
 
-    The trainer recomputes the policy's own probabilities, clips around those, and weighs by the
-    ratio of the two. Completions end at the trainer's end tokens, which are those of its
-    tokenizer and of its model, and at those that the engine knows. As in TRL, `generation_kwargs`
-    win over the fields of the same meaning. Raises ConfigError for what an engine cannot follow.
+    Log-probs are those of the sampling: the trainer recomputes the policy's own, clips around them,
+    and weighs by the ratio of the two. Completions end at the end tokens of the trainer's tokenizer
+    and model, and of the engine. As in TRL, `generation_kwargs` override fields of the same
+    meaning. Raises ConfigError for settings that an engine cannot follow.
     """
     given: dict[str, Any] = {
         "temperature": trainer.temperature,
@@ -216,7 +216,7 @@ def sampling_params_of(trainer: Any) -> SamplingParams:
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for settings of a GRPOTrainer that its rollout function cannot follow.
 
-    Logs a warning for settings of a newer TRL that nobody has looked at.
+    Logs a warning for changed settings of a newer TRL, which are not in the tables.
     """
     args = trainer.args
     for name, refused in REFUSED.items():
@@ -240,9 +240,9 @@ def check_trainer(trainer: Any) -> None:
 def _ends_of(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Remove the end-token settings from `given` and return them as fields of SamplingParams.
 
-    The trainer tells complete completions from truncated ones by its `eos_token_ids`: those of its
-    tokenizer and its model. As in transformers, an `eos_token_id` of `generation_kwargs` replaces
-    all of them.
+    The trainer recognises complete completions by its `eos_token_ids`, the end tokens of its
+    tokenizer and model. As in transformers, an `eos_token_id` in `generation_kwargs` replaces all
+    of them.
     """
     more = list(given.pop("stop_token_ids", None) or ())
     eos, ignores = given.pop("eos_token_id", None), given.pop("ignore_eos", None)

@@ -1,6 +1,8 @@
-"""Brings arguments of callers to one form, and keeps the submitted groups.
+"""Arguments of callers in one form, the groups that one LLM has submitted, and the lock of its
+thread.
 
-Prompts, sampling parameters and fields of the config; RolloutGroup, Groups and OneThread.
+Used by all LLMs of this folder. Functions bring prompts, sampling parameters and fields of the
+config to one form. `Groups` is written by its LLM alone.
 """
 
 from __future__ import annotations
@@ -165,6 +167,7 @@ class Groups:
         return len(self._finished)
 
     def open(self, request_ids: Sequence[int]) -> int:
+        """Register a group by the ids of its requests. Returns the group's id."""
         group_id = request_ids[0]
         self._open[group_id] = dict.fromkeys(request_ids)
         self._group_of.update(dict.fromkeys(request_ids, group_id))
@@ -189,6 +192,7 @@ class Groups:
         return self.num_submitted if num_groups is None else min(num_groups, self.num_submitted)
 
     def has_unfinished(self, group_ids: Sequence[int]) -> bool:
+        """Return whether one of these groups is unfinished."""
         return any(group_id in self._open for group_id in group_ids)
 
     def unfinished_requests(self, group_ids: Sequence[int]) -> list[int]:
@@ -216,6 +220,7 @@ class Groups:
         return left
 
     def take(self, group_id: int) -> RolloutGroup:
+        """Return a finished group, and drop it."""
         return self._finished.pop(group_id)
 
     def take_finished(self, count: int) -> list[RolloutGroup]:

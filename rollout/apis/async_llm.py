@@ -1,4 +1,8 @@
-"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio."""
+"""AsyncLLM: generation and control over a fleet of engine processes, for asyncio.
+
+Users make one, and FleetRuntime makes one for an LLM over a fleet. It starts and ends the fleet's
+processes and its client.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ from rollout.errors import (
 )
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
+from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer, tokenizer_of
@@ -89,7 +94,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
         known = inspect.signature(AsyncLLM).parameters
         config = config_with(inference_config, config_fields, *known)
-        launcher = launcher or LocalLauncher()
+        launcher, model = launcher or LocalLauncher(), model_directory(model)
         host, options = coordinator_host or launcher.host, coordinator_options or {}
         reached_at = partial(own_host, host, options.get("advertise_host"))
         push = WeightPush(weight_transport, config.reject_non_finite_weights, reached_at)
@@ -169,7 +174,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         self.model_directory = None
         self.serving = Serving(self)
         self._fleet = None
-        self._push, self._start_turn = push, asyncio.Lock()
+        self._push, self._start_lock = push, asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: InferenceClient | None = None
         self._end: asyncio.Future[None] | None = None
@@ -206,7 +211,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     async def start(self) -> InferenceClient:
         """Connect, unless connected. All methods begin with it. Returns the client."""
-        async with self._start_turn:
+        async with self._start_lock:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
             if self._client is None:
@@ -381,7 +386,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
                 self._fleet.end_restarts()
                 last.push_async_callback(asyncio.to_thread, self._fleet.close)
             await self.serving.stop(drain_timeout_s=0.0)
-            async with self._start_turn:  # a running start ends first
+            async with self._start_lock:  # a running start ends first
                 client, self._client = self._client, None
             if client is not None:
                 self._weights_version = client.weights_version

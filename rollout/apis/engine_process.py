@@ -1,6 +1,6 @@
-"""run_engine: runs an engine that connects to a coordinator.
+"""run_engine: runs an engine that connects to a coordinator, in a process of its own.
 
-From a shell: rollout engine --join ADDRESS model=DIR
+Used by the launchers as a module, and by the shell command: rollout engine --join ADDRESS model=DIR
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import CoordinatorLostError
+from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.registry import WeightFetcher
 
@@ -43,10 +44,10 @@ def run_engine(
     if the fleet serves later weights than `weights_version`, it fetches them before it gets work,
     provided the trainer keeps them. Call it in a process of its own.
 
-    Raises ConfigError and ModelError, the coordinator's reason if it refuses the engine, and
-    CoordinatorLostError if nobody answers within `register_timeout_s`.
+    Raises ConfigError and ModelError, the coordinator's error if it refuses the engine, and
+    CoordinatorLostError without an answer within `register_timeout_s`.
     """
-    config = inference_config or InferenceConfig()
+    config, model = inference_config or InferenceConfig(), model_directory(model)
     engine = DynamicInferenceEngine.from_model(
         model, config, tokenizer_of(model, tokenizer), weights_version
     )

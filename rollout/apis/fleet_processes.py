@@ -1,4 +1,7 @@
-"""FleetProcesses: starts, watches and ends the processes of a coordinator and its engines."""
+"""FleetProcesses: starts, watches and ends the processes of a coordinator and its engines.
+
+Used by AsyncLLM.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,9 @@ class FleetProcesses:
         start_timeout_s: float,
         on_lost: Callable[[CoordinatorLostError], object],
     ) -> None:
-        """coordinator: arguments of DataParallelInferenceCoordinator. engine: of run_engine.
-        spawn: number of engines to start here, None for all.
+        """Start the processes and wait for them. coordinator: arguments of
+        DataParallelInferenceCoordinator. engine: arguments of run_engine. spawn: number of engines
+        to start here, None for all.
         """
         num_expected = coordinator["data_parallel_size"]
         if spawn is not None and not 0 <= spawn <= num_expected:
@@ -87,7 +91,7 @@ class FleetProcesses:
             )
             self._engines = launcher.launch(job, num_engines)
             self._await_start()
-        except BaseException:  # after Ctrl-C, too, nobody else knows the processes
+        except BaseException:  # even after Ctrl-C nobody else knows the processes
             self.close(asked=False)
             raise
         self.address = str(self._coordinator.started.result())
@@ -111,7 +115,7 @@ class FleetProcesses:
 
     def _coordinator_ended(self, exit_code: int) -> None:
         end = f"process {self._coordinator.pid} has ended ({end_of(exit_code)})"
-        self._lose(f"the coordinator is lost: {end}")
+        self._fail(f"the coordinator is lost: {end}")
 
     def _engine_ended(self, name: str, reason: str | None) -> None:
         """Count an engine that is not started again. reason: None after an orderly stop."""
@@ -121,9 +125,10 @@ class FleetProcesses:
             self._num_engines_lost += 1
             is_last = self._num_engines_lost == self._num_expected == len(self._engines)
         if is_last:
-            self._lose(f"no engine is left: {name} has ended once too often ({reason})")
+            self._fail(f"no engine is left: {name} has used up its restarts ({reason})")
 
-    def _lose(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
+        """End the fleet with `reason`, unless it has ended already."""
         with self._lock:
             if self._is_closing or self.lost is not None:
                 return
@@ -137,14 +142,14 @@ class FleetProcesses:
     # ---- the end
 
     def end_restarts(self) -> None:
-        """Start no process again from now on."""
+        """Restart no process from now on."""
         self._is_closing = True
         for process in (self._coordinator, *self._engines):
             process.end_restarts()
 
     def close(self, *, asked: bool = True) -> None:
-        """End all processes. asked: whether they were asked to end, and get some seconds for it. A
-        second call does nothing.
+        """End all processes. asked: they were asked to end, and get some seconds for it. A second
+        call does nothing.
         """
         self.end_restarts()
         processes = [self._coordinator, *self._engines]
@@ -171,7 +176,8 @@ def coordinator_arguments(
     port: int | None,
     orphan_deadline_s: float,
 ) -> dict[str, Any]:
-    """Return arguments of DataParallelInferenceCoordinator. `options` win. Raises ConfigError."""
+    """Return arguments of DataParallelInferenceCoordinator; `options` replace the others. Raises
+    ConfigError."""
     arguments = {
         "data_parallel_size": data_parallel_size,
         "inference_coordinator_port": port,
@@ -184,7 +190,7 @@ def coordinator_arguments(
     }
     policy = arguments["prefix_caching_coordinator_policy"]
     if type(policy) is str:
-        # Looked up here: what this process has registered is unknown in another one.
+        # Looked up here: another process does not know the policies registered in this one.
         arguments["prefix_caching_coordinator_policy"] = find_policy(policy)
     return arguments
 
@@ -196,7 +202,7 @@ def engine_arguments(
     weights_version: int,
     start_timeout_s: float,
 ) -> dict[str, Any]:
-    """Return arguments of `run_engine` but address and keys. Raises ConfigError, ModelError."""
+    """Return arguments of `run_engine` without address and keys. Raises ConfigError, ModelError."""
     if config.pg_collection is not None:
         raise ConfigError(
             "pg_collection needs LLM without a coordinator: a fleet starts the processes of its "
@@ -212,8 +218,8 @@ def engine_arguments(
 
 
 def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a coordinator for engines of other hosts, with new keys unless the
-    arguments have keys or `insecure`."""
+    """Return the arguments of a coordinator for engines on other hosts. They get new keys unless
+    they have keys or `insecure`."""
     if coordinator.get("curve") is not None or coordinator.get("insecure"):
         return coordinator
     return {**coordinator, "curve": CurveServerKeys.made()}
@@ -228,7 +234,7 @@ def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int)
 
 
 def _join(processes: Sequence[LaunchedEngine], timeout_s: float) -> None:
-    """Wait up to `timeout_s` seconds for all of them together."""
+    """Wait up to `timeout_s` seconds until all processes have ended."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,7 @@
-"""FleetRuntime: an AsyncLLM for callers without asyncio, in the event loop of its own thread."""
+"""FleetRuntime: an AsyncLLM for callers without asyncio, in the event loop of its own thread.
+
+Used by LLM with `use_coordinator=True`.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +33,24 @@ CALLS_S = 5.0  # how long a shutdown waits for running calls after the fleet has
 
 
 class FleetRuntime:
-    """As InProcessRuntime, over a fleet. `make` returns the AsyncLLM; its errors are raised."""
+    """The methods of InProcessRuntime over a fleet. `make` returns the AsyncLLM; the constructor
+    raises its errors."""
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
-        self._pid = os.getpid()  # whose threads answer
+        self._pid = os.getpid()  # the process with the event loop's thread
         self.tokenizer = self._llm.tokenizer
         self._ended: queue.Queue[DynamicInferenceRequest] = queue.Queue()
-        # Written by the loop's thread alone; what leaves it is in `_ended` before.
+        # Written by the loop's thread alone. A request that leaves it is in `_ended` before.
         self._open: dict[int, RequestFuture] = {}
-        self._turn = threading.Lock()  # held to schedule, so that nothing is after the end
+        self._lock = threading.Lock()  # guards scheduling: nothing is scheduled after shutdown
         self._end: Future[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="fleet runtime", daemon=True)
         self._thread.start()
         try:
             self._run(self._llm.start())
-        except BaseException:  # after Ctrl-C, too, nobody else can end the thread
+        except BaseException:  # even after Ctrl-C nobody else can end the thread
             self.shutdown()
             raise
 
@@ -55,9 +59,11 @@ class FleetRuntime:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine in the event loop and wait for it. Raises EngineStateError after the
+        end."""
         try:
             self._require_own_process()
-            with self._turn:
+            with self._lock:
                 if self._end is not None:
                     raise EngineStateError("this LLM is shut down; make a new one")
                 future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -70,11 +76,11 @@ class FleetRuntime:
             raise EngineStateError("this LLM was shut down before the answer came") from None
 
     def _require_own_process(self) -> None:
-        """Raise EngineStateError in a child of os.fork: the thread that answers is not there."""
+        """Raise EngineStateError in a child of os.fork, which lacks the event loop's thread."""
         if os.getpid() != self._pid:
             raise EngineStateError(
-                f"this LLM belongs to process {self._pid}, of which this one is a fork; make one "
-                "here, or an InferenceClient"
+                f"this LLM belongs to process {self._pid}, and this process is a fork of it; make "
+                "an LLM here, or an InferenceClient"
             )
 
     @property
@@ -88,7 +94,8 @@ class FleetRuntime:
     ) -> list[Sequence[int]]:
         """Queue all groups or none. Raises InvalidRequestError.
 
-        What only an engine can tell, such as an id beyond the vocabulary, fails the request later.
+        A fault that only an engine finds, such as an id beyond the vocabulary, fails the request
+        later.
         """
         return self._run(self._submit(groups, priority))
 
@@ -108,14 +115,14 @@ class FleetRuntime:
         del self._open[future.request_id]
 
     def advance(self, timeout_s: float | None) -> None:
-        """Wait until a request has ended, which `take_ended` returns then. One that was lost with
-        the coordinator ends FAILED."""
+        """Wait until a request has ended, which `take_ended` then returns. If the coordinator is
+        lost, its requests end FAILED."""
         self._require_own_process()
         if not self._open and self._ended.empty():
-            raise EngineStateError("nothing was submitted that could still end")
+            raise EngineStateError("no submitted request is unfinished")
         if self._ended.empty() and self.state is not EngineState.RUNNING:
             raise EngineStateError(
-                f"the engines are {self.state.name}, so nothing ends; unpause() first"
+                f"the engines are {self.state.name}, so no request ends; unpause() first"
             )
         with self._ended.not_empty:
             self._ended.not_empty.wait_for(lambda: self._ended.queue, timeout_s)
@@ -128,7 +135,8 @@ class FleetRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now; waits for their records. Returns all that has ended meanwhile."""
+        """Abort requests and wait for their records. Returns all requests that have ended
+        meanwhile."""
         self._run(self._abort(request_ids))
         return self.take_ended()
 
@@ -141,7 +149,7 @@ class FleetRuntime:
             await asyncio.sleep(0)  # for the callbacks that take them
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """End requests now, without a result. Ignores those that have ended."""
+        """Cancel requests, whose results are dropped. Ignores ended ones."""
         self._run(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:
@@ -174,7 +182,7 @@ class FleetRuntime:
         return self._run(self._llm.weights_checksum())
 
     def use_weight_transport(self, transport: str | WeightTransport) -> None:
-        """See AsyncLLM.use_weight_transport."""
+        """Send later updates by another transport. See AsyncLLM.use_weight_transport."""
         self._llm.use_weight_transport(transport)
 
     def serve(self, config: ServeConfig) -> tuple[str, int]:
@@ -190,14 +198,14 @@ class FleetRuntime:
             raise error
 
     def stop_serving(self, drain_timeout_s: float | None) -> None:
-        """See AsyncLLM.stop_serving."""
+        """End `serve`. See AsyncLLM.stop_serving."""
         self._run(self._llm.stop_serving(drain_timeout_s))
 
     def shutdown(self) -> None:
-        """End the fleet, and wait for its end. In a forked child it does nothing."""
+        """End the fleet and wait until it has ended. Does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
-        with self._turn:
+        with self._lock:
             if self._end is None:
                 self._end = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
                 self._end.add_done_callback(
@@ -209,7 +217,8 @@ class FleetRuntime:
             self._thread.join()
 
     async def _shut_down(self) -> None:
-        """End the AsyncLLM; running calls end or are cancelled, since a thread waits for each."""
+        """Shut the AsyncLLM down, and wait until running calls have ended: a thread waits for
+        each."""
         try:
             await self._llm.shutdown()
         finally:

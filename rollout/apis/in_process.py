@@ -1,4 +1,8 @@
-"""InProcessRuntime: an engine that the caller's thread steps."""
+"""InProcessRuntime: runs the requests and control calls of an LLM by an engine in this process.
+
+Used by LLM and ThreadedLLM. It keeps the requests that ended until the LLM takes them; all other
+state is the engine's.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ class InProcessRuntime:
         self.engine, self.tokenizer = engine, tokenizer
         self._ended: list[DynamicInferenceRequest] = []
         # Held for each step, and for each command.
-        self._turn = TurnLock()
+        self._step_lock = FairLock()
         # Held while an update is staged, which needs the weights in place; always taken first.
-        self._weights_turn = TurnLock()
+        self._weights_lock = FairLock()
         # Called after each command, which may let steps run again.
         self.on_command: Callable[[], None] = lambda: None
 
@@ -40,7 +44,7 @@ class InProcessRuntime:
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
         """Queue all groups or none. Raises InvalidRequestError."""
-        with self._turn:
+        with self._step_lock:
             listed = [(prompt, list(each)) for prompt, each in groups]
             return list(self.engine.add_groups(listed, priority=priority))
 
@@ -48,7 +52,7 @@ class InProcessRuntime:
         """Run one step; `take_ended` has the requests that ended. Raises EngineStateError if no
         request can end: the engine is paused or stopped, or has none.
         """
-        with self._turn, deferred_signals():
+        with self._step_lock, deferred_signals():
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
                 raise EngineStateError(
                     "a group can no longer finish: some of its requests were taken from llm.engine "
@@ -58,7 +62,7 @@ class InProcessRuntime:
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` would do something. Any thread may read it."""
+        """Whether a step would do something. Any thread may read it."""
         return self.state is EngineState.RUNNING and self.engine.has_unfinished_requests()
 
     def step(
@@ -67,7 +71,7 @@ class InProcessRuntime:
         """Run one step if `can_step`. Returns the records of the requests that ended, and the new
         tokens of the running ones that `streamed` names by (request id, tokens known before).
         """
-        with self._turn, deferred_signals():
+        with self._step_lock, deferred_signals():
             if not self.can_step:
                 return [], None
             records = self.engine.step()
@@ -84,7 +88,7 @@ class InProcessRuntime:
 
     def check_ranks(self) -> None:
         """Raise LockstepError if a rank of the engine is gone."""
-        with self._turn:
+        with self._step_lock:
             self.engine.check_ranks()
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
@@ -98,14 +102,14 @@ class InProcessRuntime:
 
     def abort_record(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state; returns its record with the tokens so far."""
-        with self._turn:
+        with self._step_lock:
             return self.engine.abort_request(request_id)
 
     def drop(self, request_ids: Sequence[int]) -> None:
         """End requests now, in any state, without a result."""
         for request_id in request_ids:
-            # One that has ended may have been handed out.
-            with suppress(EngineStateError), self._turn:
+            # A request that has ended may have been returned already.
+            with suppress(EngineStateError), self._step_lock:
                 self.engine.abort_request(request_id)
 
     # ---- control
@@ -126,46 +130,48 @@ class InProcessRuntime:
         """Do a control call between two steps. Calls that use the weights wait while an update is
         staged."""
         try:
-            with self._weights_turn if command.uses_weights else nullcontext(), self._turn:
+            with self._weights_lock if command.uses_weights else nullcontext(), self._step_lock:
                 return self.engine.do(command)
         finally:
             self.on_command()
 
     def weights_checksum(self) -> str:
         """Return a checksum of all weights."""
-        with self._weights_turn, self._turn:
+        with self._weights_lock, self._step_lock:
             return self.engine.weights_checksum()
 
     def warm_up(self) -> int:
         """Capture steps ahead. Returns how many. See Engine.warm_up."""
-        with self._turn:
+        with self._step_lock:
             return self.engine.warm_up()
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        """Stage beside the steps; only the commit keeps them waiting."""
+        """Replace all weights. Staging runs beside the steps; only the commit keeps them
+        waiting."""
         try:
-            with self._weights_turn:
-                with self._turn:
+            with self._weights_lock:
+                with self._step_lock:
                     self.engine.check_update(version, in_flight)
                 staged = self.engine.stage_weights(named_tensors)
-                with self._turn:
+                with self._step_lock:
                     return self.engine.commit_weights(staged, version, in_flight)
         finally:
             self.on_command()
 
     def shutdown(self) -> None:
-        with self._turn:
+        """Stop the engine for good, between two steps."""
+        with self._step_lock:
             self.engine.shutdown()
         self.on_command()
 
 
-class TurnLock:
-    """As threading.RLock, but granted in the order it was asked for.
+class FairLock:
+    """A threading.RLock that threads get in the order in which they asked for it.
 
-    `threading.Lock` goes to whoever asks first after a release, and that is the thread which has
-    just released it: a loop of steps would starve the thread that brings new weights.
+    A `threading.Lock` goes to the first thread that asks after a release, and that is the thread
+    which has just released it: a loop of steps would starve the thread that brings new weights.
     """
 
     def __init__(self) -> None:

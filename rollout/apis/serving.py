@@ -1,4 +1,7 @@
-"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine of this process."""
+"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine of this process.
+
+Used by AsyncLLM and LLM for `serve` and `stop_serving`.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,14 @@ class Serving:
             await server.start()
             self._server = server
         if blocking:
+            await self.run()
+
+    async def run(self) -> None:
+        """Wait until the server is stopped, gets SIGTERM or SIGINT, or its engines fail, and end
+        it. Raises the error of the engines. Does nothing if nothing is served."""
+        if self._server is not None:
             try:
-                await server.run()
+                await self._server.run()
             finally:
                 await self.stop()
 

@@ -1,4 +1,7 @@
-"""Calls of an LLM whose ranks are a trainer's processes: all ranks call each method."""
+"""LLM whose ranks are a trainer's processes (`pg_collection`): all ranks call each method together.
+
+Used by LLM. Rank 0 has the engine; the other ranks run its commands within each call.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,9 @@ class AllRanks(Protocol):
     """Runs a method that all ranks call."""
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
-        """`work`: the method itself, for rank 0. `source`: the weights of an update. Returns what
-        `work` returns, on all ranks; so it is with errors."""
+        """Run `work`, the method itself, on rank 0 while the other ranks make the same call.
+        `source`: the weights of an update. Returns the result of `work`, or raises its error, on
+        all ranks."""
         ...
 
 
@@ -49,8 +53,8 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """Return the runtime of an engine in this process, or of this rank's part of one and, for the
-    latter, what runs its methods on all ranks."""
+    """Return the runtime of an engine in this process. With `pg_collection`, return the runtime
+    of this rank, and the object that runs its methods on all ranks."""
     if num_spmd_ranks(config) == 1:
         make = DynamicInferenceEngine.from_model
         return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
@@ -62,7 +66,7 @@ def runtime_of(
 
 
 def on_all_ranks(method: Method) -> Method:
-    """Decorate a method of LLM that all ranks run together if they are a trainer's processes."""
+    """Decorate a method of LLM that all ranks run together if they are processes of a trainer."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -80,7 +84,8 @@ def on_all_ranks(method: Method) -> Method:
 
 
 def require_one_process(ranks: AllRanks | None, what: str) -> None:
-    """Raise ConfigError for what an engine of several ranks of a trainer has not."""
+    """Raise ConfigError for a method or attribute, `what`, that an LLM over ranks of a trainer
+    lacks."""
     if ranks is not None:
         raise ConfigError(
             f"{what} is not there with pg_collection, whose ranks call methods together"
@@ -91,10 +96,10 @@ class _LeadRank:
     """Rank 0, which has the engine."""
 
     def __init__(self, engine: DynamicInferenceEngine, executor: SpmdExecutor) -> None:
-        self._engine, self._executor, self._turn = engine, executor, threading.Lock()
+        self._engine, self._executor, self._calling = engine, executor, threading.Lock()
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
-        with _one_call(self._turn, call):
+        with _one_call(self._calling, call):
             self._executor.begin_call(call)
             try:
                 result = work()
@@ -111,10 +116,10 @@ class _LeadRank:
 
 
 class FollowerRuntime:
-    """Another rank: what an LLM has there in place of an engine."""
+    """The runtime of an LLM on a rank other than 0, which has no engine."""
 
     def __init__(self, rank: SpmdFollower, tokenizer: Tokenizer | None) -> None:
-        self._rank, self.tokenizer, self._turn = rank, tokenizer, threading.Lock()
+        self._rank, self.tokenizer, self._calling = rank, tokenizer, threading.Lock()
 
     @property
     def state(self) -> EngineState:
@@ -127,7 +132,7 @@ class FollowerRuntime:
         return self._rank.weights_version
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
-        with _one_call(self._turn, call):
+        with _one_call(self._calling, call):
             return self._rank.join_call(call, source)
 
     def shutdown(self) -> None:
@@ -135,8 +140,8 @@ class FollowerRuntime:
 
 
 @contextmanager
-def _one_call(turn: threading.Lock, call: SpmdCall) -> Iterator[None]:
-    if not turn.acquire(blocking=False):
+def _one_call(calling: threading.Lock, call: SpmdCall) -> Iterator[None]:
+    if not calling.acquire(blocking=False):
         raise EngineStateError(
             f"cannot {call.method} while another thread is in a call: with pg_collection all ranks "
             "call methods in one order, one at a time"
@@ -144,7 +149,7 @@ def _one_call(turn: threading.Lock, call: SpmdCall) -> Iterator[None]:
     try:
         yield
     finally:
-        turn.release()
+        calling.release()
 
 
 def _encoded(error: BaseException) -> Mapping[str, Any]:
@@ -155,7 +160,7 @@ def _encoded(error: BaseException) -> Mapping[str, Any]:
 
 
 def call_of_command(command: Command[Any]) -> SpmdCall:
-    """Return what ranks compare of a control call: its name and arguments."""
+    """Return the name and arguments of a control call, which ranks compare."""
     arguments = structs.asdict(command)
     del arguments["command_id"], arguments["deadline_s"]  # of the call as a message
     return _call_of(command.name, arguments)
@@ -171,7 +176,8 @@ def _call_of(method: str, arguments: Mapping[str, Any]) -> SpmdCall:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in a form whose text is the same on all ranks. An iterator is left alone."""
+    """Return `value` in a form whose text is the same on all ranks. An iterator becomes the name
+    of its type, because reading it would use it up."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):

@@ -1,4 +1,7 @@
-"""ThreadedLLM: the methods of AsyncLLM over the engine of this process, stepped by a thread."""
+"""ThreadedLLM: the methods of AsyncLLM over the engine of this process, stepped by a thread.
+
+Used by asynchronous training loops over one engine, and by the HTTP server of an LLM.
+"""
 
 from __future__ import annotations
 

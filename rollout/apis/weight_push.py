@@ -1,4 +1,4 @@
-"""WeightPush: the weight updates of an AsyncLLM, one at a time."""
+"""WeightPush: the weight updates of an AsyncLLM, one at a time. It owns the weight transport."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rollout.parallel.collectives import Collectives, GroupCollectives
-from rollout.parallel.mapped_file import SharedMemory, open_shared
 from rollout.parallel.shared_collectives import SharedCollectives, shared_by_ranks
+from rollout.parallel.shared_memory import SharedMemory, open_shared
 from rollout.parallel.stores import connect_store, open_store
 
 _A_DAY_S = 86_400.0  # torch takes no infinite timeout

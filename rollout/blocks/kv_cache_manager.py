@@ -244,9 +244,7 @@ class KVCacheManager:
         return is_indexed
 
     def copy_cache_state(self, parent: BlockTable, child: BlockTable) -> None:
-        """Copy the parent's keys and its position in the index to a fork that holds the same
-        blocks.
-        """
+        """Copy the parent's keys and index position to a fork that holds the same blocks."""
         child.keys, child.key_version = list(parent.keys), parent.key_version
         child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
 

@@ -133,9 +133,7 @@ class PrefixIndex:
         return entry.generation == self._generation and not is_dropped
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
-        """Return the entries of the longest indexed prefix without KV older than
-        `oldest_version`.
-        """
+        """Return the longest indexed prefix without KV older than `oldest_version`, as entries."""
         found = []
         for key in keys:
             entry = self._by_key.get(key)

@@ -1,4 +1,4 @@
-"""rollout bench: throughput and latency of an engine in this process, or of a server."""
+"""rollout bench: measures throughput and latency of an engine here, or of a server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollout.apis.llm import LLM
-from rollout.cli.bench_load import BenchLoad
-from rollout.cli.bench_serving import ServingLoad, measure_serving
+from rollout.cli.bench_serving import BenchLoad, ServingLoad, measure_serving
 from rollout.cli.measurements import Summary, Timing
 from rollout.cli.models import MODEL_HELP, is_fleet, llm_kinds, make_llm, with_model
 from rollout.cli.prompt_files import error_of
@@ -33,7 +32,7 @@ _SERVING_HELP = """\
 bench serving:
   url=http://HOST:PORT  an OpenAI-compatible server
   concurrency=32        requests at once
-  rate=R                requests per second, at random times; none: each starts when another ends
+  rate=R                requests per second, at random times; none: one starts when one ends
   api_key=KEY           bearer token; better in the variable ROLLOUT_API_KEY
   model=NAME            default: the first model that the server lists
 """
@@ -41,7 +40,7 @@ bench serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad(BenchLoad):
-    """n: samples of each prompt."""
+    """The load of an engine in this process. n: samples of each prompt."""
 
     n: PositiveInt = 1
 
@@ -80,7 +79,7 @@ def _run_serving(words: Sequence[str]) -> int:
 def _measure(llm: LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
     """Run all prompts at once, after one short request that warms the engine up.
 
-    The engines of a fleet work in other processes, whose CPU time is not known here.
+    knows_cpu_time: False for a fleet, whose engines are other processes.
     """
     prompts = load.prompts()
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)

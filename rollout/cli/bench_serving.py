@@ -1,4 +1,7 @@
-"""measure_serving: many streamed completions at once, timed by the client."""
+"""The load of `rollout bench`, and its run against a server: streamed completions, timed here.
+
+`measure_serving` is used by `rollout bench serving` and by the benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,40 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from rollout.cli.bench_load import BenchLoad
 from rollout.cli.http_faults import named_http_faults
 from rollout.cli.measurements import Summary, Timing
 from rollout.cli.settings import UsageError
 from rollout.errors import RolloutError
-from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds
+from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds, check_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchLoad:
+    """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1."""
+
+    num_prompts: PositiveInt = 64
+    prompt_tokens: PositiveInt = 128
+    num_tokens: PositiveInt = 128
+    max_token_id: PositiveInt = 100
+
+    def __post_init__(self) -> None:
+        check_fields(self, UsageError)
+
+    def prompts(self) -> list[list[int]]:
+        """Return the prompts, which are the same in each run."""
+        generator = np.random.default_rng(0)
+        shape = (self.num_prompts, self.prompt_tokens)
+        ids: list[list[int]] = generator.integers(1, self.max_token_id + 1, shape).tolist()
+        return ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLoad(BenchLoad):
-    """The requests of a run. Raises UsageError.
+    """The requests of a run against a server. Raises UsageError.
 
-    rate: requests that are started per second, at random times; None starts one whenever another
-    ends. concurrency: most requests at once. model: None takes the first that the server lists.
+    url: URL of the server. rate: requests that are started per second, at random times; None starts
+    a request whenever another one ends. concurrency: most requests at once. model: None for the
+    first model that the server lists.
     """
 
     url: Name
@@ -57,10 +80,10 @@ async def measure_serving(load: ServingLoad) -> Summary:
             model = load.model or await _first_model(session)
         prompts = load.prompts()
         gaps_s = np.random.default_rng(1).exponential(1 / (load.rate or 1.0), load.num_prompts)
-        places = asyncio.Semaphore(load.concurrency)
+        slots = asyncio.Semaphore(load.concurrency)
 
         async def one(prompt: list[int]) -> Timing | str:
-            async with places:
+            async with slots:
                 return await _complete(session, model, prompt, load.num_tokens)
 
         start = time.perf_counter()
@@ -92,7 +115,7 @@ async def _first_model(session: aiohttp.ClientSession) -> str:
 async def _complete(
     session: aiohttp.ClientSession, model: str, prompt: list[int], num_tokens: int
 ) -> Timing | str:
-    """Return the times of one streamed completion, or why it failed."""
+    """Return the timing of one streamed completion, or the message of its error."""
     body = {
         "model": model,
         "prompt": prompt,

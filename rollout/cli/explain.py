@@ -1,4 +1,4 @@
-"""rollout explain: what a config comes to on this machine, and why."""
+"""rollout explain: shows what a config resolves to on this machine, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One value that an engine works with, and where it comes from."""
+    """A value that an engine works with. why: where the value comes from, "" if evident."""
 
     name: str
     value: Any
@@ -29,7 +29,7 @@ class Fact:
 
 
 def run(words: Sequence[str]) -> int:
-    """Builds the engine, so that what is shown is what serves."""
+    """Build the engine and print its values. Returns 0."""
     parser = Parser("explain", "Build an engine, and show its blocks, memory, kernels and limits.")
     parser.epilog = MODEL_HELP
     given = parser.parse(words)

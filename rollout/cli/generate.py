@@ -1,4 +1,4 @@
-"""rollout generate: prompts in, JSON lines out."""
+"""rollout generate: completes prompts of a file or of stdin, as JSON lines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,18 +18,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollout.apis.arguments import RolloutGroup
 from rollout.apis.llm import LLM
-from rollout.cli.chat_template import chat_template_of
 from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm, with_model
 from rollout.cli.prompt_files import OutputColumns, PromptLine, read_prompts, sample_row
 from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings, require
 from rollout.config import CONFIG_HINTS
 from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
+from rollout.serve.errors import ApiError
+from rollout.serve.openai.chat_template import ChatTemplate, load_template
+from rollout.text import as_tokenizer, has_tokenizer
 
-# `seed` is a field of the config. Options choose the columns of the output.
+# `seed` is InferenceConfig's here; options of the command choose the columns of the output.
 _CHOSEN = ("seed", "return_log_probs", "return_prompt_tokens", "streaming", "streaming_interval")
 SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_CHOSEN)
-# Elsewhere `max_tokens` limits the output, and here a field of the config has this name: it is
-# written as in the configs of training jobs.
+# Name of InferenceConfig.max_tokens here, as in configs of training jobs: in other programs
+# `max_tokens` limits the output.
 _STEP_TOKENS = "engine.max_tokens"
 _HINTS = {name: hint for name, hint in SAMPLING_HINTS.items() if name != "n"} | CONFIG_HINTS
 _HINTS |= {
@@ -53,7 +56,7 @@ def run(words: Sequence[str]) -> int:
         token_ids=given.token_ids, log_probs=given.logprobs, versions=given.versions
     )
     params = SamplingParams(**sampling, return_log_probs=given.logprobs)
-    template = chat_template_of(of_llm.get("tokenizer") or require(of_llm, "model", "DIR"))
+    template = _chat_template_of(of_llm.get("tokenizer") or require(of_llm, "model", "DIR"))
     with ExitStack() as files:
         lines: Iterable[bytes] = sys.stdin.buffer
         if given.input:
@@ -63,11 +66,35 @@ def run(words: Sequence[str]) -> int:
         if given.output:
             output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
         elif isinstance(output, io.TextIOWrapper):
-            output.reconfigure(encoding="utf-8")  # JSON is, whatever the terminal's encoding
+            output.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal's encoding
         with make_llm(of_llm) as llm:
             if llm.tokenizer is None and any(isinstance(line.prompt, str) for line in prompts):
                 raise UsageError("text prompts need a tokenizer; give tokenizer=DIR or token ids")
             return _generate(llm, prompts, params, more, wanted, output, is_json=given.json)
+
+
+def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:
+    """Return a function that renders messages as a prompt, as a server of `directory` would.
+
+    The template is read at the first call. The function raises UsageError for a directory without a
+    template and for messages that the template refuses, ConfigError for a malformed template.
+    """
+
+    @cache
+    def template() -> ChatTemplate:
+        tokenizer = as_tokenizer(directory) if has_tokenizer(directory) else None
+        found = load_template(tokenizer, None)
+        if found is None:
+            raise UsageError(f"{directory} has no chat template; give prompts instead of messages")
+        return found
+
+    def apply(messages: list[Any]) -> str:
+        try:
+            return template().render(messages)
+        except ApiError as error:
+            raise UsageError(str(error)) from error
+
+    return apply
 
 
 def _engine_kinds() -> Kinds:
@@ -113,7 +140,8 @@ def _generate(
     *,
     is_json: bool,
 ) -> int:
-    """Write all samples in the order of the prompts, each as early as that order allows."""
+    """Write all samples in the order of the prompts, as early as that order allows. Returns the
+    exit code."""
     start, counts = time.monotonic(), _Counts()
     n = more.get("n", 1)
     group_ids = llm.submit(

@@ -1,4 +1,4 @@
-"""named_http_faults: turns errors of an HTTP client into errors that main reports."""
+"""named_http_faults: turns aiohttp's errors into errors that `main` reports."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def named_http_faults(url: str) -> Iterator[None]:
     except aiohttp.ClientError as error:
         if isinstance(error, OSError):
             raise
-        raise RolloutError(f"{url} did not answer as a server does: {error}") from error
+        raise RolloutError(f"{url} did not answer like a server of models: {error}") from error

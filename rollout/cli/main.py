@@ -1,8 +1,7 @@
-"""main: runs a command, and reports errors as one line and an exit code."""
+"""The `rollout` command: runs a subcommand, and reports errors as one line and an exit code."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -13,8 +12,9 @@ from importlib.metadata import EntryPoint, entry_points
 from rollout import __version__
 from rollout.cli.settings import UsageError
 from rollout.errors import ConfigError, InvalidRequestError, RolloutError
+from rollout.keyword_hints import remedy_of_unknown
 
-USAGE, FAULT, INTERRUPTED = 2, 1, 130
+USAGE, FAULT, INTERRUPTED = 2, 1, 130  # exit codes
 # Each command is `run(arguments) -> exit code` of the module rollout.cli.NAME, which is imported
 # when it is chosen: some need torch, which takes seconds.
 COMMANDS = {
@@ -27,8 +27,6 @@ COMMANDS = {
     "engine": "run one engine of a fleet",
     "keys": "make the keys of a fleet over several hosts",
 }
-
-
 # Installed packages add commands by this group of entry points: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
 
@@ -43,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(words)
     except (UsageError, ConfigError, InvalidRequestError) as error:
         return _report(error, USAGE, words)
-    except BrokenPipeError:  # the reader of stdout has left, as `head` does
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAULT
     except (RolloutError, OSError) as error:
@@ -66,8 +64,7 @@ def _run(words: list[str]) -> int:
         run = others[name].load()
     else:
         known = [*COMMANDS, *others]
-        nearest = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(known)}"
+        remedy = remedy_of_unknown(name, known, f"one of: {', '.join(known)}", cutoff=0.6)
         raise UsageError(f"unknown command {name!r}; {remedy}")
     exit_code: int = run(rest)
     return exit_code

@@ -14,7 +14,8 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One request: tokens, and seconds from its start to its first and to its last token."""
+    """Timing of one request: numbers of tokens, and seconds from its start to its first and to its
+    last token."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -30,7 +31,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Percentiles in seconds; None without any value."""
+    """Percentiles in seconds; None if there was no value."""
 
     p50: float | None
     p90: float | None
@@ -87,6 +88,7 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
+        """Return all fields and the rates derived from them."""
         rates = {
             "generated_tokens_per_s": self.num_generated_tokens / self.seconds,
             "prompt_tokens_per_s": self.num_prompt_tokens / self.seconds,
@@ -97,7 +99,7 @@ class Summary:
         return asdict(self) | rates
 
     def table(self, title: str) -> Table:
-        """Rates above, percentiles in milliseconds below."""
+        """Return a table with rates above and percentiles in milliseconds below."""
         table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
         for name in ("", *(f"p{percent}" for percent in PERCENTS)):
             table.add_column(name, justify="right" if name else "left")

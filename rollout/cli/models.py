@@ -1,4 +1,4 @@
-"""The settings of an LLM on the command line, and the LLM that they make."""
+"""The settings of an LLM on the command line, and the LLM made from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_model(words: Sequence[str]) -> list[str]:
 
 def model_of(values: Mapping[str, Any]) -> str:
     """Return the model's directory. Raises UsageError if it is not given or not there."""
-    model: str = require(values, "model", "DIR")
+    model: str = model_directory(require(values, "model", "DIR"))
     if not Path(model).is_dir():
         raise UsageError(f"model={model} is not a directory; models are not downloaded here")
     return model

@@ -1,4 +1,4 @@
-"""Prompts from text lines or JSON lines, and generated samples as JSON lines."""
+"""The input and output of `rollout generate`: lines with prompts, and rows of samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.cli.settings import UsageError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.utf8_lines import decode_line, lone_surrogate
 
-# One of these says what the prompt of a JSON line is.
+# Keys of a JSON line that can hold its prompt.
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
@@ -25,7 +25,7 @@ class PromptLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputColumns:
-    """The columns of a sample besides its text."""
+    """Whether a sample's row has columns besides its text: ids, log-probs, weights versions."""
 
     token_ids: bool
     log_probs: bool
@@ -66,7 +66,7 @@ def _of_json(text: str, where: str, apply_chat_template: Callable[[list[Any]], s
         row = json.loads(text)
     except ValueError as error:
         raise UsageError(
-            f'{where} is no JSON: {error}; lines are objects, as the first begins with "{{"'
+            f'{where} is not JSON: {error}; give objects, as the first line begins with "{{"'
         ) from error
     given = [key for key in _PROMPT_KEYS if isinstance(row, dict) and row.get(key) is not None]
     if len(given) != 1:
@@ -131,7 +131,7 @@ def sample_row(
 
 
 def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
-    """Return which version sampled which generated tokens: [start, end) per run."""
+    """Return runs of generated tokens [start, end) that one weights version sampled."""
     num_prompt = len(request.prompt_tokens)
     return [
         {"version": version, "start": max(start - num_prompt, 0), "end": end - num_prompt}

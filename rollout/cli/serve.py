@@ -1,4 +1,4 @@
-"""rollout serve: a model over HTTP, until SIGTERM or Ctrl-C."""
+"""rollout serve: serves a model over HTTP until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from rollout.apis.async_llm import AsyncLLM
-from rollout.cli.event_loop import run_in_loop
 from rollout.cli.models import MODEL_HELP, llm_kinds, model_of, with_model
 from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.config import CONFIG_HINTS
@@ -36,31 +35,39 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse(words)
     words = with_model(given.settings)
     of_server, of_llm = read_settings(words, SERVE_KINDS, llm_kinds(), hints=_HINTS)
-    # Clients of a server ask for log-probs of prompts; requests that do not cost nothing more.
+    # Clients may ask for log-probs of prompts. Other requests cost no more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
     if "doors" in of_server:
         if "protocols" in of_server:
             raise UsageError("doors is the former name of protocols: give protocols alone")
-        if not given.json:  # whose stderr is JSON
+        if not given.json:  # with --json, stderr is JSON
             print("doors= is deprecated; write protocols=", file=sys.stderr)
         of_server["protocols"] = of_server.pop("doors")
     config = ServeConfig(**of_server)
-    # Here, since engines may take minutes to start.
+    # Checked before the engines start, which may take minutes.
     of_llm["tokenizer"] = tokenizer_of(model_of(of_llm), of_llm.get("tokenizer"))
     load_template(of_llm["tokenizer"], config.chat_template)
     require_free_address(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    run_in_loop(_serve(of_llm, config, is_json=given.json))
+    _run_in_loop(_serve(of_llm, config, is_json=given.json))
     return 0
 
 
 async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: bool) -> None:
     async with AsyncLLM(**of_llm) as llm:
-        serving = asyncio.ensure_future(llm.serve(config))
-        while llm.serving.address is None and not serving.done():
-            await asyncio.sleep(0.01)
-        if llm.serving.address is not None:
-            host, port = llm.serving.address
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            print(json.dumps({"url": url}) if is_json else f"serving at {url}", flush=True)
-        await serving
+        await llm.serve(config, blocking=False)
+        assert llm.serving.address is not None, "it listens"
+        host, port = llm.serving.address
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        print(json.dumps({"url": url}) if is_json else f"serving at {url}", flush=True)
+        await llm.serving.run()
+
+
+def _run_in_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine to its end in uvloop if it is installed, else in asyncio's loop."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)

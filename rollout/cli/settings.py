@@ -1,4 +1,8 @@
-"""Settings on the command line: words of the form key=value, typed by the fields they stand for."""
+"""Settings on the command line: words of the form key=value, read as the types of their fields.
+
+Used by every command. The names and types come from the config classes, so that a command has no
+list of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from typing import Any, NoReturn
 from rollout.keyword_hints import field_types, hint_of, is_union, remedy_of_unknown
 
 _HELP_INDENT, _HELP_WIDTH = 36, 100
-# "name: text" or "name, name: text", with the lines below that are indented.
+# "name: text" or "name, name: text", with the indented lines below it.
 _FIELDS_IN_DOCSTRING = re.compile(r"^(\w+(?:, \w+)*): ((?:.+\n?)(?:    .*\n?)*)", re.MULTILINE)
 _NONE = ("none", "null")
-# Secrets, which every user of a machine can read on a command line, and not in a variable.
+# Environment variables of secrets, since all users of a machine can read command lines.
 _VARIABLES = {"api_key": "ROLLOUT_API_KEY", "admin_key": "ROLLOUT_ADMIN_KEY"}
 _SWITCH = {"true": True, "false": False}
 # Name of a setting -> the type of its values.
@@ -49,8 +53,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the parsed words. Raises UsageError; for an unknown option it shows the form of a
-        setting."""
+        """Return the parsed words. Raises UsageError; for an unknown option the error shows how
+        settings are written."""
         given, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
@@ -70,14 +74,14 @@ def help_of(kind: type) -> str:
     """Return a line for each field of a dataclass: its default, and the first sentence about it in
     the docstring.
     """
-    told = {
+    described = {
         name: text
         for names, text in _FIELDS_IN_DOCSTRING.findall(inspect.getdoc(kind) or "")
         for name in names.split(", ")
     }
     lines = []
     for field in dataclasses.fields(kind):
-        text = " ".join(told.get(field.name, "").split())
+        text = " ".join(described.get(field.name, "").split())
         default = field.default
         shown = ",".join(default) if isinstance(default, tuple) else str(default).lower()
         start = f"  {field.name + '=' + (shown or '...'):<{_HELP_INDENT - 3}} "
@@ -107,9 +111,9 @@ def read_settings(
 ) -> list[dict[str, Any]]:
     """Return the values given for each group of names.
 
-    `hints`: other systems' names for settings. Raises UsageError for a word that is no setting, for
-    an unknown name, with the nearest one, for a name given twice, and for a value of another type.
-    API keys that are not given are read from ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY.
+    hints: our names of settings, by their names in other systems. API keys that are not given are
+    read from ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY. Raises UsageError for a word without "=", for
+    an unknown name, with the nearest name, for a name given twice, and for a value of another type.
     """
     found: list[dict[str, Any]] = [{} for _ in groups]
     for word in words:
@@ -121,7 +125,7 @@ def read_settings(
             raise _unknown(name, text, groups, hints or {})
         for index in owners:
             if name in found[index]:
-                raise UsageError(f"{name} is given twice")
+                raise UsageError(f"{name} is given twice, at last as {name}={text}; give it once")
             found[index][name] = value_of(name, text, groups[index][name])
     for name, variable in _VARIABLES.items():
         for values, group in zip(found, groups, strict=True):

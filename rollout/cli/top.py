@@ -1,4 +1,4 @@
-"""rollout top: engines, queues, blocks and throughput of a fleet, live in the terminal."""
+"""rollout top: shows engines, queues, KV blocks and throughput of a fleet, live in a terminal."""
 
 from __future__ import annotations
 

@@ -206,11 +206,12 @@ def sum_of_reports(nothing: _Report, reports: Iterable[_Report]) -> _Report:
 
     The engines of a fleet work in parallel. `nothing`: the report of a fleet without engines.
     """
-    totals = {f.name: getattr(nothing, f.name) for f in fields(nothing)}
-    for report in reports:
+    first, *others = list(reports) or [nothing]
+    totals = {f.name: getattr(first, f.name) for f in fields(first)}
+    for report in others:
         for name, total in totals.items():
             totals[name] = _added(name, total, getattr(report, name))
-    return replace(nothing, **totals)
+    return replace(first, **totals) if others else first
 
 
 def _added(name: str, total: Any, value: Any) -> Any:

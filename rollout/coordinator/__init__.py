@@ -1,1 +1,1 @@
-"""The fleet: a wire protocol and the processes that speak it, clients to coordinator to engines."""
+"""The fleet: a wire protocol, and its three sides: clients, the coordinator, engines (agents)."""

@@ -1,4 +1,7 @@
-"""DataParallelInferenceCoordinator: the core with a socket and a clock."""
+"""DataParallelInferenceCoordinator: CoordinatorCore with a socket and a clock, as a process.
+
+Used by AsyncLLM, which starts it as a child, and by `rollout coordinator`.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,14 @@ _BATCH = 256
 # Messages that are sent together after about a millisecond: the socket's thread and the receivers
 # then wake once for all of them.
 _SENT_TOGETHER = 32
-# If a turn takes so much longer than planned, the process was stopped or the machine asleep.
+# If a turn takes this much longer than planned, the process was stopped or the machine asleep.
 _STANDSTILL_S = 0.5
 # How often a coordinator process checks whether its parent has ended, where no descriptor shows it.
 _PARENT_CHECK_S = 1.0
 
 
 class Event(Protocol):
-    """What a multiprocessing.Event or a threading.Event has."""
+    """A multiprocessing.Event or a threading.Event."""
 
     def set(self) -> None: ...
 
@@ -56,9 +59,9 @@ class DataParallelInferenceCoordinator:
 
     block_size_tokens: the size of the blocks by which prompts are routed if
     `enable_prefix_caching`. host: a name or an address; 0.0.0.0 for all interfaces; None for a
-    socket in a directory that only this user can enter. advertise_host: the host that others dial
-    instead. curve: its keys; without keys a host that other machines can reach is refused, unless
-    `insecure`.
+    socket in a directory that only this user can enter. advertise_host: the host that peers connect
+    to instead. curve: the coordinator's keys; without keys a host that other machines can reach is
+    refused, unless `insecure`.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def refusals(self) -> Refusals:
-        """Connections that the keys kept out."""
+        """Numbers of connections that were refused for their keys, by reason."""
         return self._router.refusals
 
     @property
@@ -151,7 +154,8 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         """Run a coordinator in this process, with the arguments of the constructor.
 
-        Sets `ready_event` once it listens. SIGTERM ends it; Ctrl-C is its parent's to answer.
+        Sets `ready_event` once it listens. SIGTERM ends it. It ignores Ctrl-C, which its parent
+        handles.
         """
         parent_pid = os.getppid()
         coordinator = cls(pipe_connection, data_parallel_size, tokenizer, *args, **kwargs)
@@ -162,7 +166,8 @@ class DataParallelInferenceCoordinator:
         coordinator.start()
 
     def start(self) -> None:
-        """Serve until the end, then disconnect and free everything. A second call does nothing."""
+        """Serve until `stop` or a SHUTDOWN, then disconnect and release everything. A second call
+        does nothing."""
         if self._has_ended:
             return
         self._is_serving, self._awake_at = True, time.monotonic()
@@ -177,7 +182,7 @@ class DataParallelInferenceCoordinator:
             while self._stop_reason is None and not self._core.is_over:
                 ready = self._wait(poller)
                 if sentinel in ready or self._is_orphaned():
-                    self.stop("the coordinator's parent has gone")
+                    self.stop("the coordinator's parent has ended")
                 if self._waker.fileno() in ready:
                     self._waker.drain()
                 self._turn()
@@ -188,8 +193,8 @@ class DataParallelInferenceCoordinator:
             self._end(self._stop_reason or "the coordinator was shut down")
 
     def stop(self, reason: str = "the coordinator was stopped") -> None:
-        """Let `start` end soon; free everything if it never ran. Any thread and any signal handler
-        may call it; a second call does nothing.
+        """Let `start` end soon; release everything if it never ran. Any thread and any signal
+        handler may call it; a second call does nothing.
         """
         self._stop_reason = self._stop_reason or reason
         if self._is_serving:
@@ -211,13 +216,13 @@ class DataParallelInferenceCoordinator:
         return ready
 
     def _now(self, planned_s: float = 0.0) -> float:
-        """Return the monotonic time in seconds. Notices if this process was stopped since the last
-        call."""
+        """Return the monotonic time in seconds. Extends all leases if this process was stopped
+        since the last call. `planned_s`: seconds of intended waiting since then."""
         now = time.monotonic()
         asleep_s, self._awake_at = now - self._awake_at, now
         if asleep_s - planned_s > _STANDSTILL_S:
-            logger.warning("the coordinator stood still within the last %.1f s", asleep_s)
-            self._core.stood_still(asleep_s)
+            logger.warning("the coordinator was stopped within the last %.1f s", asleep_s)
+            self._core.extend_leases(asleep_s)
         return now
 
     def _is_orphaned(self) -> bool:
@@ -237,7 +242,7 @@ class DataParallelInferenceCoordinator:
                 self._send(self._core.undelivered(identity, message, None, now))
 
     def _receive(self) -> None:
-        """Handle frames that have arrived, and send the results."""
+        """Handle frames that have arrived, and send the answers."""
         outgoing: Outgoing = []
         for identity, frame in self._router.receive(_BATCH):
             # A new time for each frame: a lease at its sender began no later than now.
@@ -249,7 +254,7 @@ class DataParallelInferenceCoordinator:
 
     def _send(self, outgoing: Outgoing) -> None:
         """Send each peer its messages, small ones together. A message to several peers is encoded
-        once. The core learns at once of messages that no frame can carry, and may send others
+        once. The core is told at once of messages that no frame can carry, and may return others
         instead. Messages whose peer cannot be reached are kept for the end of the turn."""
         while outgoing:
             encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity
@@ -259,7 +264,7 @@ class DataParallelInferenceCoordinator:
             outgoing = []
             for identity, messages in by_peer.items():
                 for message, fault in self._send_to(identity, messages, encoded):
-                    if self._has_ended:  # a peer that has gone needs no Disconnect
+                    if self._has_ended:  # a peer that has left needs no Disconnect
                         continue
                     if fault is None:
                         self._unreached.append((identity, message))
@@ -273,9 +278,9 @@ class DataParallelInferenceCoordinator:
         messages: Sequence[Message],
         encoded: dict[int, bytes | ProtocolError],
     ) -> list[tuple[Message, ProtocolError | None]]:
-        """Send one peer its messages. Returns those that could not be sent, each with the fault if
-        no frame can carry it, and with None if the peer cannot be reached. `encoded`: the frames so
-        far, or faults, by id(message); new ones are added."""
+        """Send one peer its messages. Returns the messages that could not be sent, each with the
+        fault if no frame can carry it, and with None if the peer cannot be reached. `encoded`: the
+        frames or faults so far, by id(message), to which new ones are added."""
         failed: list[tuple[Message, ProtocolError | None]] = []
         sendable, frames = [], []
         for message in messages:

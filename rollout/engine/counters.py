@@ -191,19 +191,19 @@ class EngineCounters:
         self._others.suspend_seconds += report.seconds
         self._others.suspended_bytes += report.bytes_released
         self._others.num_recomputed_requests += report.num_requests_requeued
-        self._write({f"engine/suspend/{name}": value for name, value in _numbers(report)})
+        self._write_report("suspend", report)
 
     def add_resume(self, report: ResumeReport) -> None:
         """Count a resume and write its report."""
         self._others.resume_seconds += report.seconds
         self._others.resumed_bytes += report.bytes_restored
-        self._write({f"engine/resume/{name}": value for name, value in _numbers(report)})
+        self._write_report("resume", report)
 
     def add_update(self, report: WeightUpdateReport) -> None:
         """Count a weight update and write its report."""
         self._others.num_weight_updates += 1
         self._others.update_seconds += report.seconds
-        self._write({f"engine/update/{name}": value for name, value in _numbers(report)})
+        self._write_report("update", report)
 
     def stats(
         self,
@@ -235,15 +235,19 @@ class EngineCounters:
             **others,
         )
 
+    def _write_report(
+        self, operation: str, report: SuspendReport | ResumeReport | WeightUpdateReport
+    ) -> None:
+        if self._writer is not None:
+            self._write({f"engine/{operation}/{name}": value for name, value in _numbers(report)})
+
     def _write(self, metrics: dict[str, float]) -> None:
         if self._writer is not None:
             self._guard.call(self._writer.log, {"engine/step": self.steps.num_steps, **metrics})
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
-    """Add the entries of `spans` from `start` on to `counts`, by their age at `version`.
-    O(runs).
-    """
+    """Count the entries of `spans` from `start` on by their age at `version`. O(runs)."""
     for run_start, end, made_under in spans:
         if end > start:
             age = min(version - made_under, len(counts) - 1)

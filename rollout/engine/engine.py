@@ -208,9 +208,7 @@ class Engine(ControlledEngine):
         return self._outputs.new_tokens(wanted)
 
     def request_ids(self) -> list[int]:
-        """Return the ids of all requests whose records were not returned yet, unfinished ones
-        first.
-        """
+        """Return the ids of requests whose records were not returned yet, unfinished first."""
         return self._outputs.request_ids()
 
     def has_unfinished_requests(self) -> bool:
@@ -223,9 +221,7 @@ class Engine(ControlledEngine):
         return self._guard.is_broken
 
     def suspects(self) -> list[int]:
-        """Return the requests of failed steps, any of which may be the cause, or all running
-        ones.
-        """
+        """Return the possible causes of a failed step, or all running requests."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
     def _take_ended(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:

@@ -1,6 +1,6 @@
 """CallGuard: admits one thread at a time to an engine, and detects calls that stopped halfway.
 
-Owned by an Engine and its StepPipeline.
+Engine and StepPipeline enter it around each call that changes state.
 """
 
 from __future__ import annotations

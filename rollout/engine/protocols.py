@@ -279,9 +279,7 @@ class Executor(Protocol[_Staged]):
         ...
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return the resources of each rank, in the order of ranks; () once the ranks have
-        ended.
-        """
+        """Return the resources of each rank, in order; () once the ranks have ended."""
         ...
 
     def kv_data_ptrs(self) -> dict[str, int]:

@@ -1,11 +1,22 @@
-"""Launcher: the protocol that starts the engines of a fleet, on this machine or on others."""
+"""Launcher: the protocol that starts the engines of a fleet, on this machine or on others.
+
+Implemented by the other modules of this folder and used by `rollout.apis.fleet_processes`. The
+functions here are what several launchers share.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
+
+from rollout.errors import RolloutError, encode_error
+
+_logger = logging.getLogger(__name__)
+_MAX_REASON_CHARS = 300  # an error of Ray may have pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +49,20 @@ class LaunchedEngine(Protocol):
     """One engine of a launcher, across its restarts."""
 
     name: str
-    started: Future[Any]  # done once the fleet has it; raises what keeps it from starting
+    started: Future[Any]  # done once the engine is registered; raises the error of its start
 
     @property
     def place(self) -> str:
-        """Return where the engine runs now, for messages: "process 123"."""
+        """Where the engine runs now, for messages, such as "process 123"."""
 
     def end_restarts(self) -> None:
         """Disable restarts from now on."""
 
     def terminate(self) -> None:
-        """Ask the engine to end. Does nothing if it has ended; the same holds for `kill`."""
+        """Ask the engine to end. Does nothing if it has ended."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End the engine at once. Does nothing if it has ended."""
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the engine has ended for good. Call `end_restarts` first."""
@@ -73,10 +85,33 @@ class Launcher(Protocol):
 
     def launch(self, job: EngineJob, num_engines: int) -> Sequence[LaunchedEngine]:
         """Begin to start engines and return without waiting for them. Engines that are not in the
-        returned list start by themselves and are not supervised.
+        returned list start on their own and are not supervised.
 
         Raises ConfigError if an engine cannot be started; no engine is left running then.
         """
 
     def close(self) -> None:
-        """Free the files and places of engines that have ended. A second call does nothing."""
+        """Free the files and resources of engines that have ended. A second call does nothing."""
+
+
+def run_to_end(
+    module: str,
+    address: str,
+    arguments: Mapping[str, Any],
+    on_registered: Callable[[], object],
+) -> dict[str, Any] | None:
+    """Run an engine in this process until it ends. Returns the encoded error that ended it, which
+    the launcher waits for; None after an orderly stop. See EngineJob for `module`.
+    """
+    try:
+        import_module(module).run_engine(address, **arguments, on_registered=on_registered)
+    except Exception as error:
+        if not isinstance(error, RolloutError):
+            _logger.exception("the engine failed")
+        return encode_error(error)
+    return None
+
+
+def short(error: Exception) -> str:
+    """Return an error's type and message as one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]

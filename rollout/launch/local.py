@@ -1,4 +1,4 @@
-"""LocalLauncher: each engine is a child process of this one."""
+"""LocalLauncher: each engine is a child process of this process. The default of AsyncLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LocalLauncher:
         """See Launcher. The error that keeps an engine from starting is raised by the engine's
         `started` future."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
-        address = job.address  # alone: the job has the trainer's model
+        address = job.address  # `begin` must not hold the job, which has the trainer's model
 
         def begin(child: ChildProcess) -> None:
             child.send(pickle.dumps(address.result()), arguments)
@@ -39,7 +39,7 @@ class LocalLauncher:
             for number in range(num_engines):
                 environment = environment_of(number, job.num_gpus)
                 engines.append(_process(f"engine {number}", job, begin, environment))
-        except BaseException:  # after Ctrl-C, too, nobody else knows the processes
+        except BaseException:  # also after Ctrl-C: no other object knows the processes
             for engine in engines:
                 engine.end_restarts()
                 engine.kill()

@@ -1,4 +1,6 @@
-"""Files with the arguments and keys of engines, readable and writable by this user only.
+"""Files with the arguments and keys of engines, which only this user can read and write.
+
+Used by the launchers of Slurm and torchrun.
 
 Arguments may hold objects of the user's own classes, so they are pickled, and anyone who can write
 such a file can run code. Therefore each read checks the owner and the mode of the folder and of the
@@ -33,7 +35,9 @@ class PrivateFolder:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"the folder {str(self.path)!r} cannot be made: {error}") from error
+            raise ConfigError(
+                f"the folder {str(self.path)!r} cannot be made: {error}; name another folder"
+            ) from error
         self._check()
 
     def write(self, kind: str, content: bytes) -> str:
@@ -54,13 +58,13 @@ class PrivateFolder:
         and if another user could write or can read the file."""
         self._check()
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} is no name of a file that a launcher has written")
+            raise ConfigError(f"{name!r} is not the name of a file that a launcher has written")
         path = self.path / name
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise ConfigError(f"{str(path)!r} is no regular file")
+                    raise ConfigError(f"{str(path)!r} is not a regular file")
                 _require_own(path, status, _OTHERS_USE, "use")
                 return file.read()
         except OSError as error:
@@ -78,15 +82,17 @@ class PrivateFolder:
         except OSError as error:
             raise ConfigError(f"the folder {str(self.path)!r} cannot be used: {error}") from error
         if not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"{str(self.path)!r} is no folder; a link to one is not followed")
+            raise ConfigError(
+                f"{str(self.path)!r} is not a folder; give a folder, not a link to one"
+            )
         _require_own(self.path, status, _OTHERS_WRITE, "write")
 
 
 def _require_own(path: Path, status: os.stat_result, modes: int, what: str) -> None:
     if status.st_uid != os.getuid():
         raise ConfigError(
-            f"{str(path)!r} belongs to user {status.st_uid}, not to this one ({os.getuid()}): what "
-            "engines are given is read from own files only; name another folder"
+            f"{str(path)!r} belongs to user {status.st_uid}, not to this one ({os.getuid()}), and "
+            "arguments of engines are read from this user's files only; name another folder"
         )
     if status.st_mode & modes:
         raise ConfigError(

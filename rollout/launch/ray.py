@@ -1,4 +1,7 @@
-"""RayLauncher: each engine is an actor of a Ray cluster. The only module that imports Ray."""
+"""RayLauncher: each engine is an actor of a Ray cluster. No other module imports Ray.
+
+Made by users and given to AsyncLLM as `launcher`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,13 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
-from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
-from rollout.launch.launcher import EngineJob
+from rollout.errors import ConfigError, decode_error
+from rollout.launch.launcher import EngineJob, run_to_end, short
 
 _logger = logging.getLogger(__name__)
-REMIND_S = 30.0  # between two lines about what is waited for
-_MAX_REASON_CHARS = 300  # Ray's own may be pages
+REMIND_S = 30.0  # between two log lines about a reservation that takes long
 
 
 class RayLauncher:
@@ -76,7 +77,7 @@ class RayLauncher:
             return []
         try:
             arguments = self._ray.cloudpickle.dumps(dict(job.arguments))
-        except Exception as error:  # whatever the objects of users raise
+        except Exception as error:  # objects of users may raise anything
             what = "the model, its tokenizer or its config"
             raise ConfigError(f"{what} cannot be sent to another process: {error}") from error
         bundle = self._bundle(job.num_gpus)
@@ -113,18 +114,20 @@ class RayLauncher:
             self._ray.shutdown()
 
     def _bundle(self, num_gpus: float) -> dict[str, float]:
-        """Return the resources of one engine under Ray's names. `num_gpus` applies unless the
-        launcher was given a number. Raises ConfigError."""
+        """Return the resources of one engine under Ray's names. num_gpus: for a launcher without a
+        number of its own. Raises ConfigError."""
         if self._num_gpus is not None:
             num_gpus = self._num_gpus
         needs = {"CPU": self._num_cpus, "GPU": num_gpus, **self._resources}
         bundle = {name: amount for name, amount in needs.items() if amount}
         if not bundle or min(bundle.values()) < 0:
-            raise ConfigError(f"an engine of {needs} cannot be placed; ask for something of a node")
+            raise ConfigError(
+                f"an engine with {needs} cannot be placed; give positive resources of one node"
+            )
         return bundle
 
     def _reserve(self, bundle: Mapping[str, float], num_engines: int, timeout_s: float) -> None:
-        """Wait for a place for each engine. Raises ConfigError."""
+        """Reserve resources for each engine. Raises ConfigError if there are none in time."""
         try:
             self._group = self._ray.util.placement_group(
                 [dict(bundle)] * num_engines, strategy=self._strategy
@@ -136,8 +139,11 @@ class RayLauncher:
             seconds, has = time.monotonic() - start, self._ray.available_resources()
             wanted = f"{num_engines} places with {dict(bundle)}; it has left {has}"
             if seconds >= timeout_s:
-                raise ConfigError(f"Ray has not found {wanted} within {timeout_s:g} s")
-            _logger.warning("Ray looks since %.0f s for %s", seconds, wanted)
+                raise ConfigError(
+                    f"Ray has not found {wanted} within {timeout_s:g} s; start fewer engines, or "
+                    "give them fewer resources"
+                )
+            _logger.warning("Ray has been looking for %s for %.0f s", wanted, seconds)
 
 
 class RayEngine:
@@ -177,7 +183,7 @@ class RayEngine:
         try:
             run = self._actor.run.remote()
             self._await_start(run)
-        except Exception as error:  # whoever waits for the start gets it
+        except Exception as error:  # `started` raises it
             self.terminate()
             self.started.set_exception(error)
             return
@@ -185,8 +191,8 @@ class RayEngine:
         try:
             self._await_end(run)
             reason = None
-        except Exception as error:  # RayError, or whatever Ray raises once it is shut down
-            reason = _short(error)
+        except Exception as error:  # RayError, or another error once Ray is shut down
+            reason = short(error)
         if reason is not None and not self._is_ending.is_set():
             _logger.error("%s (%s) is not started again: %s", self.name, self.place, reason)
         self.terminate()
@@ -202,7 +208,7 @@ class RayEngine:
         try:
             fault = self._ray.get(done[0])
         except self._ray.exceptions.RayError as error:
-            raise ConfigError(f"{who} died while it started: {_short(error)}") from error
+            raise ConfigError(f"{who} died while it started: {short(error)}") from error
         if fault is not None:
             raise decode_error(fault)
 
@@ -235,15 +241,8 @@ class EngineActor:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()
         self._has_run = True
-        try:
-            arguments = pickle.loads(_imported_ray().get(self._stored))
-            run_engine = import_module(self._module).run_engine
-            run_engine(self._address, **arguments, on_registered=self._is_registered.set)
-        except Exception as error:  # the launcher waits for it
-            if not isinstance(error, RolloutError):
-                _logger.exception("the engine failed")
-            return encode_error(error)
-        return None
+        arguments = pickle.loads(_imported_ray().get(self._stored))
+        return run_to_end(self._module, self._address, arguments, self._is_registered.set)
 
     def registered(self) -> None:
         """Wait until the fleet has registered the engine. Runs on an actor thread of its own."""
@@ -251,15 +250,10 @@ class EngineActor:
 
 
 def _imported_ray() -> Any:
-    """Raises ConfigError."""
+    """Import Ray. Raises ConfigError if it is not installed."""
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise ConfigError(f"RayLauncher needs Ray: pip install 'ray>=2.40' ({error})") from error
     return ray
-
-
-def _short(error: Exception) -> str:
-    """Return an error of Ray as one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]

@@ -1,4 +1,8 @@
-"""SlurmLauncher: each engine is a job of Slurm. The only module that imports submitit."""
+"""SlurmLauncher: each engine is a job of Slurm. No other module imports submitit.
+
+Made by users and given to AsyncLLM as `launcher`. It writes the engines' arguments to a private
+folder.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,16 @@ import time
 import uuid
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rollout.child_process import pickled
-from rollout.errors import ConfigError, RolloutError, decode_error, encode_error
-from rollout.launch.launcher import EngineJob
+from rollout.errors import ConfigError, decode_error, encode_error
+from rollout.launch.launcher import EngineJob, run_to_end, short
 from rollout.launch.private_files import PrivateFolder
 
 _logger = logging.getLogger(__name__)
-_POLL_S = 0.5  # how often a file and a job's state are looked at
-_MAX_REASON_CHARS = 300
+_POLL_S = 0.5  # between two checks of a job and of the file that marks its start
 
 
 class SlurmLauncher:
@@ -94,7 +96,7 @@ class SlurmEngine:
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
         self._on_end = job.on_end
         self.started: Future[None] = Future()
-        self._is_ending, self._turn = threading.Event(), threading.Lock()
+        self._is_ending, self._lock = threading.Event(), threading.Lock()
         self._is_cancelled = False
         self._job: Any = None  # of submitit
         self._thread = threading.Thread(target=self._watch, name=f"{name} watch", daemon=True)
@@ -109,7 +111,7 @@ class SlurmEngine:
 
     def terminate(self) -> None:
         """Cancel the job: Slurm sends it SIGTERM, and then SIGKILL."""
-        with self._turn:
+        with self._lock:
             self._is_cancelled = True
             self._is_ending.set()
             if self._job is not None:
@@ -125,12 +127,12 @@ class SlurmEngine:
     def _watch(self) -> None:
         try:
             reason = self._run_all()
-        except Exception as error:  # whoever waits for the start gets it
+        except Exception as error:  # `started` raises it
             self.terminate()
             if not self.started.done():
                 self.started.set_exception(error)
                 return
-            reason = _short(error)
+            reason = short(error)
         if reason is not None and not self._is_ending.is_set():
             _logger.error("%s is not submitted again: %s", self.name, reason)
         self._on_end(self.name, reason)
@@ -151,7 +153,7 @@ class SlurmEngine:
         first job from starting."""
         mark = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
-        with self._turn:
+        with self._lock:
             if self._is_cancelled:
                 return "cancelled"
             self._job = self._executor.submit(
@@ -183,22 +185,18 @@ def run_job(module: str, address: str, folder: str, given: str, mark: str) -> di
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         arguments = pickle.loads(PrivateFolder(folder).read(given))
-        run_engine = import_module(module).run_engine
-        run_engine(address, **arguments, on_registered=Path(mark).touch)
-    except Exception as error:  # the launcher waits for it
-        if not isinstance(error, RolloutError):
-            _logger.exception("the engine failed")
+    except Exception as error:
         return encode_error(error)
-    return None
+    return run_to_end(module, address, arguments, Path(mark).touch)
 
 
 def _end_of(job: Any) -> str | None:
     """Return the reason why a job ended; None after an orderly stop."""
     try:
         fault = job.result()
-    except Exception as error:  # whatever submitit makes of a job that Slurm has ended
-        return _short(error)
-    return None if fault is None else _short(decode_error(fault))
+    except Exception as error:  # submitit raises several kinds for a job that Slurm ended
+        return short(error)
+    return None if fault is None else short(decode_error(fault))
 
 
 def _fault_of(job: Any, name: str) -> Exception:
@@ -206,11 +204,7 @@ def _fault_of(job: Any, name: str) -> Exception:
     try:
         fault = job.result()
     except Exception as error:
-        return ConfigError(f"{name} (job {job.job_id}) died while it started: {_short(error)}")
+        return ConfigError(f"{name} (job {job.job_id}) died while it started: {short(error)}")
     if fault is None:
-        return ConfigError(f"{name} (job {job.job_id}) ended before the fleet had it")
+        return ConfigError(f"{name} (job {job.job_id}) ended before it was registered")
     return decode_error(fault)
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]

@@ -1,4 +1,7 @@
-"""SupervisedProcess: a child process that is restarted when it ends."""
+"""SupervisedProcess: a child process that is restarted when it fails.
+
+Used by LocalLauncher for engines and by the fleet for its coordinator.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rollout.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
-# A process that has run for so long ends a row of failures.
+# A process that has run for this long resets the count of failures.
 STEADY_S = 600.0
 
 
@@ -47,7 +50,7 @@ class SupervisedProcess:
         self._on_end = on_end
         self.started: futures.Future[Any] = futures.Future()
         self._is_ending = threading.Event()
-        self._turn = threading.Lock()  # held to start a child, so that none is after the end
+        self._lock = threading.Lock()  # guards `_child`: none is started after the end
         self._environment = environment
         self._child = ChildProcess(module, environment)
         self._thread = threading.Thread(target=self._supervise, name=f"{name} watch", daemon=True)
@@ -66,11 +69,11 @@ class SupervisedProcess:
         self._is_ending.set()
 
     def terminate(self) -> None:
-        with self._turn:
+        with self._lock:
             self._child.terminate()
 
     def kill(self) -> None:
-        with self._turn:
+        with self._lock:
             self._child.kill()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -99,9 +102,9 @@ class SupervisedProcess:
         try:
             self._begin(child)
             if not self._max_restarts:
-                del self._begin  # what it sends may be as large as a model
-            word = child.receive(self._start_timeout_s)
-        except Exception as fault:  # whoever waits for the start gets it
+                del self._begin  # it may hold arguments as large as a model
+            ready = child.receive(self._start_timeout_s)
+        except Exception as fault:  # `started` raises it
             child.kill()
             error = fault
             if isinstance(fault, OSError):
@@ -109,12 +112,12 @@ class SupervisedProcess:
             if is_first:
                 self.started.set_exception(error)
             else:
-                _logger.warning("%s could not start again: %s", self.name, error)
+                _logger.warning("%s could not be restarted: %s", self.name, error)
         else:
             if is_first:
-                self.started.set_result(word)
+                self.started.set_result(ready)
             else:
-                _logger.warning("%s is back as process %d", self.name, child.pid)
+                _logger.warning("%s was restarted as process %d", self.name, child.pid)
         exit_code = child.wait()
         child.pipe.close()
         return exit_code
@@ -129,10 +132,10 @@ class SupervisedProcess:
             _logger.error("%s, after %d restarts in a row", end, num_restarts)
             return False
         pause_s = min(FIRST_BACKOFF_S * 2**num_restarts, MAX_BACKOFF_S)
-        _logger.warning("%s; it is started again in %g s", end, pause_s)
+        _logger.warning("%s; it is restarted in %g s", end, pause_s)
         if self._is_ending.wait(pause_s):
             return False
-        with self._turn:
+        with self._lock:
             if not self._is_ending.is_set():
                 self._child = ChildProcess(self._module, self._environment)
                 return True

@@ -32,7 +32,7 @@ from rollout.parallel.stores import connect_store, open_store
 
 _logger = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)
-_STORE_S = 300.0  # to reach the store: torch's own limit
+_STORE_S = 300.0  # time limit to reach the store, as in torch
 _NUM_COMMANDS, _COMMAND = "rollout/num_commands", "rollout/command"
 FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
 
@@ -96,7 +96,7 @@ class TorchrunLauncher:
         """See Launcher. Raises ConfigError if there is not one rank for each engine."""
         if num_engines != self._num_ranks - 1:
             raise ConfigError(
-                f"{num_engines} engines are wanted, and torchrun has {self._num_ranks - 1} ranks "
+                f"{num_engines} engines are to start, and torchrun has {self._num_ranks - 1} ranks "
                 f"besides rank 0; start {num_engines + 1} ranks"
             )
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
@@ -126,7 +126,7 @@ class TorchrunLauncher:
     def _end(self) -> None:
         """Let the other ranks return from `serve_engines`."""
         self.close()
-        with suppress(RuntimeError):  # the store may have gone before
+        with suppress(RuntimeError):  # the store may have ended before
             self._send(_Command(file=None))
 
     def _send(self, command: _Command) -> None:
@@ -159,7 +159,9 @@ def _decoded(encoded: bytes) -> _Command:
     try:
         return msgspec.msgpack.decode(encoded, type=_Command)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"torchrun's store holds no command of rank 0: {error}") from error
+        raise ConfigError(
+            f"torchrun's store holds a malformed command: {error}; start the job again"
+        ) from error
 
 
 def _private_folder(folder: str | Path | None) -> PrivateFolder:
@@ -190,7 +192,9 @@ def _serve(start: _Start, devices: str | None) -> None:
         address=address,
         max_restarts=start.max_restarts,
         start_timeout_s=start.start_timeout_s,
-        on_end=lambda name, reason: _logger.info("%s has ended: %s", name, reason or "as asked"),
+        on_end=lambda name, reason: _logger.info(
+            "%s has ended: %s", name, reason or "orderly stop"
+        ),
     )
     (engine,) = LocalLauncher().launch(job, 1)
     engine.started.result()

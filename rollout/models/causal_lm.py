@@ -1,6 +1,7 @@
-"""CausalLM: the model the engine runs, with its weights addressable by Hugging Face names.
+"""CausalLM: the model that an engine runs, with its weights addressable by Hugging Face names.
 
-Shape letters: L logit rows, E hidden size, V vocabulary.
+Used by ModelRunner for steps and by ServedWeights, which alone writes to its weights. Shape
+letters: L logit rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> CausalLM:
-        """A model whose weights `randomize` has drawn, the same on every device."""
+        """Return a model whose weights `randomize` has drawn. They are the same on every device."""
         model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
         model.randomize(seed)
         return model
@@ -132,7 +133,8 @@ class CausalLM(nn.Module):
             table.reserve(num_positions)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV cache."""
+        """Return the final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV
+        cache."""
         self._require_prepared()
         num_positions = batch.block_tables_RM.shape[1] * batch.block_size
         if any(num_positions > table.num_positions for table in self.rotary):
@@ -147,7 +149,7 @@ class CausalLM(nn.Module):
         return hidden_LE
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """Logits in float32, [L, V], on all ranks of a group."""
+        """Return the logits in float32, [L, V], on all ranks of a group."""
         self._require_prepared()
         spec = self.spec
         logits_LV: Tensor = self.lm_head.float32(hidden_LE)
@@ -158,7 +160,7 @@ class CausalLM(nn.Module):
         return logits_LV if spec.shard.size == 1 else self._gathered(logits_LV)
 
     def _gathered(self, logits_LP: Tensor) -> Tensor:
-        """Logits of all ids, [L, V], of those P that each rank has."""
+        """Gather the logits of all ids, [L, V], from the logits of P ids that each rank has."""
         size, vocab_size = self.spec.shard.size, self.spec.vocab_size
         widths = [Shard(rank, size).range_of(vocab_size).length for rank in range(size)]
         if vocab_size % size == 0:
@@ -169,16 +171,18 @@ class CausalLM(nn.Module):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def weight_slots(self) -> Mapping[str, WeightSlot]:
-        """A slot for every weight by its name in the family's saved directories, to read and write.
+        """Return a slot for every weight, to read and write it, by its name in the family's saved
+        directories.
 
-        A rank of a group has slots of all weights, too, of which it may keep a part, or nothing.
+        A rank of a group has slots of all weights, too. It keeps a part of the values, or none.
         Tied weights appear under both names and have equal addresses. Persistent buffers are
-        weights, too. Follow writes with `refresh`.
+        weights, too. Call `refresh` after writes.
         """
         return self.weight_table().slots
 
     def weight_table(self) -> WeightTable:
-        """The slots, and the live module's names for them. Made once: slots follow their memory."""
+        """Return the weight slots with the live module's names for them. Made once, because slots
+        follow their memory."""
         if self._table is None:
             spec = self.spec
             mtp_layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
@@ -191,9 +195,10 @@ class CausalLM(nn.Module):
         return self._table
 
     def read_weights(self) -> dict[str, Tensor]:
-        """The values of every weight by its Hugging Face name, as `WeightSlot.read` gives them.
+        """Return the values of every weight by its Hugging Face name, as `WeightSlot.read` returns
+        them.
 
-        Raises ModelError on a rank of a group, which does not have them.
+        Raises ModelError on a rank of a group, which does not have all values.
         """
         if self.spec.shard.size > 1:
             raise ModelError(
@@ -203,7 +208,8 @@ class CausalLM(nn.Module):
         return {name: slot.read() for name, slot in self.weight_slots().items()}
 
     def persistent_buffers(self) -> dict[str, Tensor]:
-        """Buffers that checkpoints hold, by name; not the tables that a model computes."""
+        """Return the buffers that checkpoints hold, by name. Tables that the model computes are
+        left out."""
         return {
             name: tensor
             for name, tensor in self.state_dict(keep_vars=True).items()
@@ -233,16 +239,15 @@ class CausalLM(nn.Module):
             layer.release_packed()
 
     def linear_layers(self) -> dict[str, Linear]:
-        """All linear layers by path, the head included, always in the same order."""
+        """Return all linear layers by path, the head included, in the same order at every call."""
         if self._linear_layers is None:
             linear = {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
             self._linear_layers = linear
         return self._linear_layers
 
     def linear_modules(self) -> set[str]:
-        """Names of what is a linear layer in checkpoints: each part of a fused one, and projections
-        that latent attention takes apart.
-        """
+        """Return the names of the linear layers in checkpoints: each part of a fused layer, and the
+        projections that latent attention takes apart."""
         parts = {
             f"{path.rpartition('.')[0]}.{part}".removeprefix(".")
             for path, layer in self.linear_layers().items()
@@ -251,7 +256,8 @@ class CausalLM(nn.Module):
         return parts | {p for p, m in self.named_modules() if isinstance(m, HeadProjections)}
 
     def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
-        """What the KV cache must hold for this model; `dtype` None means the model's own."""
+        """Return the sizes that the KV cache of this model needs. `dtype` None means the model's
+        own."""
         latent = self.spec.latent
         return CacheSpec(
             num_layers=self.spec.num_layers,

@@ -1,4 +1,5 @@
-"""The keys of a config: which ones a family reads, and what each may hold.
+"""The keys of a config: which keys a family reads, and which values each may have. Used by
+ModelSpec.
 
 A key that a family does not read, and that may have an effect, is refused by name, unless its value
 is one with which transformers computes the same as without the key.
@@ -159,12 +160,12 @@ KINDS: Mapping[str, Kind] = {
 
 
 def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the values of the keys that `family` reads; an absent key has the family's default.
+    """Return the values of the keys that `family` reads. An absent key has the family's default.
 
-    A key with two names stands under its first one. As in transformers, a rope that is null says
-    nothing.
+    A key with two names stands under its first one. As in transformers, a rope that is null counts
+    as absent.
 
-    Raises ModelError naming a key that the family does not know, or whose value it cannot take.
+    Raises ModelError naming a key that the family does not know, or whose value it cannot use.
     """
     quant_method_of(config)
     for key in sorted(config):
@@ -185,7 +186,7 @@ def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any, family: Family) -> None:
-    """Raise ModelError if `family` does not know the key, or cannot take its value."""
+    """Raise ModelError if `family` does not know the key, or cannot use its value."""
     if key in family.fixed:
         if value not in family.fixed[key]:
             raise ModelError(
@@ -206,7 +207,8 @@ def _check(key: str, value: Any, family: Family) -> None:
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> str:
-    """Our name of the gated activation. Raises ModelError for one that is not supported."""
+    """Return our name of the config's gated activation. Raises ModelError for one that is not
+    supported."""
     key, names = family.activation_key, family.activations
     name = config.get(key, next(iter(names)))
     if name not in names:
@@ -215,7 +217,8 @@ def activation_of(config: Mapping[str, Any], family: Family) -> str:
 
 
 def activation_to_hf(activation: str, family: Family) -> str:
-    """The name that transformers has for it. Raises ModelError where the family has none."""
+    """Return transformers' name of the spec's activation. Raises ModelError where the family has
+    none."""
     names = [name for name, own in family.activations.items() if own == activation]
     if not names:
         raise ModelError(f"a {family.name!r} config cannot express activation={activation!r}")

@@ -1,5 +1,6 @@
-"""Kinds of values that keys of a config may hold. JSON has true, 1 and 1.0, which Python's `==`
-takes for one value.
+"""Kinds of values that keys of a config may have. Used by rollout/models/config_keys.py.
+
+JSON distinguishes true, 1 and 1.0, which Python's `==` takes for one value.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MAX_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value that a key may hold. `name`: how errors call it."""
+    """A kind of value that a key may have. `name`: its name in errors."""
 
     name: str
     accepts: Callable[[Any], bool]
@@ -27,12 +28,12 @@ class Kind:
 
 
 def is_integer(value: object, least: int = 0) -> TypeGuard[int]:
-    """Whether `value` is an integer from `least` to `MAX_INTEGER`, and no bool."""
+    """Return whether `value` is an integer from `least` to `MAX_INTEGER`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_INTEGER
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that a float can hold, and no bool."""
+    """Return whether `value` is a number that a float can hold, and no bool."""
     is_bool = isinstance(value, bool)
     return isinstance(value, int | float) and not is_bool and -MAX_FLOAT <= value <= MAX_FLOAT
 

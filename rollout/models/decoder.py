@@ -58,14 +58,15 @@ class Embedding(BackendLayer):
         return nn.functional.embedding(rows_T, self.weight)
 
     def _of_all(self, token_ids_T: Tensor) -> Tensor:
-        """Each rank's vectors, and zeros for the others' ids, added up."""
+        """Look up the ids of all ranks: each rank has zeros for the others' ids, and the results
+        are summed."""
         rows_T = token_ids_T - self.kept.start
         is_absent_T1 = ((rows_T < 0) | (rows_T >= self.kept.length)).unsqueeze(1)
         x_TE = self._vectors(rows_T.clamp(0, self.kept.length - 1))
         return self.collectives.all_reduce_(x_TE.masked_fill(is_absent_T1, 0.0))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """The only weight, by name: the rows that are kept."""
+        """Return the slot of the only weight, by name: the rows that this rank keeps."""
         return {"weight": RowsSlot(self, 0, self.kept.length)}
 
 
@@ -129,7 +130,7 @@ class DecoderLayer(BackendLayer):
         batch: ForwardBatch,
         kept_L: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(delta, residual) of all tokens or, from the attention on, of the kept ones."""
+        """Return (delta, residual) of all tokens or, from the attention on, of the kept tokens."""
         x_TE = delta_TE
         for norm_before, mixer, norm_after, is_parallel, sums in self.branches:
             if not is_parallel:
@@ -157,7 +158,8 @@ class DecoderLayer(BackendLayer):
         return delta_TE, residual_TE
 
     def parts(self) -> DecoderLayerParts | None:
-        """What a fused decoder needs of this layer; None unless it is attention and then an MLP."""
+        """Return the parts of this layer for a fused decoder; None unless it is attention followed
+        by an MLP."""
         if len(self.branches) != 2:
             return None
         first, second = self.branches
@@ -194,9 +196,10 @@ class Decoder(nn.Module):
         self.norm = make_norm(spec, device)
 
     def forward(self, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Hidden states [L, E] of `batch.logit_indices_L`.
+        """Return the hidden states [L, E] of `batch.logit_indices_L`.
 
-        The others end at the last attention, unless the experts of all tokens are wanted.
+        The last layer drops the other tokens after its attention, unless the experts of all tokens
+        are recorded.
         """
         delta_TE, residual_TE = self.embed_tokens(batch.token_ids_T), None
         *layers, last_layer = self.layers
@@ -211,7 +214,7 @@ class Decoder(nn.Module):
         return self.norm.add(delta_LE, residual_LE)[0]
 
     def parts(self) -> DecoderParts | None:
-        """What a fused decoder needs; None where one cannot do all layers.
+        """Return the parts of all layers for a fused decoder; None where it cannot run all layers.
 
         The layers must be bound to a backend.
         """
@@ -239,7 +242,8 @@ class Decoder(nn.Module):
         )
 
     def _share(self) -> DecoderShare:
-        """What a fused decoder needs to know of the group. Attention's heads are in `parts`."""
+        """Return this rank's part of the model for a fused decoder. The heads of attention are in
+        `parts`."""
         spec, ids = self.spec, self.embed_tokens.kept
         return DecoderShare(
             collectives=self.embed_tokens.collectives,
@@ -252,7 +256,7 @@ class Decoder(nn.Module):
 
 
 def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torch.device) -> Mixer:
-    """The mixer that its spec describes."""
+    """Return the mixer that its spec describes."""
     kind: dict[str, Any] = {"dtype": spec.dtype, "device": device, "shard": spec.shard}
     if isinstance(mixer, AttentionSpec):
         return Attention(layer_index, spec.hidden_size, mixer, **kind)
@@ -264,7 +268,7 @@ def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torc
 
 
 def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
-    """A norm of the model's kind over the hidden size."""
+    """Return a norm of the model's kind over the hidden size."""
     dim, eps = spec.hidden_size, spec.rms_norm_eps
     if spec.norm == "layer":
         return LayerNorm(dim, eps, dtype=spec.dtype, device=device)
@@ -279,7 +283,7 @@ def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
 
 
 def _sums_of(branches: Sequence[BranchNames]) -> list[str | None]:
-    """What ranks add up at the end of each branch; see Branch."""
+    """Return for each branch the value that ranks add up at its end; see `Branch.sums`."""
     sums: list[str | None] = ["own"] * len(branches)
     for index, branch in enumerate(branches[1:], start=1):
         before = branches[index - 1]
@@ -299,7 +303,7 @@ def _weight(norm: Norm | None) -> Tensor | None:
 def _enter(
     norm: Norm | None, delta_TE: Tensor, residual_TE: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(what a branch reads, the stream beside it)."""
+    """Return the input of a branch, and the residual stream beside it."""
     if norm is not None:
         return norm.add(delta_TE, residual_TE)
     total_TE = delta_TE if residual_TE is None else residual_TE + delta_TE

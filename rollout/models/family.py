@@ -1,4 +1,7 @@
-"""Family: what sets one model family apart from the common decoder, as plain values."""
+"""Family: the differences of one model family from the common decoder, as plain values.
+
+Each file of rollout/models/families makes one. ModelSpec and the decoder read it.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,14 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def unchanged(value: Any) -> Any:
-    """The value of a key that is the spec's own."""
+    """Return `value`: config and spec have the same value."""
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key of the config that gives a field of ModelSpec: `read` its value, `write` the key's.
-
-    `alias` is what transformers also calls it in this family.
-    """
+    """A key of a config that gives a field of ModelSpec. `read` converts the key's value to the
+    field's, `write` converts it back. `alias`: another name of the key in this family."""
 
     name: str
     alias: str = ""
@@ -45,10 +46,9 @@ PLAIN_NAMES = MoeNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """What a family's mixtures of experts have in common; see RouterSpec.
-
-    `has_bias`: of the router and of all experts. Families whose shared expert has a gate name it.
-    """
+    """The kind of a family's mixtures of experts; see RouterSpec for the fields. `has_bias`: the
+    router and all experts have one. `names` are the checkpoint's; families whose shared expert has
+    a gate name it there."""
 
     scores: str  # "softmax", "softmax_chosen" or "sigmoid"
     has_correction: bool = False
@@ -59,9 +59,9 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNames:
-    """One residual branch by the names of its modules in a checkpoint.
+    """The modules of one residual branch, by their names in a checkpoint.
 
-    `is_parallel`: the mixer reads what the branch before it has read.
+    `is_parallel`: the mixer has the same input as the branch before.
     """
 
     mixer: str
@@ -112,16 +112,17 @@ GROUPED_EXPERTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type` of Hugging Face configs; `title` names the models that are saved under it.
+    """One `model_type` of Hugging Face configs. `title` names the models that are saved under it.
 
-    `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` are what
-    transformers takes for keys that a config lacks. `keys` lists further keys that the family's
-    rules for windows, ropes and experts read. `fixed` has the only values of a key that are
-    supported; nothing else is done with them. `ignored` are keys that transformers does not read,
-    or in training alone. `rope_kinds` are the types of ropes that transformers has for the family.
-    `fused` names projections that checkpoints keep as one matrix: "qkv_proj", "gate_up_proj".
-    `moe_layers` says which layers have experts in the place of an MLP, `mixture` of what kind.
-    `saved_paths`: parts of live modules' paths that saved directories call otherwise.
+    `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` are the
+    values that transformers uses for keys that a config lacks. `keys` lists further keys that the
+    family's rules for windows, ropes and experts read. `fixed` has keys of which one value is
+    supported. Other values are refused, and this one changes nothing. `ignored` are keys that
+    transformers does not read, or reads in training alone. `rope_kinds` are the types of ropes that
+    transformers has for the family. `fused` names projections that checkpoints keep as one matrix:
+    "qkv_proj", "gate_up_proj". `moe_layers` returns the layers that have experts in place of an
+    MLP, and `mixture` is the kind of these experts. `saved_paths` maps parts of the paths of live
+    modules to the parts that saved directories have instead.
     """
 
     name: str
@@ -159,7 +160,7 @@ class Family:
         return self.keys | self.defaults.keys() | names
 
     def saved_name(self, name: str) -> str:
-        """What saved directories call the weight that a live module calls `name`."""
+        """Return the name in saved directories of the weight that a live module calls `name`."""
         for live, saved in self.saved_paths.items():
             name = name.replace(live, saved)
         return name

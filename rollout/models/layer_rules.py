@@ -1,9 +1,10 @@
-"""Which layers have a window, experts, and which rope: the rules that families choose from.
+"""Rules that families choose from: which layers have a window, which have experts, and which rope.
 
-A rule for windows gives a window (tokens that a token sees, itself included) or None for each
-layer; () where no layer has one. A rule for ropes gives a RopeSpec or None for each layer; () where
-all have the same. A rule for experts gives the indices of layers that have them. All get the keys
-that `read_keys` returns.
+A rule for windows returns a window (tokens that a token sees, itself included) or None for each
+layer, or () where no layer has one. A rule for ropes returns a RopeSpec or None for each layer, or
+() where all have the same. A rule for experts returns the indices of the layers that have them.
+Each rule gets the config's keys that `Family.read_keys` lists. Used by the families of
+rollout.models.families and by ModelSpec.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ Ropes: TypeAlias = tuple[RopeSpec | None, ...]
 
 
 def no_windows(config: Config, num_layers: int) -> Windows:
-    """Every layer attends to the whole context."""
+    """Return (): every layer attends to the whole context."""
     return ()
 
 
 def same_window(config: Config, num_layers: int) -> Windows:
-    """Every layer has `sliding_window`, if there is one."""
+    """Give every layer `sliding_window`, if the config has one."""
     window = config.get("sliding_window")
     return () if window is None else (_positive(window),) * num_layers
 
 
 def same_window_if_used(config: Config, num_layers: int) -> Windows:
-    """Every layer has `sliding_window`, if `use_sliding_window` is set."""
+    """Give every layer `sliding_window`, if `use_sliding_window` is set."""
     return same_window(config, num_layers) if config["use_sliding_window"] else ()
 
 
 def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Windows]:
-    """Layers of type "sliding_attention" have `sliding_window`.
+    """Return a rule that gives layers of type "sliding_attention" the window `sliding_window`.
 
-    Where the config has no `layer_types`, every `full_every`-th layer is full and the others slide;
-    with None all slide, if there is a window.
+    Where the config has no `layer_types`, every `full_every`-th layer is full and the others slide.
+    With `full_every` None all slide, if there is a window.
     """
 
     def windows(config: Config, num_layers: int) -> Windows:
@@ -58,7 +59,8 @@ def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Wi
 
 
 def windows_by_pattern(config: Config, num_layers: int) -> Windows:
-    """As by type; without types every `sliding_window_pattern`-th layer is full."""
+    """Give windows by `layer_types`. Without types every `sliding_window_pattern`-th layer is
+    full, and the others slide."""
     types = config.get("layer_types")
     if types is None:
         types = _pattern(config["sliding_window_pattern"], num_layers)
@@ -66,9 +68,8 @@ def windows_by_pattern(config: Config, num_layers: int) -> Windows:
 
 
 def windows_if_used(config: Config, num_layers: int) -> Windows:
-    """As by type; without types all layers from `max_window_layers` on slide, if
-    `use_sliding_window` is set and there is a window.
-    """
+    """Give windows by `layer_types`. Without types all layers from `max_window_layers` on slide, if
+    `use_sliding_window` is set and there is a window."""
     types = config.get("layer_types")
     if types is None:
         has_window = config["use_sliding_window"] and config["sliding_window"] is not None
@@ -78,9 +79,8 @@ def windows_if_used(config: Config, num_layers: int) -> Windows:
 
 
 def windows_without_rope(config: Config, num_layers: int) -> Windows:
-    """As by type; without types the layers without rope slide, if `use_sliding_window` is set and
-    there is a window.
-    """
+    """Give windows by `layer_types`. Without types the layers without rope slide, if
+    `use_sliding_window` is set and there is a window."""
     types = config.get("layer_types")
     if types is None:
         has_window = config["use_sliding_window"] and config.get("sliding_window") is not None
@@ -92,9 +92,8 @@ def windows_without_rope(config: Config, num_layers: int) -> Windows:
 
 
 def windows_of_types(types: Sequence[str], config: Config, num_layers: int) -> Windows:
-    """A window for each layer of type "sliding_attention". Raises ModelError for other types than
-    that and "full_attention", and where there is no window, or it is not used.
-    """
+    """Give each layer of type "sliding_attention" the window. Raises ModelError for types other
+    than that and "full_attention", and for sliding layers without a window in use."""
     if len(types) != num_layers:
         raise ModelError(f"layer_types lists {len(types)} layers, num_hidden_layers={num_layers}")
     if unknown := sorted(set(types) - {FULL, SLIDING}):
@@ -128,24 +127,27 @@ def _positive(window: int) -> int:
 
 
 def same_rope(config: Config, windows: Windows) -> Ropes:
-    """One rope for all layers."""
+    """Return (): all layers have the same rope."""
     return ()
 
 
 def ropes_by_type(config: Config, windows: Windows) -> Ropes:
-    """Layers with a window have the rope of sliding attention, the others that of full."""
+    """Give layers with a window the rope of sliding attention, and the others the rope of full
+    attention."""
     full, sliding = rope_from_hf(config, FULL), rope_from_hf(config, SLIDING)
     return tuple(full if window is None else sliding for window in windows)
 
 
 def rope_with_window(config: Config, windows: Windows) -> Ropes:
-    """Only layers with a window have a rope."""
+    """Give a rope only to layers with a window."""
     rope = rope_from_hf(config)
     return tuple(None if window is None else rope for window in windows)
 
 
 def rope_by_flag(config: Config, windows: Windows) -> Ropes:
-    """Layers with 0 in `no_rope_layers` have none; without it every 4th (the interval) has none."""
+    """Give no rope to layers with 0 in `no_rope_layers`. Without that key every
+    `no_rope_layer_interval`-th layer has none.
+    """
     rope = rope_from_hf(config)
     flags = _rope_flags(config, config["num_hidden_layers"])
     return () if all(flags) else tuple(rope if has_rope else None for has_rope in flags)
@@ -165,28 +167,28 @@ def _rope_flags(config: Config, num_layers: int) -> list[bool]:
 
 
 def no_experts(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Every layer has an MLP."""
+    """Return (): every layer has an MLP."""
     return ()
 
 
 def experts_everywhere(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Every layer has experts."""
+    """Return all layers."""
     return tuple(range(num_layers))
 
 
 def experts_by_step(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Every `decoder_sparse_step`-th layer has experts, save those in `mlp_only_layers`."""
+    """Return every `decoder_sparse_step`-th layer, without those in `mlp_only_layers`."""
     step, dense = config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
     return tuple(n for n in range(num_layers) if (n + 1) % step == 0 and n not in dense)
 
 
 def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Layers from `first_k_dense_replace` on have experts."""
+    """Return the layers from `first_k_dense_replace` on."""
     return tuple(range(config["first_k_dense_replace"], num_layers))
 
 
 def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Layers of type "sparse" have experts; without types, all but the first."""
+    """Return the layers of type "sparse"; without types, all but the first."""
     types = config.get("mlp_layer_types")
     if types is None:
         types = ["dense"] + ["sparse"] * (num_layers - 1)

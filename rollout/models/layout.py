@@ -1,4 +1,5 @@
-"""The layers of a model: each is a list of residual branches around one mixer each."""
+"""The layers of a model: each is a list of residual branches, with one mixer in each branch.
+Used by Decoder, which builds the modules."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class BranchSpec:
 
 
 def layers_of(spec: ModelSpec) -> list[tuple[BranchSpec, ...]]:
-    """The branches of each layer, in order."""
+    """Return the branches of each layer, in order."""
     family = find_family(spec.family)
     layers = []
     for index in range(spec.num_layers):

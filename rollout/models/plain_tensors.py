@@ -1,7 +1,8 @@
-"""Plain tensors of a trainer's weights: shards are gathered, what cannot be read is refused.
+"""Plain tensors of a trainer's weights: shards are gathered, and tensors without readable values
+are refused.
 
-Addresses of tensors go to compiled code, which sees no difference between values and a tensor that
-only stands for them. So every tensor passes here before its address is taken.
+Compiled code gets the addresses of tensors, and sees no difference between values and a tensor that
+only stands for them. So every tensor of a trainer passes here before its address is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ROOT = "module"  # so do DDP and DeepSpeed, which wrap whole models only
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or module without what the wrappers of a trainer add to it."""
+    """Return the name of a parameter or module without the prefixes of a trainer's wrappers."""
     parts = [part for part in name.split(".") if part not in _WRAPPED]
     while parts and parts[0] == _ROOT:
         del parts[0]
@@ -28,7 +29,8 @@ def plain_name(name: str) -> str:
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers in the order of `state_dict`, under their plain names.
+    """Return parameters and persistent buffers in the order of `state_dict`, under their plain
+    names.
 
     Tied ones come once.
     """
@@ -40,16 +42,18 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether ranks hold parts of `tensor`: a DTensor, as FSDP2 and tensor parallelism make it."""
+    """Return whether ranks hold parts of `tensor`: a DTensor, as FSDP2 and tensor parallelism make
+    it."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "full_tensor")
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """`tensor` as a plain one: its own memory, or gathered from all ranks of its mesh.
+    """Return `tensor` as a plain one: a view of its own memory, or gathered from all ranks of its
+    mesh.
 
     Gathering is a collective: all ranks call this for the same tensors in the same order. Raises
-    TypeError if what was gathered is not plain.
+    TypeError if the gathered tensor is not plain.
     """
     if not is_sharded(tensor):
         # The memory does not contain a negation that torch has put off.
@@ -67,8 +71,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 class GatherBuffer:
     """Memory through which sharded tensors become whole, one after the other.
 
-    A tensor is valid until the next one is gathered. Memory of its own for each would be cleared by
-    the system page by page, and be given back by threads of the process group when they like.
+    A tensor is valid until the next one is gathered. Memory of its own for each tensor would be
+    cleared page by page by the system, and freed late by threads of the process group.
     """
 
     def __init__(self) -> None:
@@ -76,7 +80,8 @@ class GatherBuffer:
 
     @torch.no_grad()
     def whole(self, tensor: Tensor) -> Tensor:
-        """`tensor` as `full_tensor` has it, with the same errors; a collective if it is sharded."""
+        """Return the result of `full_tensor(tensor)`, with the same errors. A collective if it is
+        sharded."""
         if not is_sharded(tensor) or not _is_cut_into_rows(tensor):
             return full_tensor(tensor)
         sharded: Any = tensor
@@ -104,13 +109,14 @@ class GatherBuffer:
 
 
 def _is_cut_into_rows(tensor: Any) -> bool:
-    """Whether `tensor` is cut along dimension 0 over one group of ranks, as FSDP2 cuts."""
+    """Return whether `tensor` is cut along dimension 0 over one group of ranks, as FSDP2 does."""
     kinds = [(type(placement).__name__, placement.is_shard(0)) for placement in tensor.placements]
     return kinds == [("Shard", True)]
 
 
 def _is_plain_subclass(tensor: Tensor) -> bool:
-    """Whether the type of `tensor` is a Python subclass that leaves torch's operations alone."""
+    """Return whether the type of `tensor` is a Python subclass that leaves torch's operations
+    alone."""
     added = [base for base in type(tensor).__mro__ if base not in Tensor.__mro__]
     return bool(added) and not any("__torch_function__" in vars(base) for base in added)
 

@@ -1,4 +1,5 @@
-"""Which quantised checkpoints are read. Every other `quantization_config` is refused by name."""
+"""Quantization methods of checkpoints that can be read. Every other `quantization_config` is
+refused by name. Used where configs and checkpoints are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RopeSpec from and to the keys of a Hugging Face config, in the notation of both v4 and v5."""
+"""RopeSpec from and to the keys of a Hugging Face config, in the notation of both v4 and v5.
+Used by ModelSpec and by the rules for ropes."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
 
 
 def rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
-    """The config keys of `rope` in v4's notation, which both versions read."""
+    """Return the config keys of `rope` in v4's notation, which both versions read."""
     # Where nothing is said of scaling or of partial ropes, some families have one.
     scaling = rope_parameters(rope)
     keys: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
@@ -79,7 +80,7 @@ def rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
 
 
 def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
-    """The parameters of one rope in v5's notation."""
+    """Return the parameters of one rope in v5's notation."""
     parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.original_max_positions:
         parameters[_ORIGINAL] = rope.original_max_positions
@@ -105,9 +106,8 @@ def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
 
 
 def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of all layers: as in transformers, `rope_scaling` takes the place of
-    `rope_parameters` as a whole.
-    """
+    """Return the parameters of all layers. As in transformers, `rope_scaling` replaces
+    `rope_parameters` as a whole."""
     parameters: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters", {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError(
@@ -120,10 +120,10 @@ def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parameters_of_type(
     config: Mapping[str, Any], layer_type: str
 ) -> tuple[Mapping[str, Any], float]:
-    """(parameters of layers of this type, theta where they have none).
+    """Return (parameters of layers of this type, theta where the parameters have none).
 
-    As in transformers, `rope_scaling` is added to the parameters of full attention, which without
-    any have `rope_type` "default".
+    As in transformers, `rope_scaling` is added to the parameters of full attention. Without any
+    parameters these have `rope_type` "default".
     """
     given = config.get("rope_parameters", {})
     if any(key not in (FULL, SLIDING) for key in given):
@@ -144,7 +144,7 @@ def _parameters_of_type(
 def _common(
     parameters: Mapping[str, Any], config: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
-    """Fields of RopeSpec that every kind may have."""
+    """Return the fields of RopeSpec that every kind of rope may have."""
     kind = _kind(parameters)
     common = {
         "theta": _number(parameters, "rope_theta") if "rope_theta" in parameters else float(theta),
@@ -160,7 +160,7 @@ def _common(
 
 
 def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    """The share of each head's dims that turn."""
+    """Return the share of each head's dims that rotate."""
     if "partial_rotary_factor" in parameters:
         return _number(parameters, "partial_rotary_factor")
     if "partial_rotary_factor" in config:
@@ -172,9 +172,8 @@ def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    """The rope's type: `rope_type`, or `type`, its older name. Raises ModelError if either is not
-    known, though transformers reads the second only where the first is absent.
-    """
+    """Return the rope's type: `rope_type`, or `type`, its older name. Raises ModelError if either
+    is unknown, though transformers reads the second only where the first is absent."""
     names = [parameters[key] for key in ("rope_type", "type") if key in parameters]
     kinds = ["longrope" if name == "su" else name for name in names]  # its first name
     for kind in kinds:
@@ -201,7 +200,8 @@ def _refuse_ignored(parameters: Mapping[str, Any], layer_type: str) -> None:
 def _longrope(
     common: dict[str, Any], parameters: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
-    """Factors of each frequency. LongRoPE, sec. 3.3; the attention factor is that of its code."""
+    """Return the RopeSpec with a factor for each frequency. Sources: LongRoPE, sec. 3.3; its code
+    for the attention factor."""
     original = common["original_max_positions"]
     factor = _number_or(parameters, "factor", config["max_position_embeddings"] / original)
     attention_factor = _number_or(parameters, "attention_factor")
@@ -232,12 +232,13 @@ def _number(parameters: Mapping[str, Any], key: str) -> float:
 
 
 def _number_or(parameters: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """As `_number`, or the default where the parameter is absent or null."""
+    """Return what `_number` returns, or the default where the parameter is absent or null."""
     return default if parameters.get(key) is None else _number(parameters, key)
 
 
 def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """The context before it was stretched; the model's whole context where nothing is said."""
+    """Return the context length before it was stretched; the model's whole context where the config
+    does not say."""
     given = config.get(_ORIGINAL, parameters.get(_ORIGINAL, config["max_position_embeddings"]))
     if not is_integer(given, 1):
         raise ModelError(f"rope parameter {_ORIGINAL}={given!r} must be a positive integer")
@@ -245,7 +246,8 @@ def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, 
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
-    """As given, or 0.1 ln(factor) + 1 (YaRN, sec. 3.4), or DeepSeek's ratio of two of these."""
+    """Return the attention factor: as given, or 0.1 ln(factor) + 1 (YaRN, sec. 3.4), or DeepSeek's
+    ratio of two of these."""
     given = _number_or(parameters, "attention_factor")
     if given is not None:
         return float(given)

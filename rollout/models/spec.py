@@ -1,4 +1,7 @@
-"""ModelSpec: everything that shapes a decoder, read from and written to Hugging Face configs."""
+"""ModelSpec: everything that shapes a decoder, read from and written to Hugging Face configs.
+
+Engines, checkpoints and the decoder read it. It never changes.
+"""
 
 from __future__ import annotations
 
@@ -165,10 +168,11 @@ class ModelSpec:
         return cls(family=family.name, **values)
 
     def local(self, rank: int, size: int) -> ModelSpec:
-        """The spec of what rank `rank` of `size` keeps: the same numbers, another `shard`.
+        """Return the spec of the part that rank `rank` of `size` keeps: the same numbers, another
+        `shard`.
 
         Each rank has a part of the heads, of the MLPs' widths, of the experts and of the
-        vocabulary. Raises ModelError naming what cannot be divided among `size` ranks.
+        vocabulary. Raises ModelError naming a number that cannot be divided among `size` ranks.
         """
         if not 0 <= rank < size:
             raise ModelError(f"rank={rank} must be in [0, tensor_parallel_size={size})")
@@ -205,7 +209,8 @@ class ModelSpec:
         return self.shard.kv_heads_of(self.num_kv_heads).length
 
     def to_hf_config(self) -> dict[str, Any]:
-        """A config.json for transformers v4 and v5. Raises ModelError if it cannot say all."""
+        """Return a config.json for transformers v4 and v5. Raises ModelError if a config cannot
+        express the spec."""
         family = find_family(self.family)
         config = {
             "architectures": [family.architecture],
@@ -247,7 +252,7 @@ class ModelSpec:
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     def _layers_to_hf(self, family: Family) -> dict[str, Any]:
-        """The keys of windows and ropes that this family knows."""
+        """Return the config keys of windows and ropes that this family knows."""
         keys: dict[str, Any] = rope_to_hf(self.rope)
         if "partial_rotary_factor" not in family.read_keys:
             del keys["partial_rotary_factor"]
@@ -284,7 +289,7 @@ class ModelSpec:
         return keys
 
     def _check_latent(self, dims: LatentDims) -> None:
-        """Raise ModelError for what latent attention cannot do."""
+        """Raise ModelError for a spec that latent attention cannot compute."""
         if self.num_kv_heads != self.num_heads:
             raise ModelError(
                 f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent "
@@ -338,7 +343,8 @@ class ModelSpec:
             )
 
     def _require_same(self, read_back: ModelSpec) -> None:
-        """A config cannot say everything a ModelSpec can, such as Qwen2 without its biases."""
+        """Raise ModelError unless the config reads back as this spec. A config cannot express every
+        spec, such as Qwen2 without its biases."""
         lost = {
             f.name: (getattr(self, f.name), getattr(read_back, f.name))
             for f in fields(self)
@@ -351,9 +357,8 @@ class ModelSpec:
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
-    """`rope`, `windows`, `ropes` and `moe_layers`; the second and third are empty where all layers
-    are alike.
-    """
+    """Return the fields `rope`, `windows`, `ropes` and `moe_layers`. `windows` and `ropes` are
+    empty where all layers are alike."""
     windows = family.windows(config, num_layers)
     each = family.ropes(config, windows or (None,) * num_layers)
     pairs = zip(each, windows or (None,) * num_layers, strict=False)
@@ -389,7 +394,8 @@ def _require_rope(rope: RopeSpec, family: Family) -> None:
 
 
 def _latent_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`latent` and `head_dim`, which must be the dims that positions turn if a config has it."""
+    """Return the fields `latent` and `head_dim`. A config's own head_dim must equal the dims that
+    rotate."""
     dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
     head_dim = config.get("head_dim", dims.qk_rope_head_dim)
     if head_dim != dims.qk_rope_head_dim:
@@ -401,13 +407,14 @@ def _latent_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the weights by its newer key, its older one, or float32."""
+    """Return the dtype of the weights by its newer key, its older one, or float32."""
     named = (config.get(key) for key in ("dtype", "torch_dtype"))
     return parse_dtype(next((dtype for dtype in named if dtype is not None), torch.float32))
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype by value or name, such as "bfloat16". Raises ModelError naming the supported ones."""
+    """Return a dtype by value or name, such as "bfloat16". Raises ModelError naming the supported
+    ones."""
     parsed = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if parsed is None or parsed not in DTYPES.values():
         raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -421,7 +428,7 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 
 def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields that the family fixes, or reads from keys that the config has."""
+    """Return the fields that the family fixes, or reads from keys that the config has."""
     return {
         name: rule.read(config[rule.name]) if isinstance(rule, Key) else rule
         for name, rule in family.values.items()
@@ -430,7 +437,8 @@ def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, An
 
 
 def end_ids_of(config: Mapping[str, Any], origin: str) -> list[int]:
-    """The end tokens that a config names. Raises ModelError for what are no token ids."""
+    """Return the end tokens that a config names. Raises ModelError for values that are no token
+    ids."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
@@ -439,6 +447,6 @@ def end_ids_of(config: Mapping[str, Any], origin: str) -> list[int]:
 
 
 def union_of_ids(*values: int | Sequence[int] | None) -> list[int]:
-    """Every id once, in order; a value is an id, several of them, or None."""
+    """Return every id once, in order. Each of `values` is an id, several of them, or None."""
     lists = ([] if v is None else [v] if isinstance(v, int) else v for v in values)
     return list(dict.fromkeys(token_id for ids in lists for token_id in ids))

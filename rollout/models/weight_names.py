@@ -1,4 +1,5 @@
-"""The names of a model's weights: those of saved directories, and those of live modules."""
+"""The names of a model's weights: their names in saved directories, and in live modules. Used by
+CausalLM."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 
 
 def is_computed(name: str) -> bool:
-    """Whether the model computes the tensor `name` itself, so that a stored one is ignored."""
+    """Return whether the model computes the tensor `name` itself. A stored one is ignored then."""
     return name.endswith(_COMPUTED_SUFFIX)
 
 

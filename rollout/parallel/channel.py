@@ -1,9 +1,10 @@
-"""Channel: commands of rank 0 to the other ranks of an engine, and their results, with deadlines.
+"""LeadChannel and FollowerChannel: commands of rank 0 to the other ranks, and their answers.
 
-A command is a function and its arguments. Rank 0 sends it; each other rank applies it to an object
+A command is a function and its arguments. Rank 0 sends it. Each other rank applies it to an object
 of its own and answers once, in the order of commands, with the result or the error raised. Both are
 pickled, functions by reference: all ranks are processes of one engine and run the same code, over
-sockets that nobody else can open. A rank that leaves first may send the reason.
+sockets that no other process can open. A rank that leaves first may send the reason. Used by
+TensorParallelExecutor and Follower.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from rollout.errors import LockstepError, RolloutError, decode_error, encode_error
-from rollout.parallel.wire import Wire, WireLostError
+from rollout.parallel.wire import Wire, WireClosedError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,19 +48,19 @@ class LeadChannel:
     """Rank 0's end, to all other ranks. One thread at a time waits for answers.
 
     After one LockstepError every call raises it: the state of a rank that missed its deadline is
-    unknown. `on_lost` is called with the reason, once.
+    unknown. `on_failure` is called with the reason, once.
     """
 
     def __init__(self, wires: Mapping[str, Wire], *, timeout_s: float) -> None:
         """`wires`: the wire to each rank by the name that errors give, in the order of ranks.
         `timeout_s`: deadline of each answer."""
         self._wires, self.timeout_s = dict(wires), timeout_s
-        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_failure: Callable[[str], None] = lambda reason: None
         self._num_sent = 0
         self._num_answered = dict.fromkeys(self._wires, 0)
         self._early_errors: dict[tuple[str, int], RolloutError] = {}
         self._cut_off: set[str] = set()  # ranks that may have half of a command
-        self._lost: LockstepError | None = None
+        self._failure: LockstepError | None = None
 
     def send(
         self, command: Callable[Concatenate[Any, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
@@ -74,19 +75,19 @@ class LeadChannel:
                 wire.send(message, self.timeout_s)
             except TimeoutError:
                 what = f"{name} took no command ({command.__name__})"
-                raise self.lose(f"{what} for {self.timeout_s:g} s") from None
-            except WireLostError as error:
+                raise self.fail(f"{what} for {self.timeout_s:g} s") from None
+            except WireClosedError as error:
                 why = self._last_word(wire) or str(error)
-                raise self.lose(f"{name} is lost ({why}) before {command.__name__!r}") from error
+                raise self.fail(f"{name} has ended ({why}) before {command.__name__!r}") from error
             except BaseException as error:  # Ctrl-C: half of a command may be on its way
-                self.lose(f"{command.__name__!r} was cut off by {error!r}")
+                self.fail(f"{command.__name__!r} was cut off by {error!r}")
                 raise
             self._cut_off.discard(name)
         return Sent(self._num_sent)
 
     def _last_word(self, wire: Wire) -> str:
         """Return the reason that a rank sent before it left; "" if it sent none."""
-        with suppress(TimeoutError, WireLostError):
+        with suppress(TimeoutError, WireClosedError):
             while True:
                 answer = pickle.loads(wire.receive(0.0))
                 if isinstance(answer, LockstepError):
@@ -124,12 +125,12 @@ class LeadChannel:
                 left_s = max(0.0, deadline - time.monotonic())
                 answer = pickle.loads(self._wires[name].receive(left_s))
             except TimeoutError:
-                raise self.lose(f"{name} {late}") from None
-            except WireLostError as error:
-                raise self.lose(f"{name} is lost ({error})") from error
+                raise self.fail(f"{name} {late}") from None
+            except WireClosedError as error:
+                raise self.fail(f"{name} has ended ({error})") from error
             self._num_answered[name] += 1
             if isinstance(answer, LockstepError):
-                raise self.lose(f"{name} is lost ({answer})")
+                raise self.fail(f"{name} has ended ({answer})")
             if isinstance(answer, RolloutError) and self._num_answered[name] < number:
                 self._keep(name, answer)
         return answer
@@ -145,33 +146,33 @@ class LeadChannel:
         """Raise LockstepError if a rank is gone."""
         self.require()
         for name, wire in self._wires.items():
-            if wire.is_lost():
-                raise self.lose(f"{name} is lost")
+            if wire.is_closed():
+                raise self.fail(f"{name} has ended")
 
     def require(self) -> None:
         """Raise the LockstepError that was raised before, if there was one."""
-        if self._lost is not None:
-            raise LockstepError(*self._lost.args) from self._lost
+        if self._failure is not None:
+            raise LockstepError(*self._failure.args) from self._failure
 
-    def lose(self, reason: str) -> LockstepError:
+    def fail(self, reason: str) -> LockstepError:
         """Send no command from now on. Returns the error that later calls raise."""
-        if self._lost is None:
-            self._lost = LockstepError(f"{reason}; the engine must be made anew")
-            self.on_lost(reason)
-        return self._lost
+        if self._failure is None:
+            self._failure = LockstepError(f"{reason}; create a new engine")
+            self.on_failure(reason)
+        return self._failure
 
     def end(self, error: BaseException) -> None:
         """Make the other ranks raise `error` instead of waiting for a command; then close."""
         message = pickle.dumps((None, (encode_error(error),), {}), pickle.HIGHEST_PROTOCOL)
         for name in self._wires.keys() - self._cut_off:
-            with suppress(TimeoutError, WireLostError):
+            with suppress(TimeoutError, WireClosedError):
                 self._wires[name].send(message, _LAST_WORD_S)
         self.close()
 
     def close(self) -> None:
         """Close all wires, which ends the other ranks. A second call does nothing."""
-        if self._lost is None:
-            self._lost = LockstepError("the engine is shut down; the engine must be made anew")
+        if self._failure is None:
+            self._failure = LockstepError("the engine is shut down; create a new engine")
         for wire in self._wires.values():
             wire.close()
 
@@ -192,16 +193,16 @@ class FollowerChannel:
             command, args, kwargs = pickle.loads(self._wire.receive(timeout_s))
         except TimeoutError:
             raise LockstepError(f"rank 0 gave no command for {timeout_s:g} s") from None
-        except WireLostError as error:
-            raise LockstepError(f"rank 0 is lost ({error})") from error
+        except WireClosedError as error:
+            raise LockstepError(f"rank 0 has ended ({error})") from error
         if command is None:
             raise decode_error(*args)
         return Received(command, args, kwargs)
 
     def check(self) -> None:
         """Raise LockstepError if rank 0 is gone."""
-        if self._wire.is_lost():
-            raise LockstepError("rank 0 is lost")
+        if self._wire.is_closed():
+            raise LockstepError("rank 0 has ended")
 
     @property
     def has_command(self) -> bool:
@@ -216,14 +217,14 @@ class FollowerChannel:
             value = decode_error(encoded)
         try:
             self._wire.send(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None)
-        except WireLostError:
+        except WireClosedError:
             while True:
                 self.receive(0.0)  # raises the error that rank 0 has sent, or that it is lost
 
     def leave(self, reason: str) -> None:
         """Send rank 0 the reason why this rank answers nothing more; then close. A second call does
         nothing."""
-        with suppress(TimeoutError, WireLostError):
+        with suppress(TimeoutError, WireClosedError):
             self._wire.send(pickle.dumps(LockstepError(reason)), _LAST_WORD_S)
         self._wire.close()
 

@@ -1,4 +1,7 @@
-"""Collectives: sums and gathers over the ranks of one engine."""
+"""Collectives: sums and gathers over the ranks of one engine. Layers and samplers call them.
+
+OneRank is for an engine of one rank, GroupCollectives for a process group of torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Collectives(Protocol):
     all ranks.
 
     A call returns when all ranks have made it. It raises CollectiveAbortedError once another rank
-    has called `abort`, and LockstepError if a rank is lost or does not call in time.
+    has called `abort`, and LockstepError if a rank ends or does not call in time.
     """
 
     @property
@@ -142,7 +145,7 @@ class GroupCollectives:
             self._is_aborted = True
             raise LockstepError(
                 f"rank {self.rank} could not {what} over {self.size} ranks within "
-                f"{self._timeout.total_seconds():g} s ({error}); make the engine anew"
+                f"{self._timeout.total_seconds():g} s ({error}); create a new engine"
             ) from error
         self.wait_seconds += time.perf_counter() - start
 
@@ -155,7 +158,7 @@ class GroupCollectives:
         if self._is_aborted:
             raise LockstepError(
                 "a rank failed within a sum, after which a group of torch.distributed cannot go "
-                "on; make the engine anew"
+                "on; create a new engine"
             )
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """SharedCollectives: sums and gathers over ranks of one machine, through shared memory.
 
-Shape letters: P parity, R ranks, N elements or bytes.
+RankRendezvous makes one for each rank of an engine on a CPU. Shape letters: P parity, R ranks, N
+elements or bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rollout.errors import LockstepError
 from rollout.parallel.collectives import HALF_TYPES, CollectiveAbortedError
-from rollout.parallel.mapped_file import SharedMemory
+from rollout.parallel.shared_memory import SharedMemory
 
 _FLAG_BYTES = 64
 _SLOT_BYTES = 1 << 22  # of a rank's values; more go through it piece by piece

@@ -1,4 +1,4 @@
-"""TCP stores of torch.distributed that listen at one address."""
+"""TCP stores of torch.distributed that listen at one address. Each rendezvous of ranks uses one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Wire: a stream of messages between two processes of one machine, with deadlines. Also how the
-ranks of an engine in a trainer's processes connect to rank 0. Linux only.
+"""Wire: a stream of messages between two processes of one machine, with deadlines. Linux only.
+
+Channels send their commands and answers over wires. RankListener and `wire_to_lead` connect the
+ranks of an engine in a trainer's processes to rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _CREDENTIALS = struct.Struct("=iII")  # process, user and group of the other end
 _RANK = struct.Struct("<I")
 
 
-class WireLostError(Exception):
+class WireClosedError(Exception):
     """The other end is gone."""
 
 
@@ -28,19 +30,19 @@ class Wire(Protocol):
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
         """Send a message. Raises TimeoutError if the other end does not read in time, and
-        WireLostError."""
+        WireClosedError."""
         ...
 
     def receive(self, timeout_s: float | None) -> bytes:
         """Wait for the next message. `timeout_s` None: no deadline. Raises TimeoutError and
-        WireLostError."""
+        WireClosedError."""
         ...
 
     def has_message(self) -> bool:
         """Return whether `receive` would return, or raise, at once."""
         ...
 
-    def is_lost(self) -> bool:
+    def is_closed(self) -> bool:
         """Return whether the other end is gone and all its messages are received."""
         ...
 
@@ -63,7 +65,7 @@ class SocketWire:
         except TimeoutError:
             raise
         except OSError as error:
-            raise WireLostError(str(error)) from error
+            raise WireClosedError(str(error)) from error
 
     def receive(self, timeout_s: float | None) -> bytes:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -76,9 +78,9 @@ class SocketWire:
                     raise
                 continue
             except OSError as error:
-                raise WireLostError(str(error)) from error
+                raise WireClosedError(str(error)) from error
             if not received:
-                raise WireLostError("it has ended")
+                raise WireClosedError("it has ended")
             self._received += received
         message = bytes(self._received[_HEADER.size : end])
         del self._received[:end]
@@ -95,7 +97,7 @@ class SocketWire:
         is_here = self._end_of_message() is not None
         return is_here or bool(select.select([self._socket], [], [], 0)[0])
 
-    def is_lost(self) -> bool:
+    def is_closed(self) -> bool:
         if self._end_of_message() is not None:
             return False
         self._socket.settimeout(0.0)
@@ -112,14 +114,14 @@ class SocketWire:
         socket.send_fds(self._socket, [b"\0"], [passed.fileno()])
 
     def receive_socket(self, timeout_s: float) -> socket.socket:
-        """Return the socket that the other end sends. Raises WireLostError."""
+        """Return the socket that the other end sends. Raises WireClosedError."""
         self._socket.settimeout(timeout_s)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         except OSError as error:
-            raise WireLostError(str(error)) from error
+            raise WireClosedError(str(error)) from error
         if len(descriptors) != 1:
-            raise WireLostError("it has ended")
+            raise WireClosedError("it has ended")
         return socket.socket(fileno=descriptors[0])
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class RankListener:
                     wires[_RANK.unpack(message)[0]] = wire
                 else:
                     accepted.close()
-            except (TimeoutError, WireLostError) as error:
+            except (TimeoutError, WireClosedError) as error:
                 missing = sorted({*range(1, size)} - wires.keys())
                 raise LockstepError(
                     f"ranks {missing} did not connect to rank 0 within {timeout_s:g} s ({error})"
@@ -182,7 +184,7 @@ def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
             raise PermissionError("another user listens there")
         wire = SocketWire(connecting)
         wire.send(_RANK.pack(rank), timeout_s)
-    except (OSError, WireLostError) as error:
+    except (OSError, WireClosedError) as error:
         connecting.close()
         raise ConfigError(
             f"rank {rank} cannot reach rank 0 over a socket of this machine ({error}); the ranks "

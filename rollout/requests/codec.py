@@ -102,9 +102,7 @@ SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserializ
 
 @cache
 def _defaults(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the default of each field of a dataclass that has one, by name; no default
-    factories.
-    """
+    """Return the default values of a dataclass's fields, without default factories, by name."""
     found = {field.name: field.default for field in dataclasses.fields(cls)}
     return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
 

@@ -120,9 +120,7 @@ class EventLog:
         return next((payload for payload in payloads if isinstance(payload, BaseException)), None)
 
     def add_event_add_engine(self) -> DynamicInferenceEvent:
-        """Log that the request entered the engine's queue. A second call returns the first
-        event.
-        """
+        """Log that the request entered the queue. A second call returns the first event."""
         return self.add_event(DynamicInferenceEventType.ADD_ENGINE)
 
     def add_event_add_context(self) -> DynamicInferenceEvent:

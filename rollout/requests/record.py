@@ -74,6 +74,10 @@ class DynamicInferenceRequestRecord:
         """The last segment."""
         return self.requests[-1]
 
+    def values_from(self, column: TokenColumn, start: int) -> Any:
+        """Return the column's values of all segments, from generated token `start` on."""
+        return values_from(self.requests, column, start=start)
+
     @property
     def request_id(self) -> int:
         """The id that all segments share."""
@@ -92,9 +96,7 @@ class DynamicInferenceRequestRecord:
         return self.current.weights_version if clock is None else clock
 
     def observe_version(self, version: int) -> None:
-        """Set both clocks to the engine's weights version. A completed request keeps its
-        version.
-        """
+        """Set both clocks to an engine's version. A completed request keeps its own version."""
         self.current.policy_clock = version
         self.current.kv_clock = version
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,6 @@ from msgspec.structs import replace
 
 from rollout.errors import ProtocolError
 from rollout.requests.columns import REQUESTED_COLUMNS, TOKEN_COLUMNS
-from rollout.requests.dynamic_request import DynamicInferenceRequest
-from rollout.requests.record import DynamicInferenceRequestRecord, values_from
 from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 from rollout.wire import (
@@ -33,6 +31,10 @@ from rollout.wire import (
     WithColumns,
     columns_of,
 )
+
+if TYPE_CHECKING:  # they import torch, which a coordinator does not load
+    from rollout.requests.dynamic_request import DynamicInferenceRequest
+    from rollout.requests.record import DynamicInferenceRequestRecord
 
 
 class TopNRun(WithColumns, frozen=True, kw_only=True):
@@ -124,7 +126,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         token_ids = [np.asarray(s.column("generated_tokens")[i:], np.int32) for s, i in tails]
         requested: dict[str, Any] = {}
         for column in REQUESTED_COLUMNS:
-            values = values_from(record.requests, column, start=offset)
+            values = record.values_from(column, offset)
             if values is not None:
                 is_array = bool(column.typecode)
                 new = np.array(values, column.typecode) if is_array else TopNRun.from_rows(values)

@@ -157,8 +157,8 @@ class MemoryForecast:
         self.observe_length(sequence)
 
     def remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
-        """Stop counting a sequence. `has_stopped`: it ended by itself, not by a limit, an abort or
-        a preemption.
+        """Stop counting a sequence. `has_stopped`: it ended by itself, not by a limit or an
+        abort.
         """
         self._num_blocks_at_limits -= sequence.max_blocks
         if has_stopped:

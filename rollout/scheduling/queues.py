@@ -213,9 +213,7 @@ class RunningRequests:
         return True
 
     def _allocate(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence blocks for all its tokens. Returns False, with nothing changed, if
-        there are too few.
-        """
+        """Give the sequence blocks for all its tokens. Returns False if there are too few."""
         start, end = sequence.num_computed, sequence.num_tokens
         copies = self._kv.allocate(sequence.table, start, end)
         if copies is None:

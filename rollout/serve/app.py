@@ -1,4 +1,7 @@
-"""The aiohttp application of a server: checks, decodes and answers each request."""
+"""The aiohttp application of a server: checks and decodes each request, and calls its handler.
+
+Used by Server. All errors of handlers are answered here, in the form of the route's protocol.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,24 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollout.serve.access import Access, Keys, Senders
 from rollout.serve.config import CONTROL_PROTOCOLS
-from rollout.serve.control.routes import control_routes
+from rollout.serve.control.handlers import info_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
 from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
 from rollout.serve.fields import Fields, converted, unreadable_value
 from rollout.serve.health import health_routes
-from rollout.serve.limits import Access, Keys
 from rollout.serve.metrics import metrics_routes
 from rollout.serve.openai.chat import chat_routes
 from rollout.serve.openai.completions import completion_routes
-from rollout.serve.openai.models import model_routes
-from rollout.serve.openai.tokenizer import tokenizer_routes
+from rollout.serve.openai.model import model_routes
 from rollout.serve.openai.tokens_in_out import generate_routes
 from rollout.serve.openapi import document
 from rollout.serve.page.routes import page_routes
-from rollout.serve.senders import Senders
+from rollout.serve.sglang import generate as sglang_generate
+from rollout.serve.sglang.control import sglang_routes
 from rollout.serve.state import STATE, Route, ServerState
+from rollout.serve.vllm.control import vllm_routes
 
 _logger = logging.getLogger(__name__)
 _CLIENT_HAS_GONE = 499  # proxies use the same number
@@ -35,7 +39,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(state: ServerState) -> web.Application:
-    """Return the application with the protocols that the config names."""
+    """Return the application, with the routes of the config's protocols."""
     app = web.Application(
         client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
     )
@@ -50,15 +54,19 @@ def make_app(state: ServerState) -> web.Application:
 
 
 def routes_of(protocols: Sequence[str]) -> list[Route]:
-    """Return the routes of `protocols`, and those of every server."""
+    """Return the routes of `protocols`, and the routes of every server."""
     routes = [*health_routes(), *metrics_routes()]
     if "openai" in protocols:
         routes += model_routes()
         routes += completion_routes()
         routes += chat_routes()
         routes += generate_routes()
-        routes += tokenizer_routes()
-    routes += control_routes(protocols)
+    if set(CONTROL_PROTOCOLS) & set(protocols):
+        routes += info_routes()
+    if "vllm" in protocols:
+        routes += vllm_routes()
+    if "sglang" in protocols:
+        routes += [*sglang_generate.generate_routes(), *sglang_routes()]
     return [*routes, _openapi_route(routes), *page_routes()]
 
 
@@ -72,8 +80,7 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route. It checks the sender and the key, decodes the body,
-    waits for the limit of running requests, and answers every error in the protocol's form."""
+    """Return the aiohttp handler of a route: it answers a request and counts it."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         start, status = time.monotonic(), _CLIENT_HAS_GONE
@@ -91,10 +98,12 @@ def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
 async def _answered(
     route: Route, senders: Senders, keys: Keys, request: web.Request
 ) -> web.StreamResponse:
+    """Check the sender, the key, the query and the body, then call the handler. Every error is
+    answered in the form of the route's protocol."""
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
-        # An unknown field may be harmless to a generation, but an operation must not do half.
+        # An unknown field rarely matters to a generation, but an operation must not do half.
         ignores_unknown = route.access is not Access.ADMIN
         if route.query is not None:
             check_query(request.query, route.query, ignores_unknown=ignores_unknown)
@@ -103,7 +112,7 @@ async def _answered(
             body = decoded(await _read(request), route.body, ignores_unknown=ignores_unknown)
         return await _handled(route, request, body)
     except ConnectionError:
-        _logger.info("%s %s: the client has gone", request.method, route.path)
+        _logger.info("%s %s: the client has disconnected", request.method, route.path)
         return web.Response(status=_CLIENT_HAS_GONE)  # for the metrics alone
     except Exception as fault:
         error = api_error_of(fault)
@@ -114,8 +123,8 @@ async def _answered(
 
 
 async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamResponse:
-    """Answer a request that passed all checks. Generation waits for a place of the limiter;
-    operations run to their end even if the client goes away."""
+    """Call the handler. Generation waits for a slot of the limiter. An operation runs to its end
+    even if the client disconnects."""
     control = request.app.get(CONTROL)
     if route.generates:
         if control is not None:
@@ -129,7 +138,7 @@ async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamR
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body. Raises ApiError for a body that is too large, too slow or badly encoded."""
+    """Return the body. Raises ApiError for a body that is too large, too slow or malformed."""
     config = request.app[STATE].config
     try:
         return await asyncio.wait_for(request.read(), config.body_timeout_s)
@@ -143,22 +152,22 @@ async def _read(request: web.Request) -> bytes:
         ) from None
     except web.RequestPayloadError:
         raise ApiError(
-            400, "the body is not what Content-Encoding and Transfer-Encoding say"
+            400, "the body does not have the Content-Encoding and Transfer-Encoding of the headers"
         ) from None
 
 
 def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
-    """Raise ApiError for a parameter that is not in `kind`, or is refused; see `converted`."""
+    """Raise ApiError for a parameter that is unknown or refused; see `converted`."""
     converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
-    """Return the body as `kind`. An empty body counts as {}. Raises ApiError naming the field; see
-    `converted`.
+    """Return the body as `kind`; an empty body counts as {}. Raises ApiError, which names the
+    field; see `converted`.
     """
     try:
         if not body.isascii():
-            body.decode()  # msgspec does not look into fields that it skips
+            body.decode()  # msgspec does not check fields that it skips
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as fault:
         if (given := _given(body)) is None:

@@ -1,4 +1,7 @@
-"""ServeConfig: a server's address, keys, protocols and limits."""
+"""ServeConfig: a server's address, keys, protocols and limits.
+
+Users give it to LLM.serve and AsyncLLM.serve; `rollout serve` reads its fields as settings.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ class ServeConfig:
 
     host: address to listen at. Off loopback, keys are required.
     port: port to listen at; 0 takes a free one.
-    api_key: key that clients send as `Authorization: Bearer KEY` to generate. None: none is needed.
-        On a command line other users could read it: set ROLLOUT_API_KEY instead.
-    admin_key: key for the routes that pause, update and abort. It also opens all others. As a
-        variable: ROLLOUT_ADMIN_KEY.
-    allowed_hosts: names of the server beside `host`, such as a proxy's. Requests with another Host,
-        and requests of other sites' pages (Origin), are refused. If empty, every Host is accepted
-        off loopback, where keys are required.
+    api_key: key that clients send as `Authorization: Bearer KEY` to generate. None: no key is
+        needed. Other users can read command lines: set ROLLOUT_API_KEY instead.
+    admin_key: key for the routes that pause, update and abort. It also opens all other routes.
+        Environment variable: ROLLOUT_ADMIN_KEY.
+    allowed_hosts: further names of the server, such as a proxy's. Requests with another Host, and
+        requests of other sites' pages (Origin), are refused. If empty, every Host is accepted off
+        loopback, where keys are required.
     protocols: protocols to serve: openai (completions, chat, tokens in and out), vllm and sglang
         (their control routes, and SGLang's generate).
     served_model_name: name of the model for clients. None: the name of its directory.
     chat_template: file with the Jinja template of chats, or its text. None: the model's own.
-    trust_request_chat_template: whether a request may bring a template of its own. It runs in a
+    trust_request_chat_template: whether a request may have a template of its own, which runs in a
         sandbox without a time limit.
     tool_call_parser: format in which the model writes tool calls. "auto": the format in its chat
         template. "none": tool calls are not parsed.
@@ -51,31 +54,31 @@ class ServeConfig:
         the tags in the chat template. "none": thoughts stay in the content.
     logprobs_mode: kind of log-probs in the openai protocol; see SamplingParams.
     generation_config: defaults of sampling fields in the openai protocol. "vllm": neutral
-        (temperature 1, no truncation, no penalty), so that a client that sends no top_k draws from
-        the whole distribution, as its trainer assumes. "auto": the model's
-        generation_config.json, as is vLLM's default.
+        (temperature 1, no truncation, no penalty), so that a request without top_k draws from the
+        whole distribution, as trainers assume. "auto": the model's generation_config.json, which
+        vLLM reads by default.
     max_model_len: most tokens of prompt and output. None: as many as the engines accept.
     checkpoint_roots: directories of the checkpoints that updates may name. If empty, such updates
         are refused.
-    weight_transfer_backend: backend of the process group that trainers of the vllm protocol create,
-        who do not name it: "gloo", or None for NCCL, which is refused.
+    weight_transfer_backend: backend of the process group of trainers of the vllm protocol, whose
+        requests do not name it: "gloo", or None for NCCL, which is refused.
 
-    max_body_bytes: largest body of a request. Trainers send whole batches in one.
-    max_text_characters: longest text to tokenize, in characters. A prompt is refused earlier, if
-        the context cannot hold it whatever its tokens are.
+    max_body_bytes: largest body of a request. Trainers send whole batches in one request.
+    max_text_characters: longest text to tokenize, in characters. A text prompt that cannot fit
+        into the context is refused before.
     max_n: most samples of one prompt.
     max_samples: most samples of all prompts of one request.
     max_logprobs: most alternatives per token that a request may ask for.
     max_running_requests: most requests that generate at once; further ones wait.
     max_waiting_requests: most waiting requests; further ones get 429 with Retry-After.
-    max_connections_backlog: most connections that the system holds until they are accepted.
+    max_connections_backlog: most connections that the system queues until they are accepted.
     keepalive_timeout_s: seconds after which a connection without a whole request is closed.
     request_timeout_s: seconds after which the rest of a request is aborted.
     body_timeout_s: seconds within which a body must arrive.
-    stalled_stream_timeout_s: seconds after which a stream is aborted whose client reads nothing.
+    stalled_stream_timeout_s: seconds after which a stream whose client reads nothing is aborted.
     weight_transfer_timeout_s: seconds for joining a trainer's group, and for one call's broadcasts.
-    drain_timeout_s: seconds that requests may go on when the server ends. Then they are aborted and
-        answered with their tokens so far.
+    drain_timeout_s: seconds that requests may continue when the server shuts down. Then they are
+        aborted and answered with their tokens so far.
     """
 
     host: Name = "127.0.0.1"
@@ -131,7 +134,7 @@ class ServeConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`."""
+    """Return whether only this machine can reach `host`."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,7 @@
-"""ApiError: an error reported to a client, and its JSON form in each protocol."""
+"""ApiError: an error reported to a client, and its JSON form in each protocol.
+
+Handlers and checks raise it; the application and EventStream send it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ _TYPES = {
 class ApiError(Exception):
     """An error reported to the client as an HTTP status and message.
 
-    param: the field at fault. retry_after_s: the value of a Retry-After header. type: OpenAI's name
-    for the status.
+    param: name of the field at fault. retry_after_s: value of a Retry-After header. type: OpenAI's
+    name of the status.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        # It may quote bytes of a path or a header that are no text.
+        # The message may quote bytes of a path or a header that are not text.
         message = message.encode(errors="replace").decode()
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
@@ -59,12 +62,12 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
-# Returns the JSON body of an error in one protocol.
+# Returns the JSON body of an error in the form of one protocol.
 ErrorForm = Callable[[ApiError], Mapping[str, Any]]
 
 
 def openai_form(error: ApiError) -> Mapping[str, Any]:
-    """The body of /v1, /inference, /tokenize, and of vLLM's control routes."""
+    """Return the body of errors of /v1, /inference, /tokenize, and vLLM's control routes."""
     return {
         "error": {
             "message": error.message,
@@ -76,17 +79,17 @@ def openai_form(error: ApiError) -> Mapping[str, Any]:
 
 
 def sglang_form(error: ApiError) -> Mapping[str, Any]:
-    """The body of SGLang's generate."""
+    """Return the body of errors of SGLang's /generate."""
     return {"error": {"message": error.message}}
 
 
 def sglang_admin_form(error: ApiError) -> Mapping[str, Any]:
-    """The body of SGLang's control routes."""
+    """Return the body of errors of SGLang's control routes."""
     return {"success": False, "message": error.message}
 
 
 def api_error_of(error: Exception) -> ApiError | None:
-    """Return the client's form of an error of this package or of aiohttp; None for a bug."""
+    """Return the ApiError for an error of this package or of aiohttp; None for any other error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, web.HTTPException):
@@ -111,7 +114,7 @@ def error_response(error: ApiError, form: ErrorForm) -> web.Response:
 
 
 def json_response(content: Any, *, status: int = 200) -> web.Response:
-    """Return `content` (msgspec structs included) as JSON, with its length."""
+    """Return a response with `content`, which may hold msgspec structs, as JSON."""
     return web.Response(
         body=msgspec.json.encode(content), status=status, content_type="application/json"
     )

@@ -1,18 +1,22 @@
-"""EventStream: a response of server-sent events to one client."""
+"""EventStream: the response of server-sent events with which generation routes stream replies."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from rollout.serve.errors import ApiError, ErrorForm, api_error_of
+
+_logger = logging.getLogger(__name__)
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # a proxy passes events on as they come
+    "X-Accel-Buffering": "no",  # proxies forward each event at once
 }
 _CHECKS_PER_TIMEOUT = 4
 
@@ -20,8 +24,8 @@ _CHECKS_PER_TIMEOUT = 4
 class EventStream:
     """A response of server-sent events. An async context manager.
 
-    The headers are sent with the first event, so that an earlier failure can still be answered by a
-    status. A client that reads nothing for `stalled_timeout_s` seconds is disconnected, which
+    The headers are sent with the first event, so that an earlier error can still be answered with
+    a status. A client that reads nothing for `stalled_timeout_s` seconds is disconnected, which
     cancels its handler.
     """
 
@@ -41,12 +45,25 @@ class EventStream:
 
     @property
     def has_begun(self) -> bool:
+        """Whether the headers were sent."""
         return self._response.prepared
 
     async def send(self, *events: Any) -> None:
         """Send events, each as JSON, in one write. Waits for a slow client."""
         encode = self._encoder.encode
         await self._write(b"".join(b"data: %b\n\n" % encode(event) for event in events))
+
+    async def send_error(self, fault: Exception, form: ErrorForm) -> None:
+        """Send an error as an event. Raises `fault` if nothing was sent before, or if the client
+        has disconnected.
+        """
+        if not self.has_begun or isinstance(fault, ConnectionError):
+            raise fault
+        error = api_error_of(fault)
+        if error is None:
+            _logger.error("a stream failed", exc_info=fault)
+            error = ApiError(500, f"the server failed: {type(fault).__name__}")
+        await self.send(form(error))
 
     async def end(self) -> web.StreamResponse:
         """Send the last event, [DONE], and return the response."""
@@ -63,7 +80,7 @@ class EventStream:
         self._writing_since = None
 
     def _watch(self) -> None:
-        """Disconnect a client that reads nothing; else check again later."""
+        """Disconnect a client that has read nothing for too long, else check again later."""
         since, transport = self._writing_since, self._request.transport
         if since is not None and time.monotonic() - since > self._timeout_s:
             if transport is not None:

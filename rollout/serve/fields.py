@@ -1,4 +1,7 @@
-"""Fields of requests: each is served, neutral (ignored), or refused by name."""
+"""Fields: the base of structs that decode requests. A field is served, neutral, or refused.
+
+Used by every module with bodies or queries, and by the application, which converts requests.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ import msgspec
 
 from rollout.serve.errors import ApiError
 
-_STATUS = "status"  # of a field, in its Meta
+_STATUS = "status"  # key of a field's status in its msgspec.Meta
 _TYPO_CUTOFF = 0.8  # of difflib's ratio: "temprature" has 0.95, "topk" 0.89
-_NUM_WARNINGS = 256  # unknown fields that are remembered as logged
-_MAX_SHOWN = 80  # characters of an unknown field
+_NUM_WARNINGS = 256  # unknown fields of which it is remembered that they were logged
+_MAX_SHOWN = 80  # characters of an unknown field in a message
 _logger = logging.getLogger(__name__)
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.(?P<path>.*)`$")
 _STEP = re.compile(r"\[(?P<index>\d+)\]|(?P<name>[^.\[]+)")
@@ -29,38 +32,41 @@ _STEP = re.compile(r"\[(?P<index>\d+)\]|(?P<name>[^.\[]+)")
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """A field that other servers read and that changes nothing here, whatever its value."""
+    """Status of a field that other servers read and that has no effect here."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field of a feature that is not served. `unless`: values that ask for nothing; if empty,
-    null, false, empty values and lists of these do."""
+    """Status of a field of a feature that is not served.
+
+    unless: values that do not ask for the feature. If empty: null, false, empty values and lists
+    of these.
+    """
 
     remedy: str
     unless: tuple[Any, ...]
 
     @property
     def harmless(self) -> str:
-        """Values besides null that ask for nothing, as JSON."""
+        """The values besides null with which the field may be sent, as JSON."""
         return " or ".join(map(json.dumps, self.unless)) or "false or empty"
 
     def takes(self, value: Any) -> bool:
-        """Return whether `value` asks for nothing, so that the field may be sent with it."""
+        """Return whether the field may be sent with `value`, which does not ask for the feature."""
         if self.unless:
             return any(type(value) is type(each) and value == each for each in self.unless)
         return _asks_nothing(value)
 
 
 def neutral(reason: str) -> msgspec.Meta:
-    """Return the annotation of a field that changes nothing, with the reason."""
+    """Return the annotation of a neutral field. reason: why it has no effect."""
     return msgspec.Meta(description=f"Changes nothing: {reason}", extra={_STATUS: Neutral(reason)})
 
 
 def refused(remedy: str, *unless: Any) -> msgspec.Meta:
-    """Return the annotation of a field that is answered by 400 and the remedy; see Refused."""
+    """Return the annotation of a refused field. remedy: end of the error. unless: see Refused."""
     status = Refused(remedy, unless)
     return msgspec.Meta(
         description=f"Refused, unless it is null, {status.harmless}: {remedy}",
@@ -69,10 +75,10 @@ def refused(remedy: str, *unless: Any) -> msgspec.Meta:
 
 
 class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of structs decoded from a request: an object of the body, or the query. null counts as
-    absent where a field accepts it.
+    """Base of structs that are decoded from a request's body, or from its query.
 
-    A field without a status is served. Raises ApiError, which names a refused field.
+    A field without a status is served. null counts as absent where a field accepts it. Making a
+    struct raises ApiError, which names the field, if a refused field asks for its feature.
     """
 
     def __post_init__(self) -> None:
@@ -95,7 +101,7 @@ def statuses(kind: type[Fields]) -> dict[str, Neutral | Refused | None]:
 
 @cache
 def nested(kind: type[Fields]) -> dict[str, type[Fields]]:
-    """Return the objects inside of `kind`, by the fields that hold them."""
+    """Return the structs inside of `kind`, by the names of their fields."""
     hints = typing.get_type_hints(kind)
     found = {name: next(_structs_in(hints[name]), None) for name in kind.__struct_fields__}
     return {name: struct for name, struct in found.items() if struct is not None}
@@ -112,7 +118,7 @@ def converted(
     Raises ApiError, which names the field, for a value of another type, for a refused field, and
     for an unknown field that is not ignored, or that resembles a field of `kind`.
     """
-    with suppress(msgspec.ValidationError):  # as a rule there is nothing to leave out
+    with suppress(msgspec.ValidationError):  # most requests have no unknown field
         return msgspec.convert(given, kind, strict=strict, str_keys=True)
     known = _known_part(given, kind, "", _places_by_name(kind), ignores_unknown)
     try:
@@ -123,14 +129,14 @@ def converted(
 
 @cache
 def _places_by_name(kind: type[Fields]) -> Mapping[str, str]:
-    """Return the paths of all fields that are not refused, by their last names."""
+    """Return the paths of all fields that are not refused, by the last part of the path."""
     return {path.rpartition(".")[2]: path for path in _places(kind)}
 
 
 def _known_part(
     given: Any, kind: type[Fields], above: str, places: Mapping[str, str], ignores_unknown: bool
 ) -> Any:
-    """Return `given` without unknown fields, at any depth. above: the path of `given`."""
+    """Return `given` without unknown fields, at any depth. above: path of `given`, with a dot."""
     if isinstance(given, list):
         return [_known_part(each, kind, above, places, ignores_unknown) for each in given]
     if not isinstance(given, Mapping):
@@ -148,13 +154,14 @@ def _known_part(
         nearest = _nearest(key, kind, above, places)
         if nearest is not None or not ignores_unknown:
             hint = f"the nearest is {nearest}" if nearest else "GET /openapi.json lists all"
-            raise ApiError(400, f"{place} is no field of this request; {hint}", param=place)
+            raise ApiError(400, f"{place} is not a field of this request; {hint}", param=place)
         _warn_once(kind.__name__, place)
     return known
 
 
 def _nearest(key: str, kind: type[Fields], above: str, places: Mapping[str, str]) -> str | None:
-    """Return the path of the field that `key` resembles, first beside it; None if none does."""
+    """Return the path of the field that `key` resembles, fields of the same struct first; None
+    without one."""
     paths = {**places, **{name: above + name for name in kind.__struct_fields__}}
     nearest = difflib.get_close_matches(key, paths, 1, _TYPO_CUTOFF)
     return paths[nearest[0]] if nearest else None
@@ -166,14 +173,14 @@ def _warn_once(kind: str, place: str) -> None:
 
 
 def unreadable_value(fault: msgspec.ValidationError, given: Any) -> ApiError:
-    """Return the error for a value of another type than its field's, with the value.
+    """Return the error for a value whose type is not its field's.
 
-    given: the whole request, None if it is no JSON: then the value is left out.
+    given: the whole request, from which the error quotes the value; None if it is not JSON.
     """
     match = _PLACE.search(str(fault))
     if match is None:
         return ApiError(400, f"the request cannot be read: {fault}")
-    path = match["path"].partition("[...]")[0]  # an entry of an object, whose key is not told
+    path = match["path"].partition("[...]")[0]  # msgspec does not name the key of an entry
     if given is None:
         return ApiError(400, f"the request cannot be read: {fault}", param=path)
     value = given
@@ -211,7 +218,7 @@ def _structs_in(hint: Any) -> Iterator[type[Fields]]:
 
 
 def _places(kind: type[Fields], above: str = "") -> Iterator[str]:
-    """Yield the paths of all fields that are not refused; fields of inner objects come first."""
+    """Yield the paths of all fields that are not refused, fields of inner structs first."""
     for name, inner in nested(kind).items():
         yield from _places(inner, f"{above}{name}.")
     for name, status in statuses(kind).items():

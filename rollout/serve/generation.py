@@ -1,4 +1,8 @@
-"""Generation: the samples that one request of a client asks for, until all have ended."""
+"""Generation: the samples of one HTTP request, from their submission to their end.
+
+Used by the handlers of completions, chat, tokens in and out, and SGLang's /generate. It submits
+groups to the LLM and registers them in LiveRequests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
 from rollout.step.seeds import params_of_sample
 
-# Runs of tokens that wait for a slow reader of several streams.
+# Most items of several merged streams that wait for a slow reader.
 _MAX_RUNS_WAITING = 64
 
 Request = DynamicInferenceRequest
@@ -24,8 +28,8 @@ Request = DynamicInferenceRequest
 class Generation:
     """The samples of one request, numbered prompt by prompt, `n` for each prompt.
 
-    Each sample has a seed of its own, the same as in `LLM.generate`. name: the request's name in
-    LiveRequests. Cancelling or closing aborts the unfinished samples.
+    Each sample has its own seed, the same as in `LLM.generate`. Cancelling `results` or closing
+    `stream` aborts the unfinished samples.
     """
 
     def __init__(
@@ -38,7 +42,8 @@ class Generation:
         name: str,
         priority: int = 0,
     ) -> None:
-        """Raises ApiError for more samples than are allowed."""
+        """name: name of the request in LiveRequests. Raises ApiError for more samples than are
+        allowed."""
         config = state.config
         if not 1 <= n <= config.max_n:
             raise ApiError(400, f"n={n} must be in [1, {config.max_n}]", param="n")
@@ -60,8 +65,8 @@ class Generation:
         return self._samples[index][0]
 
     async def results(self) -> list[Request]:
-        """Wait for all samples. Raises ApiError or RolloutError if one failed; one that was aborted
-        has the tokens so far.
+        """Wait for all samples. An aborted sample has its tokens so far. Raises ApiError or
+        RolloutError if a sample failed.
         """
         state = self._state
         added = state.llm.add_groups(
@@ -74,11 +79,11 @@ class Generation:
             return [self._result(i, future) for i, future in enumerate(futures)]
         finally:
             for future in futures:
-                future.cancel()  # those that are not done
+                future.cancel()  # does nothing to a future that is done
 
     async def stream(self) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
-        """Yield (index of the sample, its new tokens) as they come, and for each sample its whole
-        request at last. Raises as `results`.
+        """Yield (index of a sample, its new tokens) as they come, and at the end of each sample
+        (index, its request). Raises the errors of `results`.
         """
         added = self._state.llm.stream_groups(
             self._groups,
@@ -108,7 +113,7 @@ class Generation:
                 if isinstance(item, TokenRun):
                     yield index, item
         except RolloutError:
-            await asyncio.wait([future])  # it says why
+            await asyncio.wait([future])  # `_result` raises its error
         yield index, self._result(index, future)
 
     def _result(self, index: int, future: RequestFuture) -> Request:
@@ -118,14 +123,14 @@ class Generation:
             raise _worded_for_clients(error)
         request = self._state.llm.request_of(future, *self._samples[index])
         if isinstance(error, RequestAbortedError):
-            request.finish_reason = "abort"  # before it was in an engine
+            request.finish_reason = "abort"  # it was in no engine yet
         elif request.finish_reason == "error":
             raise _worded_for_clients(request.last_error or RolloutError("the request failed"))
         return request
 
 
 def _worded_for_clients(error: BaseException) -> BaseException:
-    """Return the error with the words that clients look for in one of its kind."""
+    """Return the error; if the context is too short, with the words that clients look for."""
     if isinstance(error, MaxSequenceLengthOverflowError):
         return ApiError(400, f"This model's maximum context length is exceeded: {error}")
     return error
@@ -134,7 +139,7 @@ def _worded_for_clients(error: BaseException) -> BaseException:
 async def _merged(
     each: Sequence[AsyncIterator[tuple[int, TokenRun | Request]]],
 ) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
-    """Yield the items of all iterators as they come. Raises what one of them raises."""
+    """Yield the items of all iterators as they come. Raises the first error of an iterator."""
     arrived: asyncio.Queue[tuple[int, TokenRun | Request] | Exception] = asyncio.Queue(
         _MAX_RUNS_WAITING
     )
@@ -143,7 +148,7 @@ async def _merged(
         try:
             async for item in items:
                 await arrived.put(item)
-        except Exception as fault:  # the reader raises it
+        except Exception as fault:  # raised in the reading task
             await arrived.put(fault)
 
     pumps = [asyncio.ensure_future(pump(items)) for items in each]

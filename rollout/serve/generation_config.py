@@ -1,4 +1,7 @@
-"""SamplingDefaults: values of fields that a client leaves out."""
+"""SamplingDefaults: values of sampling fields that a request leaves out.
+
+Made once by Server, used by `sampling.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _MAX_TOKENS = "max_new_tokens"  # the file's name of max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. The defaults are neutral.
+    """Values of sampling fields that a request leaves out, by default neutral ones.
 
-    max_tokens: most tokens of chats and of tokens in and out; None is as many as the context holds.
+    max_tokens: most generated tokens of chats and of tokens in and out; None: as many as fit.
     """
 
     temperature: Temperature = 1.0
@@ -40,9 +43,10 @@ class SamplingDefaults:
 
 
 def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
-    """Return neutral defaults for "vllm", and for "auto" the values of generation_config.json.
+    """Return neutral defaults for "vllm", for "auto" those of generation_config.json in
+    `directory`.
 
-    Raises ConfigError for a file with values out of range.
+    Raises ConfigError for a file with a value out of range.
     """
     if generation_config == "vllm" or directory is None:
         return SamplingDefaults()

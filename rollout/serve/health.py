@@ -1,4 +1,7 @@
-"""GET /health asks every engine for an answer, GET /health_generate for a token."""
+"""Routes of every server that report readiness, load and version.
+
+GET /health asks every engine for its counters, GET /health_generate for a token.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from aiohttp import web
 from rollout.control.reports import EngineStats
 from rollout.control.state import EngineState
 from rollout.sampling_params import SamplingParams
+from rollout.serve.access import Access
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError, json_response
-from rollout.serve.limits import Access
 from rollout.serve.openapi import installed_version
 from rollout.serve.state import STATE, Route, ServerState, get_route
 
@@ -36,7 +39,7 @@ def health_routes() -> list[Route]:
 
 
 async def _load(request: web.Request, body: Any) -> web.Response:
-    """Answer with the number of requests that generate or wait, as vLLM does."""
+    """Answer with the number of requests that generate or wait, under vLLM's name."""
     limiter = request.app[STATE].limiter
     return json_response({"server_load": limiter.num_running + limiter.num_waiting})
 
@@ -54,7 +57,7 @@ async def _health(request: web.Request, body: Any) -> web.Response:
 
 
 class _Probe:
-    """Generates one token for all clients that ask at the same time, since they need no key."""
+    """Generates one token for all clients that ask at once, since the route needs no key."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
@@ -80,7 +83,7 @@ async def _generate(state: ServerState) -> None:
     except asyncio.TimeoutError:
         raise ApiError(503, f"no token was generated within {_GENERATE_S:g} seconds") from None
     if not record.merge().num_generated_tokens:
-        raise ApiError(503, "an engine has failed to generate a token")
+        raise ApiError(503, "an engine failed to generate a token; see the server's log")
 
 
 async def _stats(state: ServerState) -> EngineStats:

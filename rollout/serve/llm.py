@@ -1,4 +1,8 @@
-"""ServedLLM: what a server needs of an LLM."""
+"""ServedLLM: the protocol of an LLM behind a server.
+
+Implemented by AsyncLLM and ThreadedLLM, used by all of `rollout.serve`. One contract suite tests
+both.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ Group = tuple[Prompt, Sequence[SamplingParams]]
 
 
 class ServedLLM(AsyncControlCalls, Protocol):
-    """An LLM behind a server, in the server's event loop: AsyncLLM over the engines of a fleet, or
-    ThreadedLLM over the engine of this process.
+    """An LLM in the server's event loop: AsyncLLM over the engines of a fleet, or ThreadedLLM over
+    the engine of this process.
 
-    model_directory: a directory with tokenizer files, None without one.
+    model_directory: the model's directory, also of its tokenizer; None for a model without one.
     """
 
     tokenizer: Tokenizer | None
@@ -39,16 +43,18 @@ class ServedLLM(AsyncControlCalls, Protocol):
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
-        """Queue groups, each a prompt and the parameters of its samples. Returns a future per
-        sample. After `deadline_s` seconds the rest is aborted; cancelling a future aborts its
-        request, too. Raises InvalidRequestError, or fails the futures with it.
+        """Queue groups, each a prompt and the parameters of its samples. Returns a future for each
+        sample.
+
+        Unfinished samples are aborted after `deadline_s` seconds, and when their future is
+        cancelled. Raises InvalidRequestError, or sets it as the futures' error.
         """
         ...
 
     def stream_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestStream]]:
-        """Queue groups as `add_groups` does. Returns a stream per sample."""
+        """Queue groups as `add_groups` does. Returns a stream for each sample."""
         ...
 
     def abort_request(self, future: RequestFuture) -> None:
@@ -60,23 +66,27 @@ class ServedLLM(AsyncControlCalls, Protocol):
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
-        """Return the request of a future that is done. Without a record it is FAILED."""
+        """Return the request of a future that is done. A request without a record is FAILED."""
         ...
 
     async def lost(self) -> RolloutError:
-        """Wait until no request can be answered any more. Returns the reason."""
+        """Wait until no request can be answered any more. Returns the error that caused it."""
         ...
 
     # ---- control calls, beside those of AsyncControlCalls
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
-    ) -> WeightUpdateReport: ...
+    ) -> WeightUpdateReport:
+        """Replace the weights of all engines, or of none."""
+        ...
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return a page of the weights' checksums, from the weight at `start` on, of each engine by
-        its rank.
+        """Return a page of the weights' checksums for each engine, by rank. start: index of the
+        page's first weight.
         """
         ...
 
-    async def fleet_stats(self) -> FleetStats: ...
+    async def fleet_stats(self) -> FleetStats:
+        """Return the counters of each engine, and their sums."""
+        ...

@@ -1,27 +1,35 @@
-"""GET /metrics: counters of the server and of the engines, for Prometheus."""
+"""GET /metrics: counters of the server and the engines, for Prometheus, also under vLLM's names."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from rollout.control.reports import HISTOGRAMS, NUM_AGES, STALENESS, EngineStats
+from rollout.control.state import EngineState
+from rollout.engine.counters import FINISH_REASONS, LATENCY_BOUNDS_S
 from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError
 from rollout.serve.state import STATE, Route, ServerState, get_route
-from rollout.serve.vllm_metrics import VllmFamilies
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
 _ANSWER_S = 5.0
-# Fields of EngineStats that are gauges; all other numbers only grow.
+# Fields of EngineStats that can fall; all other numbers only grow.
 _GAUGES = {
     "weights_version",
     "max_sequence_length",
@@ -30,6 +38,34 @@ _GAUGES = {
     "routing_bytes",
     *(field.name for field in fields(SchedulerCounts)),
 }
+_LABELS = ("model_name", "engine")
+_BOUNDS = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]
+# Name, help text, and value.
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    (
+        "prompt_tokens",
+        "Tokens of prompts that got a first token",
+        lambda s: s.num_begun_prompt_tokens,
+    ),
+    ("generation_tokens", "Generated tokens", lambda s: s.num_generated_tokens),
+    (
+        "num_preemptions",
+        "Requests preempted for want of KV blocks",
+        lambda s: s.num_evictions,
+    ),
+    (
+        "prefix_cache_queries",
+        "Tokens whose KV was found or computed when a request began, or began again",
+        lambda s: s.num_prefix_hit_tokens + s.num_prefill_tokens,
+    ),
+    ("prefix_cache_hits", "Tokens whose KV was found", lambda s: s.num_prefix_hit_tokens),
+)
+# Name, the field of EngineStats with its counts, the field with its sum.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "first_token_latency", "first_token_seconds"),
+    ("inter_token_latency_seconds", "token_latency", "token_seconds"),
+    ("e2e_request_latency_seconds", "request_latency", "request_seconds"),
+)
 
 
 def metrics_routes() -> list[Route]:
@@ -43,7 +79,7 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
     except asyncio.TimeoutError:
         raise ApiError(503, f"an engine has not answered within {_ANSWER_S:g} seconds") from None
     control = request.app.get(CONTROL)
-    registry.register(_Present(state, fleet.together))
+    registry.register(_OwnFamilies(state, fleet.together))
     registry.register(
         VllmFamilies(
             model_name=state.served_name,
@@ -56,8 +92,8 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-class _Present(Collector):
-    """Collects the present state of the server and the engines."""
+class _OwnFamilies(Collector):
+    """Metrics of the server, and each field of the engines' EngineStats under its own name."""
 
     def __init__(self, state: ServerState, stats: EngineStats) -> None:
         self._state, self._stats = state, stats
@@ -89,7 +125,7 @@ class _Present(Collector):
 
 
 def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
-    """Yield the CPU time and memory of each rank of each engine."""
+    """Yield the CPU time and memory of each rank of each engine, one family for each field."""
     for name in RANK_FIELDS:
         is_gauge = name.endswith("_bytes")
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
@@ -101,10 +137,116 @@ def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
 
 
 def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
-    """Return generated tokens of requests that have ended by their age in versions; the last number
-    is of all that are older."""
+    """Return the generated tokens of ended requests, by age in weights versions. The last bucket
+    holds all older tokens."""
     ages = [*map(str, range(NUM_AGES - 1)), f"{NUM_AGES - 1}+"]
     family = CounterMetricFamily(name, "Tokens by their age in versions", labels=["versions"])
     for age, number in zip(ages, num_tokens or [0] * NUM_AGES, strict=True):
         family.add_metric([age], number)
     return family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry hashes its collectors
+class VllmFamilies(Collector):
+    """Metrics of each engine under vLLM's names, by which its clients and dashboards steer.
+
+    engines: counters of each engine, by rank. num_queued: requests that wait for an engine; each
+    engine reports an equal part of them as waiting. sleeps: whether a sleep that releases no memory
+    is in force.
+    """
+
+    model_name: str
+    engines: Mapping[int, EngineStats]
+    num_queued: int
+    sleeps: bool
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._memory()
+        for name, meaning, value_of in _COUNTERS:
+            counter = CounterMetricFamily(f"vllm:{name}", meaning, labels=_LABELS)
+            for labels, stats in self._labelled():
+                counter.add_metric(labels, value_of(stats))
+            yield counter
+        ends = CounterMetricFamily(
+            "vllm:request_success", "Ended requests", labels=(*_LABELS, "finished_reason")
+        )
+        for labels, stats in self._labelled():
+            for reason, number in zip(FINISH_REASONS, stats.finish_reasons, strict=True):
+                ends.add_metric([*labels, reason], number)
+        yield ends
+        yield from self._histograms()
+
+    def _labelled(self) -> Iterator[tuple[list[str], EngineStats]]:
+        for rank, stats in self.engines.items():
+            yield [self.model_name, str(rank)], stats
+
+    def _requests(self) -> Iterator[Metric]:
+        """Yield running and waiting requests, whose sum is all requests of engines and queue.
+
+        A request is waiting if the last step had no room for it. A request that came since then, or
+        that waits for the prefill of its group's prompt, counts as running.
+        """
+        running = GaugeMetricFamily("vllm:num_requests_running", "Running requests", labels=_LABELS)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Waiting requests", labels=_LABELS)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Waiting requests by reason",
+            labels=(*_LABELS, "reason"),
+        )
+        for place, (labels, stats) in enumerate(self._labelled()):
+            num_here = stats.num_waiting + stats.num_running + stats.num_paused
+            num_waiting = stats.num_paused + (
+                stats.num_without_room if stats.state is EngineState.RUNNING else stats.num_waiting
+            )
+            running.add_metric(labels, num_here - num_waiting)
+            num_waiting += (self.num_queued + place) // len(self.engines)
+            waiting.add_metric(labels, num_waiting)
+            by_reason.add_metric([*labels, "capacity"], num_waiting)
+            by_reason.add_metric([*labels, "deferred"], 0)
+        yield from (running, waiting, by_reason)
+
+    def _memory(self) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Used share of the KV cache, in [0, 1]", labels=_LABELS
+        )
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1; the sizes are in the labels",
+            labels=("engine", "block_size", "num_gpu_blocks", "kv_cache_size_tokens"),
+        )
+        sleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the engine's present state, else 0",
+            labels=(*_LABELS, "sleep_state"),
+        )
+        for labels, stats in self._labelled():
+            size, num_blocks = stats.block_size_tokens, stats.num_blocks_total
+            usage.add_metric(labels, stats.num_blocks_used / max(1, num_blocks))
+            numbers = map(str, (size, num_blocks, size * num_blocks))
+            config.add_metric([labels[1], *numbers], 1)
+            for state, is_so in self._sleep_states(stats).items():
+                sleep.add_metric([*labels, state], is_so)
+        yield from (usage, config, sleep)
+
+    def _sleep_states(self, stats: EngineStats) -> dict[str, bool]:
+        is_suspended = stats.state is EngineState.SUSPENDED
+        is_stopped = stats.state is not EngineState.RUNNING
+        is_released = is_suspended and not sum(rank.weights_bytes for rank in stats.ranks)
+        is_on_host = sum(rank.weights_on_host_bytes for rank in stats.ranks) > 0
+        return {
+            "awake": not is_suspended and not (self.sleeps and is_stopped),
+            "weights_offloaded": is_released and is_on_host,
+            "discard_all": is_released and not is_on_host,
+        }
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, counts_field, sum_field in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(
+                f"vllm:{name}", "From the entry into an engine", labels=_LABELS
+            )
+            for labels, stats in self._labelled():
+                totals = accumulate(getattr(stats, counts_field))
+                buckets = list(zip(_BOUNDS, totals, strict=True))
+                histogram.add_metric(labels, buckets, sum_value=getattr(stats, sum_field))
+            yield histogram

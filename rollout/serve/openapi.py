@@ -1,4 +1,4 @@
-"""GET /openapi.json: the routes and their bodies, from the structs that decode them."""
+"""The content of GET /openapi.json, made from the routes and the structs that decode bodies."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import msgspec
 
-from rollout.serve.limits import Access
+from rollout.serve.access import Access
 from rollout.serve.state import Route
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
-    "400": "A field is wrong, or what is asked for is not possible.",
+    "400": "A field is wrong, or the request is not possible.",
     "401": "The key is missing or wrong.",
-    "403": "The request is that of another site: its Host or Origin is not allowed.",
+    "403": "The Host or Origin of the request is not allowed.",
     "404": "The model is not served.",
-    "405": "The method is not that of the path.",
+    "405": "The path has another method.",
     "408": "The body did not arrive in time.",
-    "409": "Another pause, or its end, came before the engines slept.",
+    "409": "Another call changed the pause, or the weights, meanwhile.",
     "413": "The body is too large.",
     "415": "The body is not declared as JSON.",
-    "429": "Too many requests wait: try again after Retry-After seconds.",
-    "503": "Generation is paused or not possible now, or the server ends.",
+    "429": "Too many requests wait; try again after Retry-After seconds.",
+    "503": "Generation is paused or not possible now, or the server is shutting down.",
 }
 
 

@@ -1,4 +1,7 @@
-"""SamplingParams from the fields of a client, whose neutral values have many spellings."""
+"""SamplingParams from the fields of a request, and checks of lengths against the context.
+
+Used by all generation routes. Neutral values have many spellings among clients.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rollout.serve.schemas import ReplyFields, SamplingFields
 from rollout.serve.state import ServerState
 
 _T = TypeVar("_T", int, float)
-# No vocabulary is so large: 100000000 and 1 << 30 are how some clients switch top_k off.
+# Above any vocabulary: some clients switch top_k off by 100000000 or 1 << 30.
 _NO_TOP_K = 2**20
 
 
@@ -29,11 +32,15 @@ def sampling_params_of(
 ) -> SamplingParams:
     """Return the parameters of one sample.
 
-    max_tokens: None is as many as the context takes. num_logprobs: alternatives reported with each
-    generated token; 0 the token's own log-prob alone, None nothing. num_prompt_logprobs: the same
-    for tokens of the prompt. with_ranks: whether ranks are reported, too. cache_salt: see
-    SamplingParams. defaults: of fields that the client leaves out; None takes the server's. Raises
-    ApiError and InvalidRequestError for values out of range.
+    max_tokens: most generated tokens; None: as many as fit into the context.
+    num_logprobs: alternatives reported with each generated token; 0: only the token's own log-prob;
+        None: no log-probs.
+    num_prompt_logprobs: the same for tokens of the prompt.
+    with_ranks: whether ranks are reported, too.
+    cache_salt: see SamplingParams.
+    defaults: values of fields that the request leaves out; None: the server's.
+
+    Raises ApiError and InvalidRequestError for values out of range.
     """
     num_prompt = num_prompt_logprobs
     for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", num_prompt)):
@@ -65,7 +72,7 @@ def sampling_params_of(
 
 
 def _draw_of(fields: SamplingFields, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Return the parameters of the draw itself."""
+    """Return the fields of SamplingParams that choose a token, with neutral values as 0."""
     temperature = _or(fields.temperature, defaults.temperature)
     top_p = _or(fields.top_p, defaults.top_p)
     if top_p <= 0:
@@ -97,13 +104,14 @@ def _stop_words(stop: str | list[str] | None) -> list[str] | None:
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Return one salt for two: requests share cached prefixes if both of theirs are the same."""
+    """Return one salt for two: requests share cached prefixes only if both are equal."""
     return cache_salt if extra_key is None else json.dumps([cache_salt, extra_key])
 
 
 def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | None) -> slice | None:
-    """Return which tokens of a prompt truncate_prompt_tokens keeps, None for all: its last ones, or
-    its first ones by truncation_side="right". -1 keeps as many as the context takes beside
+    """Return the slice of a prompt that truncate_prompt_tokens keeps; None for the whole prompt.
+
+    It keeps the last tokens, with truncation_side="right" the first. -1 keeps as many as fit beside
     `max_tokens` (None: beside one token). Raises ApiError.
     """
     num_kept, longest = fields.truncate_prompt_tokens, state.max_model_len
@@ -121,13 +129,13 @@ def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | Non
 
 
 def default_max_tokens(state: ServerState, num_prompt: int) -> int | None:
-    """Return how many tokens a request without max_tokens generates, None for all that fit."""
+    """Return the max_tokens of a request without one; None: as many as fit."""
     most = state.sampling_defaults.max_tokens
     return most if most is None or num_prompt + most <= state.max_model_len else None
 
 
 def check_length(state: ServerState, num_prompt: int, max_tokens: int | None) -> None:
-    """Raise ApiError for a prompt and an output that are longer than the context together."""
+    """Raise ApiError if prompt and output together are longer than the context."""
     longest = state.max_model_len
     wanted = max_tokens or 0
     if num_prompt + wanted <= longest - (max_tokens is None):

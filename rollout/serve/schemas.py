@@ -1,4 +1,7 @@
-"""Bodies of requests, as vLLM's server, SGLang's and the openai package send them."""
+"""Bodies of the openai protocol, with the fields that clients of vLLM, SGLang and openai send.
+
+Decoded by the application and read by the handlers. Each neutral or refused field says why.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from rollout.serve.fields import Fields, neutral, refused
 
 PromptField = str | list[str | int | list[int]]
 
-# ---- fields that several requests have, by what becomes of them
+# ---- annotations of fields that several bodies have
 
 Grammar = Annotated[Any, refused("output is not constrained; check it, and sample again")]
-GrammarDetail = Annotated[Any, neutral("it says how a grammar holds, and grammars are refused")]
+GrammarDetail = Annotated[Any, neutral("it is a detail of grammars, which are refused")]
 Beam = Annotated[Any, refused("there is no beam search; sample with n")]
-BeamDetail = Annotated[Any, neutral("beam search alone reads it, which is refused")]
+BeamDetail = Annotated[Any, neutral("it is a detail of beam search, which is refused")]
 LogitProcessor = Annotated[
     Any, refused("no code of a request runs here; use logit_bias or allowed_token_ids")
 ]
@@ -28,27 +31,27 @@ ThinkingBudget = Annotated[Any, refused("thoughts are not counted; use max_token
 Adapter = Annotated[Any, refused("there are no LoRA adapters; push merged weights")]
 Embeddings = Annotated[Any, refused("prompts are texts or token ids; send those")]
 Media = Annotated[Any, refused("the model reads text alone; leave images, audio and video out")]
-MediaDetail = Annotated[Any, neutral("it says how media are read, and media are refused")]
+MediaDetail = Annotated[Any, neutral("it is a detail of media, which are refused")]
 Transfer = Annotated[
     Any, refused("prefill and decode run in one engine; send the request as a whole")
 ]
 Extension = Annotated[Any, refused("no extension of the server reads it; leave it out")]
 Session = Annotated[Any, refused("no session keeps a prompt; send the prompt as a whole")]
-Report = Annotated[Any, refused("it is not reported; leave it out")]
+Report = Annotated[Any, refused("it is not reported; leave the field out")]
 Experts = Annotated[
     Any, refused("expert ids are in requests of LLM.generate with record_routing, not in replies")
 ]
 ExpertsDetail = Annotated[Any, neutral("it cuts a list of expert ids, which is not reported")]
-Offsets = Annotated[Any, neutral("vLLM's routes that render prompts alone read it")]
+Offsets = Annotated[Any, neutral("only vLLM's routes that render prompts read it")]
 Placement = Annotated[Any, neutral("it says where a request runs, which changes no token")]
 Label = Annotated[Any, neutral("it labels the request for logs and caches of its sender")]
-Spaces = Annotated[Any, neutral("the tokenizer's decoder alone puts spaces")]
-OfTexts = Annotated[Any, neutral("it says how ids become a text, and the reply has ids")]
+Spaces = Annotated[Any, neutral("the tokenizer's decoder decides about spaces")]
+OfTexts = Annotated[Any, neutral("it is a detail of texts, and the reply has ids")]
 TokensOut = Annotated[Any, refused("ask for ids with return_token_ids")]
 
 
 class SamplingFields(Fields, kw_only=True):
-    """How tokens are drawn, and what is reported with them: fields of all protocols. no_stop_trim:
+    """Fields of all protocols that choose tokens, and the reports about them. no_stop_trim:
     SGLang's name of include_stop_str_in_output.
     """
 
@@ -102,8 +105,8 @@ class SamplingFields(Fields, kw_only=True):
 
 
 class StreamOptions(Fields, kw_only=True):
-    """include_usage: a last chunk with the usage of all samples. continuous_usage_stats: with
-    include_usage, also the usage of its sample so far in each chunk."""
+    """Options of a stream. include_usage: whether a last chunk has the usage of all samples.
+    continuous_usage_stats: with include_usage, whether each chunk has its sample's usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -112,8 +115,8 @@ class StreamOptions(Fields, kw_only=True):
 
 
 class ReplyFields(SamplingFields, kw_only=True):
-    """Fields of completions and chats that choose what a reply has beside text. rid, extra_key:
-    SGLang's names of request_id and of a second cache_salt.
+    """Fields of completions and chats besides those of the draw. rid, extra_key: SGLang's names of
+    request_id and of a second cache_salt.
     """
 
     model: str | None = None
@@ -179,7 +182,7 @@ class ReplyFields(SamplingFields, kw_only=True):
 
 
 class CompletionBody(ReplyFields, kw_only=True):
-    """POST /v1/completions. prompt_token_ids: ours, in place of `prompt`."""
+    """POST /v1/completions. prompt_token_ids: our own field, in place of `prompt`."""
 
     prompt: PromptField | None = None
     echo: bool | None = None
@@ -187,11 +190,13 @@ class CompletionBody(ReplyFields, kw_only=True):
 
 
 class ChatBody(ReplyFields, kw_only=True):
-    """POST /v1/chat/completions. prompt_token_ids: ours, the rendered conversation, so that ids of
-    earlier turns are not made anew from their text; input_ids: SGLang's name of it.
-    return_tokenized_data, return_raw_text: Megatron's fields of the message. parallel_tool_calls:
-    false gives the first call alone. include_reasoning: false leaves thoughts out;
-    separate_reasoning: false, in the content.
+    """POST /v1/chat/completions.
+
+    prompt_token_ids: our own field, the rendered conversation as ids, so that the ids of earlier
+        turns stay as they were sampled. input_ids: SGLang's name of it.
+    return_tokenized_data, return_raw_text: Megatron's fields of the message.
+    parallel_tool_calls: false returns only the first call.
+    include_reasoning: false omits thoughts. separate_reasoning: false leaves them in the content.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -234,7 +239,7 @@ class ChatBody(ReplyFields, kw_only=True):
     return_prompt_token_ids: TokensOut = None
     return_sampling_mask: Report = None
     sampling_logprobs_mode: Annotated[
-        Any, neutral("return_sampling_mask alone reads it, which is refused")
+        Any, neutral("it is a detail of return_sampling_mask, which is refused")
     ] = None
     stream_reasoning: Annotated[Any, refused("thoughts are streamed as they come", True)] = None
     task: Annotated[Any, refused("write the task's token into the conversation")] = None
@@ -246,7 +251,7 @@ class ChatBody(ReplyFields, kw_only=True):
 
 
 class TokenSampling(SamplingFields, kw_only=True):
-    """`sampling_params` of GenerateBody. logprobs: how many alternatives; 0: the token alone."""
+    """`sampling_params` of GenerateBody. logprobs: number of alternatives; 0: only the token."""
 
     logprobs: int | None = None
 
@@ -288,7 +293,9 @@ class GenerateBody(Fields, kw_only=True):
     features: Media = None
     kv_transfer_params: Transfer = None
     output_mode: Annotated[Any, refused("ids come out; POST /detokenize them", "tokens")] = None
-    parse_context: Annotated[Any, neutral("output_mode='derender' alone reads it")] = None
+    parse_context: Annotated[
+        Any, neutral("it is a detail of output_mode='derender', which is refused")
+    ] = None
     prompt_embeds: Embeddings = None
     reasoning_ended: GrammarDetail = None
     reasoning_parser_kwargs: GrammarDetail = None
@@ -296,7 +303,7 @@ class GenerateBody(Fields, kw_only=True):
 
 
 class TokenizeBody(Fields, kw_only=True):
-    """POST /tokenize: of a text, or of a conversation."""
+    """POST /tokenize, of a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None

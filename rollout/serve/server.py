@@ -1,4 +1,8 @@
-"""Server: the HTTP server of an LLM: listens, serves, drains and ends."""
+"""Server: the HTTP server of one LLM, from listening to the drain.
+
+Used by `rollout.apis.serving`. It makes the ServerState and ends what the state holds; the LLM
+stays.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +23,17 @@ from rollout.errors import ConfigError, RolloutError
 from rollout.serve.app import make_app
 from rollout.serve.config import ServeConfig
 from rollout.serve.generation_config import sampling_defaults
-from rollout.serve.labels import VersionLabels
-from rollout.serve.limits import RequestLimiter
-from rollout.serve.live_requests import LiveRequests
+from rollout.serve.live_requests import LiveRequests, RequestLimiter, RequestMetrics
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import load_template
-from rollout.serve.page.feed import FleetFeed
+from rollout.serve.page.fleet import FleetFeed
 from rollout.serve.page.recent import RecentSamples
-from rollout.serve.server_metrics import ServerMetrics
-from rollout.serve.state import ServerState
-from rollout.serve.tag_tokenizers import TagTokenizers
+from rollout.serve.state import ServerState, VersionLabels
 from rollout.serve.token_texts import TokenTexts
 from rollout.tool_calls import UNKNOWN, format_of
 
 _logger = logging.getLogger(__name__)
-_http_logger = logging.getLogger("rollout.serve.http")  # of aiohttp's own messages
+_http_logger = logging.getLogger("rollout.serve.http")  # receives aiohttp's own messages
 # How long aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
 
@@ -55,7 +55,9 @@ def require_free_address(config: ServeConfig) -> None:
 
 
 def _cannot_listen(config: ServeConfig, fault: Exception) -> ConfigError:
-    return ConfigError(f"host={config.host!r}, port={config.port} is not a free address: {fault}")
+    return ConfigError(
+        f"host={config.host!r}, port={config.port} is not a free address: {fault}; choose another"
+    )
 
 
 class _ClientFaults(logging.Filter):
@@ -75,14 +77,16 @@ _http_logger.addFilter(_ClientFaults())
 
 
 class Server:
-    """Serves `llm`, which is started, in its event loop."""
+    """Serves an LLM that has started, in the LLM's event loop.
+
+    lost: the error that ended the engines; None while they run.
+    """
 
     def __init__(self, llm: ServedLLM, config: ServeConfig, max_sequence_length: int) -> None:
-        """max_sequence_length: most tokens of a sequence in the engines."""
+        """max_sequence_length: most tokens of a sequence that the engines accept."""
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
         template = load_template(llm.tokenizer, config.chat_template)
-        texts = TokenTexts(llm.tokenizer, config.max_text_characters)
         self.state = ServerState(
             llm=llm,
             config=config,
@@ -95,8 +99,7 @@ class Server:
                 max_running=config.max_running_requests, max_waiting=config.max_waiting_requests
             ),
             live=LiveRequests(llm.abort_request, on_end=recent.add_ended),
-            texts=texts,
-            tag_tokenizers=TagTokenizers(texts),
+            texts=TokenTexts(llm.tokenizer, config.max_text_characters),
             sampling_defaults=sampling_defaults(directory, config.generation_config),
             template=template,
             reply_format=format_of(
@@ -104,14 +107,14 @@ class Server:
                 tool_call_parser=config.tool_call_parser,
                 reasoning_parser=config.reasoning_parser,
             ),
-            metrics=ServerMetrics(),
+            metrics=RequestMetrics(),
             feed=FleetFeed(llm),
             recent=recent,
         )
         self._runner = web.AppRunner(
             make_app(self.state),
             handle_signals=False,
-            handler_cancellation=True,  # a client that goes away ends its handler
+            handler_cancellation=True,  # a client that disconnects ends its handler
             access_log=None,
             logger=_http_logger,
             keepalive_timeout=config.keepalive_timeout_s,
@@ -121,7 +124,7 @@ class Server:
         self._stop_requested = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self.lost: RolloutError | None = None  # why the server ends by itself
+        self.lost: RolloutError | None = None
 
     @property
     def is_listening(self) -> bool:
@@ -135,8 +138,8 @@ class Server:
         return str(host), int(port)
 
     async def start(self) -> None:
-        """Listen, until `stop` or until the engines are lost. Raises ConfigError if the address
-        cannot be had.
+        """Listen, until `stop` is called or the engines fail. Raises ConfigError if the address is
+        not free.
         """
         config = self.config
         await self._runner.setup()
@@ -154,7 +157,7 @@ class Server:
         self._watching = asyncio.ensure_future(self._end_when_lost())
 
     def _report_format(self) -> None:
-        """Log how replies are read, and a warning if the chat template does not show it."""
+        """Log the format of tool calls and thoughts. Warn if the template shows no known format."""
         template, shown = self.state.template, self.state.reply_format
         if template is None:
             return
@@ -177,9 +180,9 @@ class Server:
             raise self.lost
 
     async def _end_when_lost(self) -> None:
-        """Stop once the engines can answer no request any more."""
+        """Stop the server once the engines can answer no more requests."""
         self.lost = await self.state.llm.lost()
-        _logger.error("the server ends; start it again: %s", self.lost)
+        _logger.error("the server stops, since its engines failed; start it again: %s", self.lost)
         await self.stop(drain_timeout_s=0.0)
 
     @contextmanager
@@ -216,7 +219,7 @@ class Server:
             await self._site.stop()
         if not await self.state.limiter.is_idle_within(drain_timeout_s):
             _logger.info("aborting %d requests", self.state.live.num_requests)
-            with suppress(RolloutError):  # of a fleet that has ended
+            with suppress(RolloutError):  # the fleet may have ended
                 self.state.live.abort()
             await self.state.limiter.is_idle_within(_LAST_ANSWERS_S)
         self.state.feed.close()

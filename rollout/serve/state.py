@@ -1,38 +1,68 @@
-"""ServerState: the objects that handlers share. Route: a path, its handler and its checks."""
+"""ServerState: the objects that the handlers of one server share. Route: a path and its handler.
+
+The server makes the state once. Handlers read it as `request.app[STATE]`; the objects in it change
+themselves, its fields never change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from rollout.serve.access import Access
 from rollout.serve.config import ServeConfig
-from rollout.serve.errors import ErrorForm, openai_form
+from rollout.serve.errors import ApiError, ErrorForm, openai_form
 from rollout.serve.fields import Fields, NoFields
 from rollout.serve.generation_config import SamplingDefaults
-from rollout.serve.labels import VersionLabels
-from rollout.serve.limits import Access, RequestLimiter
-from rollout.serve.live_requests import LiveRequests
+from rollout.serve.live_requests import LiveRequests, RequestLimiter, RequestMetrics
 from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import ChatTemplate
-from rollout.serve.page.feed import FleetFeed
+from rollout.serve.page.fleet import FleetFeed
 from rollout.serve.page.recent import RecentSamples
-from rollout.serve.server_metrics import ServerMetrics
-from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
 from rollout.tool_calls import ReplyFormat
+
+
+class VersionLabels:
+    """Clients' names of weights versions. A version without a name is known by its number."""
+
+    def __init__(self) -> None:
+        self._labels: dict[int, str] = {}
+
+    def set(self, version: int, label: str) -> None:
+        """Set the label of `version`."""
+        self._labels[version] = label
+
+    def of(self, version: int) -> str:
+        """Return the label of `version`."""
+        return self._labels.get(version, str(version))
+
+    def runs(self, spans: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
+        """Return [{"version", "start", "end"}] of (start, end, version) spans. Neighbouring spans
+        with the same label become one.
+        """
+        runs: list[dict[str, Any]] = []
+        for start, end, version in spans:
+            label = self.of(version)
+            if runs and runs[-1]["version"] == label:
+                runs[-1]["end"] = end
+            else:
+                runs.append({"version": label, "start": start, "end": end})
+        return runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
     """The objects that the handlers of one server share.
 
-    created: when the server started, in seconds since 1970. max_model_len: most tokens of prompt
-    and output. template: the chat template, None without one. reply_format: how the model writes
-    tool calls and thoughts.
-    sampling_defaults: values of the fields that clients of the openai protocol leave out.
+    created: start of the server, in seconds since 1970.
+    max_model_len: most tokens of prompt and output.
+    sampling_defaults: values of fields that clients of the openai protocol leave out.
+    template: the chat template; None without one.
+    reply_format: markup of the model's tool calls and thoughts.
     """
 
     llm: ServedLLM
@@ -44,42 +74,53 @@ class ServerState:
     limiter: RequestLimiter
     live: LiveRequests
     texts: TokenTexts
-    tag_tokenizers: TagTokenizers
     sampling_defaults: SamplingDefaults
     template: ChatTemplate | None
     reply_format: ReplyFormat
-    metrics: ServerMetrics
+    metrics: RequestMetrics
     feed: FleetFeed
     recent: RecentSamples
+
+    def require_model(self, name: str | None) -> None:
+        """Raise ApiError unless `name` is absent, empty, or a name of the served model."""
+        if name and name not in (self.served_name, self.llm.model_directory):
+            raise ApiError(
+                404,
+                f"The model `{name}` does not exist; `{self.served_name}` is served.",
+                param="model",
+            )
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 
-# A handler gets its request and the decoded body: the Route's struct, None if it has none.
+# Called with the request and its decoded body: the Route's struct, None for a route without one.
 Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A path of a protocol. An absent body is an empty object.
+    """A path of a protocol, its handler, and the checks before the handler is called.
 
-    body: struct of the JSON body; None: the body is not read.
+    summary: what a request does, for GET /openapi.json.
+    body: struct of the JSON body, an absent body being {}; None: the body is not read.
     query: struct of the query's parameters; None: the query is not checked.
-    access: key that is needed. Routes of ADMIN are operations, which go on without their client.
-    ends_with_client: whether an operation ends with its client, for whose broadcasts it waits.
-    generates: whether requests need a place of the RequestLimiter.
+    access: the key that is needed. Routes of Access.ADMIN are operations: they continue after
+        their client has disconnected.
+    errors: the JSON form of errors.
+    ends_with_client: whether an operation is cancelled with its client, whose broadcasts it awaits.
+    generates: whether a request needs a slot of the RequestLimiter.
     """
 
-    method: str
     path: str
     handler: Handler
+    summary: str = ""
+    method: str = "POST"
     body: type[Fields] | None = None
     query: type[Fields] | None = None
     access: Access = Access.INFERENCE
     errors: ErrorForm = openai_form
     ends_with_client: bool = False
     generates: bool = False
-    summary: str = ""
 
 
 def get_route(
@@ -91,7 +132,7 @@ def get_route(
     access: Access = Access.INFERENCE,
     errors: ErrorForm = openai_form,
 ) -> Route:
-    """Return the route of a question, which changes nothing."""
+    """Return the route of a GET request, which changes nothing."""
     return Route(
         method="GET",
         path=path,
@@ -107,15 +148,14 @@ def admin_route(
     path: str,
     handler: Handler,
     summary: str,
-    *,
     body: type[Fields] = NoFields,
+    *,
     query: type[Fields] = NoFields,
     errors: ErrorForm = openai_form,
     ends_with_client: bool = False,
 ) -> Route:
     """Return the route of an operation."""
     return Route(
-        method="POST",
         path=path,
         handler=handler,
         summary=summary,

@@ -1,4 +1,8 @@
-"""TokenTexts: spells single tokens and encodes prompts."""
+"""The tokenizer of a server: texts of single tokens, ids of prompts, and replies with tags.
+
+Used by the handlers of all protocols. Long texts are encoded by two threads, so that the event loop
+serves other requests meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +16,35 @@ from typing import TypeVar
 from rollout.serve.errors import ApiError
 from rollout.text import HFTokenizer, Tokenizer, text_after
 
-# Work on more characters or tokens is done in a thread, which does not hold the GIL meanwhile: the
-# event loop serves others. A tokenizer encodes some 200,000 characters per second.
+# Characters or tokens above which a thread does the work. The tokenizer releases the GIL, and
+# encodes some 200,000 characters per second.
 _LONG = 2000
-_NUM_THREADS = 2  # started when the first long text comes
+_NUM_THREADS = 2  # started when the first long text arrives
 _TOKENS_PER_PASS = 10_000
 _T = TypeVar("_T")
 
 
 class TokenTexts:
-    """Spells tokens and encodes prompts by the tokenizer of an LLM, which may have none.
-
-    max_characters: most characters of one text.
-    """
+    """The tokenizer of an LLM, with the texts of tokens cached. It may be absent."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_characters: int) -> None:
+        """max_characters: most characters of one text to encode."""
         self._tokenizer, self._max_characters = tokenizer, max_characters
         self._texts: dict[int, str] = {}
         self._anchor: list[int] | None = None
         self._longest: int | None = None
+        self._showing: dict[frozenset[str], TagTokenizer | None] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """Cancel queued work and start no more."""
+        """Cancel queued work and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The LLM's tokenizer. Raises ApiError without one."""
         if self._tokenizer is None:
-            raise ApiError(400, "there is no tokenizer: send token ids")
+            raise ApiError(400, "the model has no tokenizer; send token ids")
         return self._tokenizer
 
     @property
@@ -50,9 +53,17 @@ class TokenTexts:
         tokenizer = self.tokenizer
         return tokenizer.verbatim if isinstance(tokenizer, HFTokenizer) else tokenizer
 
+    def showing(self, tags: frozenset[str]) -> TagTokenizer | None:
+        """Return the tokenizer whose texts show `tags`; None if no tag is a special token."""
+        if tags not in self._showing:
+            tokenizer, verbatim = self.tokenizer, self.verbatim
+            special = frozenset(tag for tag in tags if _is_special(tag, tokenizer, verbatim))
+            self._showing[tags] = TagTokenizer(tokenizer, verbatim, special) if special else None
+        return self._showing[tags]
+
     def of(self, token_id: int) -> str:
-        """Return the text of one token after other text, special ones included; its id without a
-        tokenizer. Bytes that are no whole character are U+FFFD.
+        """Return the text that a token adds to other text, also of a special token. Incomplete
+        characters are U+FFFD. Without a tokenizer the text is "token_id:N".
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -64,15 +75,15 @@ class TokenTexts:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token's text, of a part of a character its own bytes."""
+        """Return the UTF-8 bytes of a token's text; for a part of a character, the part's bytes."""
         text = self.of(token_id)
         if "\ufffd" in text and isinstance(self._tokenizer, HFTokenizer):
             return self._tokenizer.token_bytes(token_id)
         return text.encode("utf-8", "replace")
 
     async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens as the vocabulary writes them, or their texts for a tokenizer that is
-        not Hugging Face's. The event loop serves other requests meanwhile.
+        """Return tokens as the vocabulary writes them; for a tokenizer that is not Hugging Face's,
+        their texts. The event loop serves other requests between passes.
         """
         tokenizer, tokens = self.tokenizer, []
         for start in range(0, len(token_ids), _TOKENS_PER_PASS):
@@ -96,25 +107,27 @@ class TokenTexts:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Return the ids of each text. Raises ApiError for a text that cannot be encoded, that is
-        longer than `max_characters`, or that has more characters than `max_tokens` tokens can have
-        (None: as many as it likes).
+        """Return the ids of each text.
+
+        max_tokens: None, or a number of tokens. Raises ApiError for a text that cannot be encoded,
+        that is longer than `max_characters`, or that has more characters than `max_tokens` of the
+        longest tokens.
         """
         tokenizer = self.tokenizer
         for text in texts:
             self._check_length(text, max_tokens)
         work = partial(_encoded, tokenizer, texts, add_special_tokens)
-        return await self._done(
-            work, sum(map(len, texts)), "the tokenizer cannot encode the prompt"
-        )
+        size = sum(map(len, texts))
+        return await self._result_of(work, size, "the tokenizer cannot encode the prompt")
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included. Raises ApiError."""
+        """Return the text of tokens, including special tokens. Raises ApiError."""
         work = partial(self.verbatim.decode, token_ids)
-        return await self._done(work, len(token_ids), "the tokens cannot be decoded")
+        return await self._result_of(work, len(token_ids), "the tokens cannot be decoded")
 
-    async def _done(self, work: Callable[[], _T], size: int, failure: str) -> _T:
-        """Return what `work` returns, by a thread if it is long. Raises ApiError for its error."""
+    async def _result_of(self, work: Callable[[], _T], size: int, failure: str) -> _T:
+        """Call `work`, in a thread if `size` is large. Raises ApiError with `failure` and the error
+        of `work`."""
         try:
             if size > _LONG:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -152,3 +165,37 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], add_special: bool) -> l
 def _longest_token(tokenizer: Tokenizer) -> int:
     """Return the number of characters of the longest token, 0 if it is not known."""
     return tokenizer.max_token_length if isinstance(tokenizer, HFTokenizer) else 0
+
+
+def _is_special(tag: str, tokenizer: Tokenizer, verbatim: Tokenizer) -> bool:
+    """Return whether a tag is a special token, which `tokenizer` leaves out of texts."""
+    try:
+        ids = tokenizer.encode(tag)
+        return any(verbatim.decode([i]) == tag and not tokenizer.decode([i]) for i in ids)
+    except Exception:  # the tokenizer is the user's: it may raise anything
+        return False
+
+
+class TagTokenizer:
+    """A tokenizer whose texts show the special tokens `tags`, and no other special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, verbatim: Tokenizer, tags: frozenset[str]) -> None:
+        """verbatim: the same tokenizer, with texts that show all special tokens."""
+        self._tokenizer, self._verbatim, self.tags = tokenizer, verbatim, tags
+        self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
+        self.vocab_size = tokenizer.vocab_size
+        self._is_shown: dict[int, bool] = {}
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._verbatim.decode([token_id for token_id in ids if self._shows(token_id)])
+
+    def _shows(self, token_id: int) -> bool:
+        is_shown = self._is_shown.get(token_id)
+        if is_shown is None:
+            text = self._verbatim.decode([token_id])
+            is_shown = not text or text in self.tags or bool(self._tokenizer.decode([token_id]))
+            self._is_shown[token_id] = is_shown
+        return is_shown

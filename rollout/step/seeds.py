@@ -91,9 +91,7 @@ class UniformsAhead:
         self._num_left = 0
 
     def at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Return the numbers at these positions, [S], each one above its position in the last
-        call.
-        """
+        """Return the numbers at these positions, [S]; each is one above that of the last call."""
         if not self._num_left:
             self._start = positions
             self._drawn = uniforms(self._seeds, positions[:, None] + np.arange(self._num_ahead))

@@ -1,4 +1,9 @@
-"""TensorParallelExecutor: runs an engine on several ranks, from rank 0."""
+"""TensorParallelExecutor: runs an engine on several ranks, from rank 0. SpmdExecutor: the same
+where the ranks are processes of a trainer.
+
+Used by Engine in place of WorkerExecutor. It calls rank 0's Worker, and sends commands to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ class TensorParallelExecutor(WorkerExecutor):
     """Sends each command to the other ranks, runs it on rank 0, and waits for all answers.
 
     A command that fails on one rank fails: its error is raised once all ranks have answered, and
-    the ranks can run the next one. A rank that is lost, or does not answer in time, ends the group:
+    the ranks can run the next one. A rank that ends, or does not answer in time, ends the group:
     LockstepError, then and at every later command.
 
     Steps and memory use one channel, from the thread that steps. Staging has a channel of its own,
@@ -51,7 +56,7 @@ class TensorParallelExecutor(WorkerExecutor):
         super().__init__(worker)
         self._collectives = worker.collectives
         self._channel, self._staging = channel, staging
-        channel.on_lost = staging.on_lost = self._on_lost
+        channel.on_failure = staging.on_failure = self._on_failure
         self._processes = processes
         weakref.finalize(self, end_processes, processes)  # if nobody calls `close`
         self._staging_lock = threading.Lock()
@@ -86,13 +91,13 @@ class TensorParallelExecutor(WorkerExecutor):
         Raises the cause: `error`, or the error of the rank that made rank 0 abort.
         """
         if isinstance(error, LockstepError):
-            raise self._channel.lose(str(error)) from error
+            raise self._channel.fail(str(error)) from error
         self._collectives.abort()
         answers = self._channel.answers()
         try:
             self._collectives.reset()
-        except LockstepError as lost:
-            raise self._channel.lose(str(lost)) from error
+        except LockstepError as failure:
+            raise self._channel.fail(str(failure)) from error
         self._channel.results(self._channel.send(Follower.reset))
         if isinstance(error, CollectiveAbortedError):
             raise_first(answers)
@@ -121,7 +126,7 @@ class TensorParallelExecutor(WorkerExecutor):
             own = digest(output)
             for rank, found in enumerate(digests, start=1):
                 if found not in (None, own):
-                    raise self._channel.lose(
+                    raise self._channel.fail(
                         f"rank {rank} drew other tokens than rank 0 in step {plan.step_id}"
                     )
             return output
@@ -174,8 +179,8 @@ class TensorParallelExecutor(WorkerExecutor):
                 self._staging_lock.release()
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update on all ranks, or on none: ranks that committed undo it if another
-        fails."""
+        """Serve a staged update on all ranks, or on none: ranks that have committed roll back if
+        another fails."""
         version = next_version(self.weights.version, version)
         key, before = staged.elsewhere.key, self.weights.version
         sent = self._channel.send(Follower.commit_staged, key, version)
@@ -209,15 +214,16 @@ class TensorParallelExecutor(WorkerExecutor):
         super().close()
         self._collectives.close()
 
-    def _on_lost(self, reason: str) -> None:
-        """End the group: one of the channels is lost."""
-        self._channel.lose(reason)
-        self._staging.lose(reason)
+    def _on_failure(self, reason: str) -> None:
+        """End the group: one of the channels has failed."""
+        self._channel.fail(reason)
+        self._staging.fail(reason)
         end_processes(self._processes)
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
-    """Kill ranks: they have nothing to clean up, and a stopped process reacts to nothing else."""
+    """Kill the processes of ranks. They have nothing to clean up, and a stopped process reacts
+    to no other signal."""
     for child in children:
         child.kill()
     for child in children:
@@ -225,7 +231,8 @@ def end_processes(children: Sequence[ChildProcess]) -> None:
 
 
 class _StagedElsewhere:
-    """An update that the other ranks have staged under `key`. They drop it when this is freed."""
+    """The parts of an update that the other ranks have staged under `key`. They drop them when
+    this is freed."""
 
     def __init__(self, key: int, drop: Callable[[int], None]) -> None:
         self.key, self._drop = key, drop
@@ -266,8 +273,8 @@ class SpmdExecutor(TensorParallelExecutor):
 
     @contextmanager
     def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
-        """Copy rank 0's source to shared memory while the other ranks read their own along, because
-        a trainer's ranks gather together."""
+        """Copy rank 0's source to shared memory while the other ranks read theirs, because a
+        trainer's ranks gather together."""
         sent = self._channel.send(SpmdFollower.read_source)
         with super()._shared(named_tensors) as shared:
             self._channel.results(sent)
@@ -276,9 +283,9 @@ class SpmdExecutor(TensorParallelExecutor):
     def _send_drops(self) -> None:
         """Do nothing: ranks take commands within a call only, so `end_call` sends the drops."""
 
-    def _on_lost(self, reason: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         self._collectives.abort()
-        self._channel.end(self._channel.lose(reason))
+        self._channel.end(self._channel.fail(reason))
 
     def close(self) -> None:
         self._channel.end(LockstepError("rank 0 has shut the engine down"))

@@ -1,5 +1,6 @@
-"""Follower: a rank other than 0. Rank 0 sends it commands, which are methods of Worker and of this
-class, and gets the results.
+"""Follower: a rank other than 0, which runs the commands of rank 0's TensorParallelExecutor.
+
+Commands are methods of Worker and of this class. SpmdFollower: the same in a process of a trainer.
 """
 
 from __future__ import annotations
@@ -28,11 +29,8 @@ from rollout.worker.worker import Worker
 
 
 class Follower(Worker):
-    """A Worker that runs the commands of rank 0. Also keeps the steps in flight and the updates
-    staged on this rank, the latter by rank 0's keys.
-
-    At most two steps are in flight, as on rank 0.
-    """
+    """A Worker that runs the commands of rank 0. It keeps the steps in flight, at most two as on
+    rank 0, and the updates that are staged on this rank, by rank 0's keys."""
 
     def __init__(self, loaded: LoadedModel, sizes: EngineSizes, staging: FollowerChannel) -> None:
         """`staging`: the channel over which commands for staged updates arrive."""
@@ -86,8 +84,8 @@ class Follower(Worker):
     # ---- the loop
 
     def serve(self, channel: FollowerChannel) -> None:
-        """Run the commands of rank 0 until it is gone. Those for staged updates run in a thread of
-        their own, beside steps."""
+        """Run the commands of rank 0 until it ends. Commands for staged updates run in a thread
+        of their own, beside steps."""
         loop = threading.Thread(
             target=self._serve, args=(self._staging,), name="weight-staging", daemon=True
         )
@@ -163,7 +161,7 @@ class SpmdFollower(Follower):
         self._source: NamedTensors = ()
         self._refusal: str | None = None
         self._outcome: SpmdOutcome | None = None
-        self._lost: str | None = None
+        self._failure: str | None = None
         self.state, self.weights_version = EngineState.RUNNING, self.weights.version
 
     def join_call(self, call: SpmdCall, source: NamedTensors = ()) -> Any:
@@ -172,8 +170,8 @@ class SpmdFollower(Follower):
 
         Raises rank 0's error, EngineStateError if the ranks' calls differ, and LockstepError.
         """
-        if self._lost is not None:
-            raise LockstepError(self._lost)
+        if self._failure is not None:
+            raise LockstepError(self._failure)
         self._call, self._source = call, source
         self._refusal = self._outcome = None
         try:
@@ -207,7 +205,7 @@ class SpmdFollower(Follower):
 
     def _leave(self, error: BaseException) -> NoReturn:
         reason = str(error) if isinstance(error, LockstepError) else f"it raised {error!r}"
-        self._lost = f"rank {self._rank} has left the engine, which must be made anew: {reason}"
+        self._failure = f"rank {self._rank} has left the engine; create a new engine: {reason}"
         self.collectives.abort()
         self._channel.leave(reason)
         raise error
@@ -217,7 +215,7 @@ class SpmdFollower(Follower):
         if self.state is EngineState.STOPPED:
             return
         self.state = EngineState.STOPPED
-        self._lost = f"rank {self._rank} has shut down"
+        self._failure = f"rank {self._rank} has shut down"
         self._channel.leave("it has shut down")
         self.close()
         self.collectives.close()
@@ -251,7 +249,8 @@ F = TypeVar("F", bound=Follower)
 
 
 class FollowerStart(Generic[F]):
-    """The start of a rank other than 0, which runs the four commands of rank 0's start in turn."""
+    """The start of a rank other than 0. It runs the four commands of rank 0's start, one after
+    the other."""
 
     def __init__(
         self,

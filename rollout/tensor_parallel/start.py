@@ -1,9 +1,9 @@
 """Start of an engine's ranks: as child processes of rank 0, or in the processes of a trainer.
 
-The ranks of a trainer exchange addresses once, in its group `pg_collection.tp`. Commands then go
-over sockets of the machine, which also show that a rank is gone, and sums over memory or a
-communicator of the engine's own: after a failure the engine could mend neither within the trainer's
-group, which must live on.
+The ranks of a trainer exchange addresses once, in its group `pg_collection.tp`. Afterwards commands
+go over sockets of the machine, which also show that a rank has ended. Sums go over shared memory or
+a communicator of the engine's own. The trainer's group must outlive the engine, and neither could
+be repaired within it after a failure.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def load_on_ranks(
     rendezvous: RankRendezvous,
     channel: LeadChannel,
 ) -> tuple[LoadedModel, EngineSizes, Worker]:
-    """Load the model on all ranks, the others of which run a FollowerStart. Returns rank 0's part.
+    """Load the model on all ranks. The other ranks run a FollowerStart. Returns rank 0's part.
 
     All ranks use the sizes that fit all of them. Raises ConfigError and ModelError of any rank, and
-    LockstepError if a rank is lost.
+    LockstepError if a rank ends.
     """
     start_s = config.tensor_parallel_start_timeout_s
     joined = channel.send(FollowerStart.join_ranks)
@@ -178,7 +178,7 @@ def num_spmd_ranks(config: InferenceConfig) -> int:
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rank sends the others before the start.
+    """Facts that each rank sends the others before the start.
 
     `settings`: the fields that all ranks must share, as text by name. `rendezvous` and `listener`:
     addresses of rank 0, for sums and for commands. `error`: the encoded error that keeps the rank
@@ -266,8 +266,8 @@ def _own_facts(
 
 
 def _exchanged(group: Any, own: _Facts) -> Sequence[_Facts]:
-    """Send all ranks this rank's facts. Returns those of all. Raises an error of any rank, on all
-    ranks, and ConfigError if the ranks do not fit each other."""
+    """Exchange facts with all ranks. Returns the facts in the order of ranks. Raises an error of
+    any rank, on all ranks, and ConfigError if the settings of ranks differ."""
     try:
         gathered = all_gather_bytes(group, msgspec.msgpack.encode(own))
     except (RuntimeError, ValueError) as error:  # whatever the group's library raises

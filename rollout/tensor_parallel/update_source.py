@@ -1,4 +1,7 @@
-"""The source of a weight update in memory that all ranks of an engine read."""
+"""SharedSource: the tensors of a weight update in memory that all ranks of an engine read.
+
+Used by TensorParallelExecutor, which writes them, and by Follower, which opens them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from rollout.parallel.shared_tensors import Place, SharedTensors, write_shared
+from rollout.parallel.shared_memory import Place, SharedTensors, write_shared
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.update import NamedTensors, blaming, streamed
 

@@ -1,4 +1,7 @@
-"""Tool calls and thoughts in the replies of chat models: formats, and the reader."""
+"""Tool calls and thoughts in replies of chat models: a table of formats, and a streaming reader.
+
+Used by the server's chat route, and by the trainer's environments for replies with calls.
+"""
 
 from rollout.tool_calls.formats import (
     REASONING_PARSERS,

@@ -1,4 +1,7 @@
-"""Grammars of what stands in a block of tool calls: JSON, Python calls, tagged parameters."""
+"""Grammars of the content of a block of tool calls: JSON, Python calls, tagged parameters.
+
+Named by the table in `formats.py` and used by ReplyReader.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,26 @@ class WrittenCall:
 
 
 class Body(Protocol):
-    """A grammar of blocks."""
+    """A grammar of the content of blocks."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
-        """Return what finds the end of a block, at one of `closes` or before one of `stops`."""
+        """Return a scanner for the end of one block: at one of `closes`, or before one of
+        `stops`."""
         ...
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-        """Return the calls that a block consists of. name: the tool, where markup before the block
-        names it. Raises ValueError for any other text.
+        """Return the calls in a block's content. name: the tool, if markup before the block names
+        it. Raises ValueError for content that is not only calls.
         """
         ...
 
     def is_whole(self, text: str) -> bool:
-        """Return whether the calls of a block without its end tag, if there are any, are whole."""
+        """Return whether the calls of a block that lacks its end tag are complete."""
         ...
 
 
 def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-    """Return the calls of a block, [] if it is anything else."""
+    """Return the calls in a block's content, [] if the content is not only calls."""
     try:
         calls = body.calls(text, schemas, name)
         for call in calls:
@@ -61,10 +65,11 @@ def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[Wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonBody:
-    """Objects of a name and arguments, alone, in a row or in a list; or a name, then arguments.
+    """JSON objects with a name and arguments, in a row or in a list; or a name, then arguments.
 
-    head: pattern of the latter's name, with a group `name` and perhaps a group `id`. tail: pattern
-    of what may follow the arguments. head_brackets: parts of a head that look like brackets.
+    head: pattern of a name before arguments, with a group `name` and perhaps a group `id`; None if
+    the format has no such calls. tail: pattern of text that may follow the arguments.
+    head_brackets: parts of a head that look like brackets.
     """
 
     head: str | None = None
@@ -76,7 +81,7 @@ class JsonBody:
         return BracketScan('"', closes, stops, self.head_brackets, must_begin=must_begin)
 
     def is_whole(self, text: str) -> bool:
-        return True  # else the brackets do not match
+        return True  # incomplete calls have unmatched brackets
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
         text = text.strip()
@@ -95,7 +100,7 @@ class JsonBody:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 # Numbers stay text: they are checked and not converted, so that 1e400 is not infinite.
@@ -107,18 +112,18 @@ _Members = dict[str, tuple[int, int]]
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     match = pattern.match(text, at)
-    assert match is not None, "the pattern matches no text, too"
+    assert match is not None, "the pattern also matches the empty text"
     return match.end()
 
 
 def _checked_json(text: str) -> str:
-    """Return `text`, which is one JSON value. Raises ValueError."""
+    """Return `text` if it is one JSON value, else raise ValueError."""
     _DECODER.decode(text)
     return text
 
 
 def _objects(text: str) -> Iterator[_Members]:
-    """Yield where the values of each object in `text` stand: objects in a row, or a list of them.
+    """Yield the spans of each object's values, for objects in a row or in a list.
 
     Raises ValueError for any other text.
     """
@@ -140,7 +145,8 @@ def _objects(text: str) -> Iterator[_Members]:
 
 
 def _object(text: str, at: int) -> tuple[_Members, int]:
-    """Return where the values of the object at `at` stand, by key, and where the object ends."""
+    """Return the spans of the values of the object at `at`, by key, and the index after the
+    object."""
     members: _Members = {}
     at = _after(_SPACE, text, _expected("{", text, at))
     while not text.startswith("}", at):
@@ -180,13 +186,13 @@ def _call_of(text: str, members: _Members) -> WrittenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonBody:
-    """Calls as Python writes them, in a list: [get_weather(city="Oslo"), now()]."""
+    """Calls in Python's syntax, in a list: [get_weather(city="Oslo"), now()]."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         return BracketScan("'\"", closes, stops, (), must_begin=not closes)
 
     def is_whole(self, text: str) -> bool:
-        return True  # else the brackets do not match
+        return True  # incomplete calls have unmatched brackets
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
         tree = _python(text.strip())
@@ -196,7 +202,7 @@ class PythonBody:
 
 
 def _python(text: str) -> ast.expr:
-    """Return the expression that `text` is. Raises ValueError."""
+    """Parse `text` as one Python expression. Raises ValueError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a string
@@ -228,7 +234,7 @@ _NAMED = {"true": "true", "false": "false", "null": "null"}  # as JSON writes th
 
 
 def _json_of(node: ast.expr, depth: int = 0) -> str:
-    """Return a Python literal as JSON. Raises ValueError for what JSON cannot hold."""
+    """Return a Python literal as JSON. Raises ValueError for a value that JSON cannot express."""
     if depth > _MAX_DEPTH:
         raise ValueError("too deep")
     if isinstance(node, ast.Constant) and (
@@ -262,12 +268,14 @@ def _dumped(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBody:
-    """A name, and each parameter between tags, whose text has no quotes.
+    """A tool's name, then its parameters between tags, with values that have no quotes.
 
-    call: pattern of what names the tool, its first group. call_end: what ends the call, "" where
-    the block does. key: pattern before a value, whose first group names the parameter. key_start:
-    the text that it begins with. value_end: the tag after a value. A line break at either end of a
-    value belongs to the tags if `strips_lines`.
+    call: pattern at the start of a call, whose first group is the tool's name.
+    call_end: tag at the end of a call; "" if a call ends with its block.
+    key: pattern before a value, whose first group is the parameter's name.
+    key_start: text with which `key` begins.
+    value_end: tag after a value.
+    strips_lines: whether a line break at either end of a value belongs to the tags.
     """
 
     call: str
@@ -296,7 +304,8 @@ class ParameterBody:
         return calls
 
     def _arguments(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the arguments of a call as JSON, and where the call ends. Raises ValueError."""
+        """Return the arguments of a call as JSON, and the index after the call. Raises
+        ValueError."""
         values: dict[str, str] = {}
         key = re.compile(self.key)
         while (match := key.match(text, at := _after(_SPACE, text, at))) is not None:
@@ -309,8 +318,8 @@ class ParameterBody:
         return "{" + ", ".join(f"{_dumped(k)}: {v}" for k, v in values.items()) + "}", at
 
     def _value_end(self, text: str, at: int) -> tuple[int, int]:
-        """Return where the value at `at` ends and what follows its tag begins: the first tag after
-        which there is another parameter or the end.
+        """Return the index after the value at `at`, and the index after its tag. The value ends at
+        the first tag that another parameter, or the end of the call, follows.
         """
         while (end := text.find(self.value_end, at)) >= 0:
             at = end + len(self.value_end)
@@ -340,8 +349,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 def typed_json(text: str, schema: Any) -> str:
     """Return the text of a parameter as JSON of the type that `schema` declares.
 
-    Text that is JSON of a declared type stays as it is; else it is a string, if this may be one.
-    Without a declared type, JSON stays and other text is a string.
+    JSON of a declared type is returned unchanged. Other text becomes a string, if a string is
+    declared. Without a declared type, JSON is returned unchanged and other text becomes a string.
     """
     declared = _declared_types(schema)
     if declared == {"string"}:
@@ -358,12 +367,12 @@ def typed_json(text: str, schema: Any) -> str:
 
 
 def _short_int(digits: str) -> int:
-    return int(digits[:20])  # its type alone is asked for
+    return int(digits[:20])  # only the type matters
 
 
 def _json_text(text: str, declared: set[str]) -> str | None:
-    """Return `text` as JSON if it is a JSON value, or Python's spelling of one of a type declared;
-    else None."""
+    """Return `text` as JSON if it is a JSON value, or Python's spelling of a value of a declared
+    type; else None."""
     stripped = text.strip()
     with suppress(ValueError, RecursionError):
         return _checked_json(stripped)
@@ -378,7 +387,8 @@ def _json_text(text: str, declared: set[str]) -> str | None:
 
 
 def _declared_types(schema: Any) -> set[str]:
-    """Return the names of the types that a JSON schema allows, none if it does not say."""
+    """Return the names of the types that a JSON schema declares; an empty set if it declares
+    none."""
     if not isinstance(schema, dict):
         return set()
     own = schema.get("type")

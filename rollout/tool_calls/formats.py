@@ -1,5 +1,6 @@
-"""Formats in which chat models write thoughts and tool calls: a table, and the choice from a chat
-template.
+"""A table of the formats in which chat models write thoughts and tool calls.
+
+`format_of` chooses a format by a chat template's text. Used by the server, and by ReplyReader.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rollout.tool_calls.bodies import Body, JsonBody, ParameterBody, PythonBody
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:
-    """Tags around what a model thinks before it answers. hint: text of templates that use them."""
+    """Tags around a model's thoughts. hint: text that templates of such models have."""
 
     name: str
     open: str
@@ -25,9 +26,10 @@ class Thoughts:
 class Messages:
     """Markup of replies that are several messages, each with a header: OpenAI's harmony.
 
-    starts: tags that begin a header; end: the tag after it. closes: tags that end a message.
-    recipient: pattern of a header of a call, whose first group names the tool. thought: pattern of
-    a header of thoughts. prompt: text of the prompt with which a reply's first header begins.
+    starts: tags before a header. end: tag after a header. closes: tags after a message.
+    recipient: pattern of a call's header, whose first group is the tool's name.
+    thought: pattern of the header of thoughts.
+    prompt: text at the end of a prompt with which a reply's first header begins.
     """
 
     starts: tuple[str, ...]
@@ -42,13 +44,18 @@ class Messages:
 class CallFormat:
     """The markup in which a family of models writes tool calls.
 
+    body: grammar of a block's content.
     opens, closes: tags around a block of calls, anywhere in the content. Without `closes` a block
-    ends with its brackets. bare: text that begins a block which has no tag; its last character, a
-    bracket, belongs to the block. It counts only where nothing but white space stands before it in
-    the reply, or between it and a thought or a call. separators: characters that may stand between
-    such blocks. ignored: further tags, which are not shown. hints: texts of a chat template, all of
-    which those that use this format have; a template may have all texts of one of several lists.
-    id_length: characters of call ids, where the family's templates take no others.
+        ends with its brackets.
+    bare: text that begins a block without a tag; its last character, a bracket, belongs to the
+        block. It counts only at the start of the reply, or after a thought or a call.
+    separators: characters that may stand between blocks without tags.
+    ignored: further tags, which are left out of the content.
+    other_tags: tags inside of blocks.
+    messages: markup of replies that are several messages; None for other replies.
+    hints: a template has this format if it contains all texts of one of these lists.
+    id_length: length of call ids that the family's templates require; 0 for any.
+    limits: what the format cannot express, for the log.
     """
 
     name: str
@@ -92,7 +99,7 @@ _TAGGED_JSON = CallFormat(
     body=JsonBody(),
     hints=(("<tool_call>",),),
 )
-# What templates are recognised by, the most particular first.
+# In the order in which a template's hints are tried, the most particular first.
 CALL_FORMATS = (
     CallFormat(
         name="openai",  # GPT-OSS
@@ -220,7 +227,7 @@ CALL_FORMATS = (
     ),
     _TAGGED_JSON,
 )
-# For templates that do not say how calls are written: tags of Hermes, or JSON alone.
+# For templates without a known format: tags of Hermes, or JSON alone.
 UNKNOWN = replace(_TAGGED_JSON, name="json", bare="{", separators=";", hints=(), limits=_MUST_BEGIN)
 TOOL_CALL_PARSERS = ("auto", "none", *(each.name for each in (*CALL_FORMATS, UNKNOWN)))
 REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
@@ -228,14 +235,14 @@ REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyFormat:
-    """How a model writes replies: its calls, and its thoughts. None: they are not looked for."""
+    """The markup of a model's replies. None for calls or thoughts that are not looked for."""
 
     calls: CallFormat | None = None
     thoughts: Thoughts | None = None
     markers: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set `markers`: all tags, which a reader must see even if they are special tokens."""
+        """Set `markers`: all tags, which a reader needs even if they are special tokens."""
         markers: set[str] = set()
         if (calls := self.calls) is not None:
             markers |= {*calls.opens, *calls.closes, *calls.ignored, *calls.other_tags}
@@ -246,7 +253,7 @@ class ReplyFormat:
         object.__setattr__(self, "markers", frozenset(markers))
 
     def summary(self) -> str:
-        """Return a line for people: what is read, and what the format cannot express."""
+        """Return a line for the log: the formats, and what they cannot express."""
         calls, thoughts = self.calls, self.thoughts
         read = "are not looked for" if calls is None else f"are read as {calls.name}"
         limits = f" ({calls.limits})" if calls is not None and calls.limits else ""
@@ -258,7 +265,7 @@ class ReplyFormat:
         return f"tool calls {read}{limits}; thoughts {shown}"
 
     def without_calls(self) -> ReplyFormat:
-        """Return the format for a request without tools: messages still have headers."""
+        """Return the format for a request without tools. Headers of messages are still read."""
         keeps = self.calls is not None and self.calls.messages is not None
         return self if keeps else ReplyFormat(thoughts=self.thoughts)
 
@@ -267,8 +274,8 @@ class ReplyFormat:
         return ReplyFormat(calls=self.calls)
 
     def begun_by(self, prompt: str, content: str = "") -> str:
-        """Return the markup that a prompt's end begins, which the reply goes on with: a thought or
-        a message header. Returns "" without such markup. content: the message to be continued.
+        """Return the thought tag or message header at the end of a prompt, which the reply
+        continues; "" without one. content: the message to be continued.
         """
         messages = None if self.calls is None else self.calls.messages
         if messages is not None:
@@ -287,8 +294,8 @@ def format_of(
 ) -> ReplyFormat:
     """Return the format of a chat template's model.
 
-    tool_call_parser, reasoning_parser: the names of formats, "none", or "auto": by the template's
-    text. Raises ConfigError for a name that is unknown.
+    tool_call_parser, reasoning_parser: name of a format; "none"; or "auto" for the format in the
+    template's text. Raises ConfigError for an unknown name.
     """
     source = template or ""
     calls = _chosen("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS)
@@ -303,7 +310,7 @@ def format_of(
 
 def _chosen(field_name: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
-        raise ConfigError(f"{field_name}={value!r} is unknown; known are: {', '.join(known)}")
+        raise ConfigError(f"{field_name}={value!r} is unknown; give one of: {', '.join(known)}")
     return value
 
 
@@ -319,7 +326,8 @@ def _thoughts_in(template: str) -> Thoughts | None:
 
 
 def header_of(messages: Messages, header: str) -> tuple[str | None, bool]:
-    """Return which tool a message is a call of, None for none, and whether it is a thought."""
+    """Return the tool that a message calls, None without one, and whether the message is a
+    thought."""
     recipient = re.search(messages.recipient, header)
     is_thought = re.search(messages.thought, header) is not None
     if recipient is None or (is_thought and "functions." not in recipient[0]):

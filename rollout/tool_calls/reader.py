@@ -1,9 +1,9 @@
-"""ReplyReader: content, thoughts and tool calls of a reply, while its text comes in pieces.
+"""ReplyReader: splits a reply into content, thoughts and tool calls while its text comes in pieces.
 
-One reader goes over the text once, by the table of formats, since no library reads all formats as
-they stream, equal to the whole reply at every token, without a trainer's packages, and on Python
-3.10. The libraries that read whole replies, `renderers` and transformers, are the oracles of its
-tests.
+Used by the chat route for streams and whole replies, and through `read_reply` by trainers. It reads
+all formats of the table itself: no library streams all of them with the result of the whole reply,
+on Python 3.10 and without a trainer's packages. Libraries that read whole replies (`renderers`,
+transformers) are the oracles of its tests.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _MAX_HEADER = 200  # characters
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call. arguments: JSON text."""
+    """A call of a tool. arguments: JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """Return the call as a message has it. index: for a delta of a stream."""
+        """Return the call in the form of a message. index: position of the call, for a streamed
+        delta."""
         call = {
             "id": self.id,
             "type": "function",
@@ -45,9 +46,9 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Reply:
-    """A reply, or the part of it that one piece of text decides.
+    """A reply, or a part of it.
 
-    malformed: blocks that have the tags of calls and hold none, with their tags, where they are not
+    malformed: blocks with the tags of calls but without a call, if they are not left in the
     content.
     """
 
@@ -73,18 +74,18 @@ class _Region(Enum):
 
 
 class _Flow:
-    """Content or thoughts as they are shown: without the white space beside markup, and with a line
-    break where markup stood between two texts.
+    """Content or thoughts without the white space beside markup. Markup between two texts becomes
+    a line break.
     """
 
     def __init__(self, *, is_after_markup: bool) -> None:
         self._is_after_markup = is_after_markup
-        self._space = ""  # shown once text follows
+        self._space = ""  # returned once text follows
         self._is_empty = True
         self.is_fresh = True  # no text since the beginning, or the last markup
 
     def add(self, text: str) -> str:
-        """Add text and return what of it is shown now."""
+        """Add text. Return the text that is decided now."""
         if self._is_after_markup:
             text = text.lstrip()
             if not text:
@@ -100,7 +101,7 @@ class _Flow:
         return shown
 
     def cut(self) -> None:
-        """Markup stands here."""
+        """Note that markup stands here."""
         self._space, self._is_after_markup, self.is_fresh = "", True, True
 
     def rest(self) -> str:
@@ -115,9 +116,11 @@ def _pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class ReplyReader:
-    """Reads one reply. What may be, or begin, markup is held back until it is decided.
+    """Reads one reply. Text that may be or begin markup is held back until it is decided.
 
-    A block that holds no call is content, as it was written. What stands in a thought is no call.
+    A block without a call is content, unchanged. Blocks in a thought are not read.
+
+    num_calls: number of calls so far.
     """
 
     def __init__(
@@ -130,9 +133,11 @@ class ReplyReader:
         special: Iterable[str] = (),
         max_calls: int | None = None,
     ) -> None:
-        """tools: schemas in OpenAI's form; calls of others count with `any_name`. lists_malformed:
-        whether blocks that hold no call are listed, rather than content. special: tags that are
-        special tokens, and so are no content. max_calls: further calls are left out.
+        """tools: the tools that may be called, as schemas in OpenAI's form.
+        any_name: whether calls of other tools count, too.
+        lists_malformed: whether blocks without a call are listed instead of left in the content.
+        special: tags that are special tokens, which are never content.
+        max_calls: number of calls after which calls are left out; None for all.
         """
         self._schemas = schemas_of(tools)
         self._any_name, self._lists_malformed = any_name, lists_malformed
@@ -151,12 +156,12 @@ class ReplyReader:
         self._scan: Scan | None = None
         self._body_start = 0
         self._has_tag = False
-        self._tool: str | None = None  # that a message's header names
+        self._tool: str | None = None  # named by the header of a message
         self._ids: set[str] = set()
         self.num_calls = 0
 
     def push(self, text: str) -> Reply:
-        """Add text and return what is decided now."""
+        """Add text. Return the part of the reply that is decided now."""
         self._held += text
         reply = Reply()
         while self._step(reply, is_last=False):
@@ -164,14 +169,14 @@ class ReplyReader:
         return reply
 
     def finish(self) -> Reply:
-        """Return what is still held back: a call without its end tag counts."""
+        """Return the rest of the reply. A call without its end tag counts."""
         reply = Reply()
         while self._step(reply, is_last=True):
             pass
         return reply
 
     def _set_tags(self) -> None:
-        """Set which tags are looked for, in content, at its beginning and in thoughts."""
+        """Set the tags to look for in content, at its beginning, and in thoughts."""
         calls, messages, thoughts = self._calls, self._messages, self._thoughts
         starts = () if messages is None else messages.starts
         ends = () if messages is None else (*messages.closes, messages.end)
@@ -186,7 +191,7 @@ class ReplyReader:
         self._in_thought = (*self._ends_thought, *sorted(others))
 
     def _step(self, reply: Reply, *, is_last: bool) -> bool:
-        """Go on to the next piece of markup. Return False once nothing more is decided."""
+        """Read up to the next markup. Return False if more text is needed."""
         if not self._held and self._region is not _Region.CONTENT:
             return False
         if self._region is _Region.CONTENT:
@@ -206,7 +211,7 @@ class ReplyReader:
                 return is_open
         match = _pattern(self._in_content).search(self._held) if self._in_content else None
         if match is None:
-            # At the end of a reply only what follows a call is a tag that length has cut.
+            # At the end of a reply, a cut tag is left out only after a call.
             may_begin = not is_last or (self._follows_call and self._content.is_fresh)
             num_held = num_begun(self._held, self._in_content) if may_begin else 0
             end = len(self._held) - num_held
@@ -228,8 +233,8 @@ class ReplyReader:
         return True
 
     def _open_at_start(self, is_last: bool) -> bool | None:
-        """Open a thought or a block without a tag, if one begins here. Return whether one does,
-        False if that is not decided, None if none does."""
+        """Open a thought or a block without a tag, if one begins here. Return True if it does, None
+        if not, False if that is undecided."""
         after = self._held.lstrip()
         if self._follows_call and self._calls.separators:
             after = self._held.lstrip(string.whitespace + self._calls.separators)
@@ -323,8 +328,8 @@ class ReplyReader:
         return True
 
     def _last_end(self) -> End:
-        """Return where a block ends that its reply cuts off: after its calls, else at the first end
-        tag, be it in what seemed to be a string.
+        """Return the end of a block at the end of a reply: after its calls if they are complete,
+        else at the first end tag, even in a string.
         """
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
@@ -333,11 +338,11 @@ class ReplyReader:
             return End(end, size)
         match = _pattern(closes).search(self._held, self._body_start)
         if match is None:
-            return End(self._body_start, size)  # nothing, which is no call
+            return End(self._body_start, size)  # an empty body, which has no call
         return End(match.start(), match.end())
 
     def _calls_in(self, body: str) -> list[WrittenCall]:
-        """Return the calls of a block, [] if one is of no known tool."""
+        """Return the calls of a block, [] if one calls an unknown tool."""
         calls = parsed(self._calls.body, body, self._schemas, self._tool)
         is_known = self._any_name or all(call.name in self._schemas for call in calls)
         return calls if is_known else []
@@ -372,7 +377,7 @@ class ReplyReader:
 
 
 class _NoBody:
-    """The body of blocks that no tag begins."""
+    """The body of a format without blocks; never called."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         raise AssertionError("no tag begins a block")
@@ -390,7 +395,7 @@ _NO_BODY = _NoBody()
 def read_reply(
     reply_format: ReplyFormat, text: str, tools: Iterable[Any] = (), *, begun: str = ""
 ) -> Reply:
-    """Return a whole reply, with calls of tools of any name, and blocks that hold none apart.
+    """Read a whole reply. Calls of tools of any name count; blocks without a call are `malformed`.
 
     begun: see ReplyFormat.begun_by.
     """
@@ -400,7 +405,7 @@ def read_reply(
 
 
 def _functions(tools: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """Return the functions among `tools`, which may hold anything."""
+    """Return the well-formed functions among `tools`, which may hold any JSON."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return [f for f in functions if isinstance(f, Mapping) and isinstance(f.get("name"), str)]
 
@@ -411,7 +416,7 @@ def tool_names(tools: Iterable[Any] | None) -> list[str]:
 
 
 def schemas_of(tools: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """Return the JSON schemas of the parameters of each function among `tools`, by their names."""
+    """Return {function: {parameter: JSON schema}} of the functions among `tools`."""
     schemas = {}
     for function in _functions(tools):
         parameters = function.get("parameters")

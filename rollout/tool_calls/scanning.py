@@ -1,6 +1,7 @@
 """Scanners that find the end of a block of tool calls while its text comes in pieces.
 
-A tag inside a string or a value is text. The work per piece does not grow with the block.
+Made by the grammars of `bodies.py` and called by ReplyReader. A tag inside a string or a value is
+text. The work for a piece does not grow with the block.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """body: where what the block holds ends; block: where the block itself does."""
+    """End of a block. body: index after its content. block: index after its end tag."""
 
     body: int
     block: int
 
 
 class Scan(Protocol):
-    """Looks for the end of one block. `text` is the block so far, and grows from call to call."""
+    """Finds the end of one block, whose text grows from call to call."""
 
     def find(self, text: str, start: int, *, is_last: bool) -> End | None:
-        """Return the end, None if it is not decided yet. start: where the body begins."""
+        """Return the end, None if it is undecided. text: the block so far. start: index of its
+        content. is_last: whether no more text follows."""
         ...
 
 
 def any_of(literals: Iterable[str]) -> str:
-    """Return a pattern of all literals, the longest first; one that never matches for none."""
+    """Return a pattern that matches any of the literals, longer ones first; without literals, one
+    that never matches."""
     return "|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)"
 
 
@@ -40,7 +43,7 @@ def _begun_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def num_begun(text: str, literals: tuple[str, ...]) -> int:
-    """Return how many of the last characters may be the beginning of a literal."""
+    """Return the number of last characters of `text` that may begin a literal."""
     longest = max(map(len, literals), default=1) - 1
     match = _begun_pattern(literals).search(text, max(0, len(text) - longest))
     return 0 if match is None else len(text) - match.start()
@@ -56,10 +59,11 @@ def _bracket_patterns(
 
 
 class BracketScan:
-    """Blocks of JSON or of Python's literals: strings in quotes, and brackets.
+    """Finds the end of a block of JSON or of Python literals: strings in quotes, and brackets.
 
-    Without `closes` a block ends with the bracket that closes its first one. A line break in a
-    string is an error: then the next of `closes` ends the block, wherever it stands, or at once.
+    Without `closes` a block ends with the bracket that closes its first bracket. A line break in a
+    string is an error: then the next of `closes` ends the block, wherever it stands; without
+    `closes` the block ends at once.
     """
 
     def __init__(
@@ -71,8 +75,8 @@ class BracketScan:
         *,
         must_begin: bool,
     ) -> None:
-        """skipped: texts whose brackets do not count. must_begin: whether anything but a bracket at
-        the beginning is an error."""
+        """skipped: literals whose brackets do not count. must_begin: whether the block must begin
+        with a bracket."""
         self._closes, self._stops = tuple(closes), tuple(stops)
         self._literals = (*closes, *stops, *skipped)
         self._must_begin = must_begin
@@ -99,7 +103,8 @@ class BracketScan:
         return self._after_error(text, start)
 
     def _next(self, text: str, is_last: bool) -> End | bool | None:
-        """Advance to the next bracket, quote or tag. Return an End, True to go on, None to wait."""
+        """Advance to the next bracket, quote or tag. Return an End, True to continue, None if more
+        text is needed."""
         if self._quote:
             match = self._inside[self._quote].search(text, self._at)
             if match is None or match.group() == "\\":
@@ -138,8 +143,10 @@ class BracketScan:
 
 
 class ValueScan:
-    """Blocks of tagged values. A value ends with the first `value_end` that one of `followers`
-    follows: the next key, or an end; another one is text of the value.
+    """Finds the end of a block of tagged values.
+
+    A value ends with the first `value_end` before one of `followers`: the next key, or an end. Any
+    other `value_end` is text of the value.
     """
 
     def __init__(
@@ -175,7 +182,7 @@ class ValueScan:
             self._is_in_value, self._at = True, match.end()
 
     def _leave_value(self, text: str, is_last: bool) -> bool:
-        """Go on to the end of the value. Return False if it is not decided."""
+        """Advance to the end of the value. Return False if the end is undecided."""
         while (at := text.find(self._value_end, self._at)) >= 0:
             end = at + len(self._value_end)
             after = text[end:].lstrip()

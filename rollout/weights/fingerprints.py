@@ -1,7 +1,9 @@
-"""Fingerprints of weights: hashes of their values, and what one rank adds to them.
+"""Fingerprints of weights: hashes of their values, from which checksums are made.
 
-The fingerprints of a tensor's parts add up to the tensor's, so each rank of an engine hashes what
-it keeps, and the sums are what a process with the whole model computes.
+The fingerprints of a tensor's parts add up to the tensor's fingerprint. So each rank of an engine
+hashes the parts that it keeps, and the sums equal those of a process with the whole model. Used by
+ServedWeights to verify an update, and by weight transports to check the tensors that arrive. It
+only reads tensors.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ def fingerprint_on(device: torch.device) -> FingerprintOf:
 class WeightShare:
     """One rank's part of the fingerprints of an update. It can be pickled.
 
-    pieces: of the model's weights, in their dtypes, by origin.
-    own: of the tensors as they came, if their checksum was announced.
-    adapter: of an adapter's tensors, each in its own dtype, which `adapter_dtypes` has.
+    pieces: fingerprints of the model's weights, in their dtypes, by origin. own: fingerprints of
+    the tensors as they arrived, if the sender announced their checksum. adapter: fingerprints of an
+    adapter's tensors, in the dtypes that `adapter_dtypes` has.
     """
 
     pieces: Mapping[Origin, Fingerprint]
@@ -118,22 +120,23 @@ class PartHasher:
         """Hash, as `dtype`, the part of its weight that `slot` keeps: (hash, non-finite), int64
         [2]."""
         if slot.cut is None:
-            return self.of_whole(kept, dtype, turn=0)
+            return self.of_whole(kept, dtype, index=0)
         total = torch.zeros(2, dtype=torch.int64, device=kept.device)
         for part, offsets in slot.cut.counted_parts(kept):
             total = total + self._ops.fingerprint(part, dtype, offsets).to(total.device)
         return total
 
-    def of_whole(self, tensor: Tensor, dtype: torch.dtype, *, turn: int) -> Tensor:
-        """Hash a tensor that all ranks have, if it is this rank's turn. Returns zeros otherwise."""
-        if turn % self._shard.size == self._shard.rank:
+    def of_whole(self, tensor: Tensor, dtype: torch.dtype, *, index: int) -> Tensor:
+        """Hash a tensor that all ranks have, on one of them: the rank that `index` selects.
+        Returns zeros on the others."""
+        if index % self._shard.size == self._shard.rank:
             return self._ops.fingerprint(tensor, dtype)
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptParts:
-    """What a rank keeps of each of the model's weights in an update, and its share of hashes."""
+    """A rank's parts of the model's weights in an update, and its part of their fingerprints."""
 
     tensors: Mapping[Origin, Tensor]
     share: WeightShare
@@ -205,11 +208,11 @@ def hashed_wholes(
     """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes."""
     queued: dict[str, Tensor] = {}
     with blaming() as blame:
-        for turn, name in enumerate(sorted(tensors)):
+        for index, name in enumerate(sorted(tensors)):
             check()
             blame.culprit = f"checking {name!r}"
             dtype = hashed_dtype(tensors[name].dtype)
-            queued[name] = hasher.of_whole(tensors[name], dtype, turn=turn)
+            queued[name] = hasher.of_whole(tensors[name], dtype, index=index)
     return fetched(queued)
 
 
@@ -220,7 +223,7 @@ def _own_fingerprints(
     hasher: PartHasher,
     check: Callable[[], None],
 ) -> dict[str, Fingerprint]:
-    """Return this rank's part of the fingerprints of tensors as they came.
+    """Return this rank's part of the fingerprints of tensors as they arrived.
 
     Only tensors that the model casts, takes apart or does not use are hashed again.
     """

@@ -1,5 +1,6 @@
 """LoraAdapter: the low-rank change of some linear layers, under PEFT's names.
 
+Trainers pass one to `update_weights` in place of weights; rollout/weights/lora_merge.py merges it.
 Shape letters: R rank, N out features, K in features of a layer.
 """
 
@@ -72,11 +73,10 @@ class LoraAdapter:
     """A low-rank change of linear layers, which `update_weights` merges: alpha / rank * (B @ A).
 
     tensors: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
-    "base_model.model." and the adapter's name.
-    use_rslora: the scale is alpha / sqrt(rank).
-    ranks, alphas: of single layers, by module name, where they differ from `rank` and `alpha`.
-    base: all weights that the adapter belongs to, by name; None: the weights that the engine
-    serves, without its last adapter.
+    "base_model.model." and the adapter's name. use_rslora: the scale is alpha / sqrt(rank). ranks,
+    alphas: rank and alpha of single layers by module name, where they differ from `rank` and
+    `alpha`. base: all weights below the adapter, by name; None: the weights that the engine serves,
+    without its last adapter.
 
     Raises WeightUpdateError for a rank or an alpha that is not a number.
     """
@@ -203,7 +203,8 @@ class LoraAdapter:
 
 
 def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
-    """Source: LoRA (Hu et al. 2021), section 4.1; rsLoRA (Kalajdzievski 2023)."""
+    """Return the factor of B @ A. Sources: LoRA (Hu et al. 2021), section 4.1; rsLoRA
+    (Kalajdzievski 2023)."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 

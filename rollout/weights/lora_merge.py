@@ -1,6 +1,8 @@
-"""An adapter becomes plain weights: base + scale * (B @ A), in float32, cast once.
+"""Merging of a LoraAdapter into plain weights: base + scale * (B @ A), in float32, cast once.
 
-Shape letters: R rank, N out features, K in features of a layer.
+Used by ServedWeights while it stages an adapter, and by trainers that push merged tensors. It
+returns new tensors and changes none. Shape letters: R rank, N out features, K in features of a
+layer.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """What a rank keeps of the weights that an adapter changes. Empty without an adapter.
+    """A rank's parts of the weights that an adapter changes. Empty without an adapter.
 
     tensors: new values by name. bases: adapted weights without the adapter, on the host.
     follows_served: whether the adapter is merged into the weights that serve. Weights that are not

@@ -1,4 +1,8 @@
-"""Memory of weights: the buffer that the serving ones lie in, and host memory for an update's."""
+"""Memory of weights: one buffer for the served weights, and reused host memory for staged updates.
+
+Used by ServedWeights, and by the backups in rollout/weights/staged.py. WeightMemory alone moves the
+parameters of the model.
+"""
 
 from __future__ import annotations
 
@@ -163,9 +167,9 @@ class ReusedArena:
 class StagingArena:
     """Implements `StagingMemory`: one arena, with room for each weight in the model's dtype.
 
-    A tensor without room there gets memory of its own: a weight that comes under a second name, and
-    a tensor that the model does not use or know. With `hash_own`, `own_hashes` has the hashes of
-    the floating tensors that were cast, as they came.
+    Two kinds of tensors get memory of their own: a weight that comes under a second name, and a
+    tensor that the model does not use or know. With `hash_own`, `own_hashes` has the hashes, before
+    the cast, of the floating tensors that were cast.
     """
 
     def __init__(
@@ -176,7 +180,8 @@ class StagingArena:
         chunk_bytes: int,
         hash_own: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`slots`: of the weights that may change. `chunk_bytes`: how much is copied at once."""
+        """Reserve nothing yet. `slots`: the slots of the weights that may change. `chunk_bytes`:
+        bytes that are copied at once."""
         self._arenas, self._table, self._slots = arenas, table, slots
         self._chunk_bytes, self._hash_own = chunk_bytes, hash_own
         self._arena: HostArena | None = None
@@ -251,8 +256,7 @@ class StagingArena:
 def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
     """Copy `source` to `target`, which has its shape, in row ranges of `num_bytes` bytes.
 
-    For a cast, or a source that is not contiguous, torch allocates a temporary copy of what is
-    copied at once.
+    For a cast, or a source that is not contiguous, torch allocates a temporary copy of each range.
     """
     target, source = torch.atleast_1d(target), torch.atleast_1d(source)
     num_rows = rows_within(num_bytes, source)

@@ -1,4 +1,7 @@
-"""ServedWeights: the weights that an engine serves: their memory, values and version."""
+"""ServedWeights: the weights that one rank of an engine serves: their memory, values and version.
+
+Used by Worker. It is the only writer of the model's weights and of their version.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +70,16 @@ BUCKET_BYTES = 64 << 20
 
 
 class ServedWeights:
-    """The only writer of the model's weights and of their version.
+    """The weights of one rank, and the only writer of them and of their version.
 
-    They lie in a WeightMemory. A weight that one packed product serves alone lies there packed, and
-    in no other form. An update is staged first and then committed in place, so captured graphs stay
-    valid. `has_values` is False while the bytes are not those of one set of weights: they were
-    discarded, or an update could not be rolled back.
+    All parameters lie in a WeightMemory. A weight that one packed product serves alone lies there
+    packed, and in no other form. An update is staged first and then committed in place, so captured
+    graphs stay valid. `has_values` is False while the bytes are not one complete set of weights:
+    they were discarded, or an update could not be rolled back.
 
     If several ranks share the model, each stages and hashes its parts of the whole update. Rank 0
-    verifies it with the shares of all ranks. Then all commit, and roll back if one of them failed.
+    verifies the update with the shares of all ranks. Then all commit, and roll back if one of them
+    failed.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class ServedWeights:
     ) -> dict[Origin, Fingerprint]:
         """Return this rank's part of the fingerprints of weights that serve now.
 
-        One weight at a time: what a slot reads may be a copy.
+        One weight is read at a time, because a slot may return a copy.
         """
         queued: dict[Origin, Tensor] = {}
         for name in names:
@@ -186,14 +190,17 @@ class ServedWeights:
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
     ) -> StagedWeights:
-        """Check names, shapes, dtypes and values of an update, and pack it. The model stays as is.
+        """Check names, shapes, dtypes and values of an update, and pack it. The model stays as it
+        is.
 
         A weight that cannot be exchanged at the commit is backed up. A rank of several stages its
         parts, and leaves checks of values to `verify`. The host waits for each device once. Sharded
         tensors are gathered in the order of their names, which is a collective of all ranks that
         have a part. `check` is called before each tensor, and may raise to end staging.
-        `source_checksum`: what `checksum_of` gives for the tensors as they arrive; "" skips that
-        check. Raises WeightUpdateError naming the tensor at fault and what was expected of it, and
+        `source_checksum`: the expected result of `checksum_of` for the tensors as they arrive; ""
+        skips that check.
+
+        Raises WeightUpdateError naming the tensor at fault and the expected form. Raises
         EngineStateError while the memory is released, and for an adapter without a base while the
         values are missing.
         """
@@ -238,11 +245,11 @@ class ServedWeights:
         if isinstance(named_tensors, LoraAdapter) and named_tensors.base is None:
             adapted = {f"{module}.weight" for module in named_tensors.pairs()} | self._bases.keys()
             slots = {name: slot for name, slot in slots.items() if name in adapted}
-        hash_own = partial(self._hasher.of_whole, turn=0) if hashes_own else None
+        hash_own = partial(self._hasher.of_whole, index=0) if hashes_own else None
         return StagingArena(self._arenas, table, slots, self._chunk_bytes, hash_own)
 
     def _replacement(self, values: Mapping[str, Tensor], memory: StagingMemory) -> Replacement:
-        """Return what replaces, by their new values, the weights that are not repacked."""
+        """Return the Replacement that writes new values to the weights that are not repacked."""
         slots = self._model.weight_slots()
         tensors = {name: tensor for name, tensor in values.items() if not slots[name].is_repacked}
         if isinstance(memory, StagingArena):
@@ -284,7 +291,7 @@ class ServedWeights:
     def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
-        Returns the number of bytes written. After an error weights and version are what they were:
+        Returns the number of bytes written. After an error weights and version are the old ones:
         the commit is rolled back, from a new backup if another update was written since staging.
         Raises WeightUpdateError, and EngineStateError while the memory is released.
         """
@@ -337,6 +344,8 @@ class ServedWeights:
         self._restore(staged, replaced)
 
     def _restore(self, staged: StagedWeights, replaced: Replaced) -> None:
+        """Put back the values and the state from before a commit. The update can be committed
+        again."""
         staged.replacement.roll_back()
         replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
@@ -352,7 +361,7 @@ class ServedWeights:
         *,
         wants_own: bool,
     ) -> tuple[KeptParts, AdaptedWeights]:
-        """Return what this rank keeps of an update, and what an adapter makes of it."""
+        """Return this rank's parts of an update, and the weights that an adapter in it changes."""
         if isinstance(named_tensors, LoraAdapter):
             return self._adapted(named_tensors, check, memory, wants_own=wants_own)
         given, table = by_name(named_tensors, memory), self._model.weight_table()
@@ -367,7 +376,8 @@ class ServedWeights:
         *,
         wants_own: bool,
     ) -> tuple[KeptParts, AdaptedWeights]:
-        """Return what this rank keeps of all weights under `adapter`, and what it was merged to."""
+        """Return this rank's parts of all weights under `adapter`, and the weights that it
+        changes."""
         table = self._model.weight_table()
         check_targets(adapter.pairs(), self._model)
         with blaming("gathering the adapter"):
@@ -399,7 +409,7 @@ class ServedWeights:
         values: Mapping[str, Tensor],
         check: Callable[[], None],
     ) -> list[Any]:
-        """Return what each linear layer packs of its new weights, while the old ones serve."""
+        """Return the packed copy of each linear layer's new weights, while the old ones serve."""
         addresses = self._model.weight_table().addresses()
         new = {
             addresses[name]: values[origin.weight]

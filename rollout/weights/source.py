@@ -1,4 +1,7 @@
-"""WeightsSource: how engines get the weights of a push, as it travels in messages."""
+"""WeightsSource: the message that says how engines fetch the weights of a push.
+
+Weight transports make it, the coordinator passes it on to the engines, and WeightFetcher reads it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MAX_TENSORS = 2**18
 
 
 class TensorEntry(WireData, frozen=True, kw_only=True):
-    """Where one tensor lies in its source: `num_bytes` from `offset`, row-major."""
+    """Place of one tensor in its source: `num_bytes` from `offset`, row-major."""
 
     dtype: Name
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
@@ -45,18 +48,18 @@ class LoraTerms(WireData, frozen=True, kw_only=True):
 
 
 class WeightsSource(WireData, frozen=True, kw_only=True):
-    """Where weights can be fetched. The weights themselves do not travel over these sockets.
+    """Address from which engines fetch the weights of a push. The weights do not travel in this
+    message.
 
-    kind: how they are fetched. address: from where.
-    manifest: where each tensor is, packed by `pack_manifest`; engines that fetch unpack it by
-    `entries`. Empty for kinds whose fetch finds that out.
-    checksum: of all tensors, as `engine.weights_checksum()` reports it once they are served.
-    tensors_checksum: of the tensors in the source, before any cast; "" where it comes with them.
-    lora: settings of the adapter whose A and B the tensors are; None for weights.
-    is_kept: whether they can be fetched after the push.
-    num_members: how many engines take part in the push, as the coordinator says when they stage.
-    builds_on: None for tensors. For a link in a chain of deltas, the checksum of the tensors that
-    it changes, "" for the first link.
+    kind: the transport, which says how they are fetched. address: in the form of that transport.
+    manifest: the place of each tensor, packed by `pack_manifest`; `entries` unpacks it. Empty for
+    transports that keep the places with the tensors. checksum: `engine.weights_checksum()` once the
+    weights are served. tensors_checksum: checksum of the tensors in the source, before any cast; ""
+    where it comes with the tensors. lora: settings of the adapter whose A and B the tensors are;
+    None for weights. is_kept: whether they can be fetched after the push. num_members: number of
+    engines that take part in the push, set by the coordinator when they stage. builds_on: None
+    unless the tensors are a link in a chain of deltas. Then the checksum of the tensors that the
+    link changes, "" for the first link.
     """
 
     kind: Name

@@ -1,4 +1,10 @@
-"""StagedWeights: a verified update before its commit, and how a commit is done and rolled back."""
+"""StagedWeights: a verified update before its commit, and the two ways to write it and to roll it
+back.
+
+Overwriting copies the new values over the old ones, of which it has a backup. Exchange swaps them,
+so that the staged update becomes the backup. Used by ServedWeights alone, which decides when they
+write.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +47,15 @@ class StagedWeights:
     """A verified update, which can be committed once. Only ServedWeights changes it.
 
     `replacement`: the new values of weights that the backend has not packed in its own memory.
-    `packed`: what the backend packed of the new values, for each linear layer.
-    `num_writes`: how many updates had been written when this one was staged.
-    `num_bytes`: size of the weights that change: all of them, except under an adapter.
-    `bases`: adapted weights without their adapter, by name.
-    `follows_served`: whether it is an adapter on the weights that served then.
-    `share`: this rank's part of the fingerprints.
-    `checksum`, `is_finite`: of all weights; "" until `verify` has the shares of all ranks.
-    `is_spent`: whether it was committed, and not rolled back.
-    `replaced`: what the commit has replaced.
-    `elsewhere`: owner of what the other ranks have staged, which they drop with this object.
-    `started_at`: when staging began, by time.perf_counter; `seconds`: how long it took.
+    `packed`: the backend's packed copy of the new values, for each linear layer. `num_writes`:
+    number of updates that had been written when this one was staged. `num_bytes`: size of the
+    weights that change: all of them, except under an adapter. `bases`: adapted weights without
+    their adapter, by name. `follows_served`: whether it is an adapter on the weights that served
+    then. `share`: this rank's part of the fingerprints. `checksum`, `is_finite`: of all weights; ""
+    until `verify` has the shares of all ranks. `is_spent`: whether it was committed, and not rolled
+    back. `replaced`: the state before its commit. `elsewhere`: handle of the parts that the other
+    ranks have staged, which they drop when it is freed. `started_at`: start of staging, by
+    time.perf_counter; `seconds`: its duration.
     """
 
     replacement: Replacement
@@ -72,7 +76,7 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """What served before a commit, which was write number `num_writes`."""
+    """The state before a commit, for its rollback. The commit was write number `num_writes`."""
 
     num_writes: int
     num_writes_before: int
@@ -84,9 +88,11 @@ class Replaced:
 
 
 class PackedCopies:
-    """The packed copies of the linear layers that serve now, and those that replace them.
+    """The packed copies that the linear layers serve now, kept beside the copies that a commit puts
+    in their place.
 
-    A weight that is packed in its own memory leaves its old values in the copy staged for it.
+    A weight that is packed in its own memory leaves its old values in the copy that was staged for
+    it.
     """
 
     def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:
@@ -96,7 +102,8 @@ class PackedCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Serve them again. Call it once all weights that are not packed have their old values."""
+        """Serve the old copies again. Call it once all weights that are not packed have their
+        old values."""
         for layer, packed, staged in zip(self._layers, self._served, self._staged, strict=True):
             layer.restore(packed, staged)
 
@@ -105,9 +112,10 @@ class PackedCopies:
 
 
 class WeightBackup:
-    """A copy, beside them, of the weights that a host serves now.
+    """A copy, on the host, of the weights that a host serves now.
 
-    It has only what no packed copy has, so less than all weights where the backend packs them.
+    It lacks the weights that have a packed copy, so it is smaller than all weights where the
+    backend packs them.
     """
 
     @torch.no_grad()
@@ -124,7 +132,7 @@ class WeightBackup:
         ]
 
     def restore(self) -> None:
-        """Write all of them back."""
+        """Write all values back."""
         for weight, values in self._plain:
             weight.detach().copy_(values)
 
@@ -135,7 +143,7 @@ class HostBackup:
 
     @torch.no_grad()
     def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena) -> None:
-        """Raises ConfigError if the memory cannot be allocated."""
+        """Copy the weights that serve now. Raises ConfigError if the memory cannot be allocated."""
         self._memory, self._arena = memory, arenas.acquire(self)
         self._bytes_N = self._arena.reserve(memory.num_bytes).copy_(memory.bytes_N)
         self._buffers = [
@@ -144,7 +152,7 @@ class HostBackup:
         ]
 
     def restore(self) -> None:
-        """Write all of them back."""
+        """Write all values back."""
         self._memory.bytes_N.copy_(self._bytes_N)
         for buffer, values in self._buffers:
             buffer.detach().copy_(values)

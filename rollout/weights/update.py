@@ -1,8 +1,13 @@
-"""A weight update: the tensors that a trainer gives, and the checks that they must pass."""
+"""A weight update: the tensors that a trainer gives, and the checks that they must pass.
+
+Used by ServedWeights for an engine of this process, and by weight transports for the engines of a
+fleet. It reads and copies tensors, and changes none.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType, TracebackType
@@ -22,16 +27,16 @@ from rollout.models.plain_tensors import (
 )
 from rollout.models.weights import WeightTable
 from rollout.weights.lora import LoraAdapter
-from rollout.weights.stream import WeightStream
 
 # A module gives its parameters and persistent buffers. An adapter changes some weights only.
 NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
+_logger = logging.getLogger(__name__)
 Fingerprint = Sequence[int]  # hash, number of non-finite values
 
 
 class Origin(NamedTuple):
-    """Where the values of the model's weight `weight` come from: the update's tensor `tensor`, or
-    a part of it."""
+    """Source of the values of the model's weight `weight`: the update's tensor `tensor`, or a
+    part of it."""
 
     weight: str
     tensor: str
@@ -42,9 +47,10 @@ class Origin(NamedTuple):
 
 
 class blaming:
-    """A context manager that turns any failure inside into a WeightUpdateError naming `culprit`.
+    """A context manager that turns any exception inside it into a WeightUpdateError naming
+    `culprit`.
 
-    A loop sets `culprit` anew for each tensor, which costs less than a context for each.
+    A loop sets `culprit` for each tensor, which costs less than a context for each.
     """
 
     __slots__ = ("culprit",)
@@ -68,6 +74,37 @@ class blaming:
             ) from error
 
 
+# ---- a stream of tensors
+
+
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """An iterator of (Hugging Face name, whole plain tensor), which is read once.
+
+    A tensor is valid until the next one is read: its memory may be freed or reused then. With
+    `lasts` all stay valid. They may require gradients. Where tensors are gathered from several
+    ranks, each step is a collective of all ranks. A reader that stops early calls `drain`, so that
+    the other ranks are not blocked.
+    """
+
+    def __init__(self, pairs: Iterator[tuple[str, Tensor]], *, lasts: bool) -> None:
+        self._pairs = pairs
+        self.lasts = lasts
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._pairs)
+
+    def drain(self) -> None:
+        """Read the rest and drop it. An error of reading is logged.
+
+        No-op at the end of the stream, and after an error of reading, which ends it.
+        """
+        try:
+            for _ in self._pairs:
+                pass
+        except Exception as error:  # the reader raises its own error
+            _logger.warning("the rest of a trainer's weights could not be gathered: %s", error)
+
+
 # ---- memory for tensors that do not last
 
 
@@ -83,8 +120,8 @@ class StagingMemory(Protocol):
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
         """Return the values of a tensor in memory that lasts, perhaps in the model's dtype already.
 
-        `name`: of the tensor, or of the weight that it becomes. `is_new`: nothing else refers to
-        the tensor, so it need not be copied.
+        `name`: the name of the tensor, or of the weight that it becomes. `is_new`: nothing else
+        refers to the tensor, so it need not be copied.
         """
         ...
 
@@ -348,10 +385,10 @@ def check_values(
     *,
     reject_non_finite: bool,
 ) -> None:
-    """Check the values of a full update, which have these fingerprints in the model's dtypes.
+    """Check the values of a full update by their fingerprints in the model's dtypes.
 
     Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for a weight, or tied
-    weights, of which `fingerprints` has different values. `origins`: see `origins_of`.
+    weights, to which the update gives two different values. `origins`: see `origins_of`.
     """
     if reject_non_finite and any(num_bad for _, num_bad in fingerprints.values()):
         check_finite(fingerprints, {each: table.slots[each.weight].dtype for each in fingerprints})

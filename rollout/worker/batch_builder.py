@@ -1,7 +1,7 @@
-"""BatchBuilder: keeps the rows' block tables and sampling parameters as arrays, and turns a
-StepPlan into the inputs of one step.
+"""BatchBuilder: turns a StepPlan into the input arrays of one step. Used by ModelRunner.
 
-Shape letters: T tokens, R compute rows, L logit rows, M blocks per table, S sample rows.
+It keeps the rows' block tables and sampling parameters as arrays from step to step. Shape letters:
+T tokens, R compute rows, L logit rows, M blocks per table, S sample rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""WorkerExecutor: runs an engine on the Worker of its own process."""
+"""WorkerExecutor: runs an engine on one rank, the Worker of its own process.
+
+Used by Engine and Suspension. TensorParallelExecutor extends it to several ranks.
+"""
 
 from __future__ import annotations
 

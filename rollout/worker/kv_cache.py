@@ -1,7 +1,7 @@
 """KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend.
 
 A block lies in one piece with all its layers, so that moving it is one copy, whatever the layout
-within.
+within. Used by ModelRunner for steps, and by Worker to release and restore it.
 """
 
 from __future__ import annotations

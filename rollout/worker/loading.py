@@ -1,4 +1,7 @@
-"""Loading of one rank of an engine: its device, its part of the model, its sizes and memory."""
+"""Loading of one rank of an engine: its device, its part of the model, its sizes and memory.
+
+Used by `rollout.engine.build`, by the start of tensor parallel ranks, and by `rollout explain`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""LogitsBuilder: changes of logits before sampling (biases, allowed ids, penalties, min_tokens).
-TokenHistories: the rows' tokens on the device, for penalties.
+"""LogitsBuilder: the arrays that change logits before sampling, by biases, allowed ids, penalties
+and min_tokens. Used by BatchBuilder.
+
+TokenHistories: the rows' tokens on the device, which penalties count. Used by ModelRunner.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class _Lists:
 
 
 class LogitsBuilder:
-    """Knows for each row how its request changes the model's logits before a token is drawn: by
+    """Records for each row how its request changes the model's logits before a token is drawn: by
     biases, allowed ids, penalties, and by `min_tokens`, which forbids the tokens that would end it.
 
     `set_row` records this when a request takes a row. `build` returns the arrays with which the
@@ -137,10 +139,10 @@ class LogitsBuilder:
     def build(
         self, plan: StepPlan, mode_S: NDArray[np.int8], temperature_S: NDArray[np.float32]
     ) -> LogitsInputs[HostArray] | None:
-        """Return the arrays that change the logits of the step; None if no sample changes them.
+        """Return the arrays that change the logits of the step; None if no sample needs a change.
 
-        `mode_S` and `temperature_S` are those of the step's samples: they say which log-probs a
-        sample reports.
+        `mode_S` and `temperature_S`: log-prob mode and temperature of the step's samples. They
+        decide which log-probs a sample reports.
         """
         samples_K = np.flatnonzero(self._changes_logits[plan.sample_rows])
         if not len(samples_K):
@@ -199,7 +201,7 @@ def _joined(parts: Sequence[HostArray]) -> HostArray:
 
 
 class TokenHistories:
-    """Token ids of rows with penalties, by history and position, int32. Grows on demand.
+    """Token ids of rows with penalties, int32, by history and position. They grow on demand.
 
     They are on the device, because only there the last token of a decode row is known. Shape
     letters are those of LogitsInputs; P history positions.

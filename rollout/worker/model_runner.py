@@ -1,4 +1,4 @@
-"""ModelRunner: runs StepPlans on the device.
+"""ModelRunner: runs StepPlans on the device. Used by Worker.
 
 Shape letters: T tokens, L logit rows, P scored tokens, S sample rows, V vocabulary. In TLK, L are
 the layers with experts and K the experts of a token.
@@ -112,7 +112,7 @@ class ModelRunner:
         return backend.executor.after_resume(has_moved=has_moved)
 
     def _addresses_now(self) -> tuple[int, int]:
-        """Return the addresses of KV and weights, each of which is one piece of memory."""
+        """Return the addresses of the KV cache and of the weights. Each is one piece of memory."""
         assert self._kv.layers, "the KV cache is released"
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 

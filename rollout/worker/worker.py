@@ -1,4 +1,8 @@
-"""Worker: what one rank of an engine does with tensors."""
+"""Worker: one rank of an engine: its model runner, KV cache and weights.
+
+Executors call it, in rank 0's process directly and elsewhere by messages. Everything that one rank
+does with tensors begins here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One face for LLM in process, LLM over engine processes, and AsyncLLM."""
+"""One interface to every kind of LLM: LLM in process and over a fleet, AsyncLLM, ThreadedLLM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from rollout import LLM, AsyncLLM, DynamicInferenceRequest, SamplingParams
+from rollout.apis.threaded_llm import ThreadedLLM
 
 Request = DynamicInferenceRequest
 
@@ -21,7 +22,7 @@ class AnyLLM(Protocol):
     def finish(self, begun: Any) -> list[Request]: ...
 
     @property
-    def llm(self) -> LLM | AsyncLLM: ...
+    def llm(self) -> LLM | AsyncLLM | ThreadedLLM: ...
 
 
 class ThreadsLLM:
@@ -47,12 +48,12 @@ class ThreadsLLM:
 
 
 class CoroutinesLLM:
-    """An AsyncLLM, whose event loop runs while it is asked."""
+    """An AsyncLLM or a ThreadedLLM, whose event loop runs while a method is called."""
 
-    def __init__(self, make: Callable[[], AsyncLLM]) -> None:
+    def __init__(self, make: Callable[[], AsyncLLM | ThreadedLLM]) -> None:
         self._loop = asyncio.new_event_loop()
         self.llm = make()
-        self._do(self.llm.start())
+        self._do(self.llm.__aenter__())
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(asyncio.wait_for(work, 120))
@@ -72,5 +73,5 @@ class CoroutinesLLM:
         return self._do(result())
 
     def close(self) -> None:
-        self._do(self.llm.shutdown())
+        self._do(self.llm.__aexit__(None, None, None))
         self._loop.close()

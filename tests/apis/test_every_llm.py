@@ -1,4 +1,4 @@
-"""What holds for every LLM: the engine in process, and two engines behind a coordinator."""
+"""Behaviour of every kind of LLM: over an engine of this process, and over a fleet of two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -25,6 +26,7 @@ from rollout import (
     Status,
     WeightUpdateError,
 )
+from rollout.apis.threaded_llm import ThreadedLLM
 from tests.apis.any_llm import AnyLLM, CoroutinesLLM, ThreadsLLM
 from tests.apis.provenance_oracle import check_provenance
 from tests.engine.dense_model import DenseModel
@@ -36,7 +38,7 @@ CONFIG = InferenceConfig(
     block_size_tokens=BLOCK_SIZE, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1
 )
 LENGTHS = (1, 7, 8, 9, 33, 100)
-KINDS = ("in process", "behind a coordinator", "asynchronous")
+KINDS = ("LLM", "LLM over a fleet", "AsyncLLM", "ThreadedLLM")
 MODES = ("persist", "offload", "recompute")
 
 
@@ -62,19 +64,20 @@ def directory() -> str:
 
 @pytest.fixture(scope="module", params=KINDS)
 def llm(request: pytest.FixtureRequest) -> Iterator[AnyLLM]:
-    """One for all tests of a kind: each leaves it running, idle, with later weights perhaps."""
+    """One LLM for all tests of a kind. Each test leaves it running and idle."""
+    fleet: dict[str, Any] = {"inference_config": CONFIG, "data_parallel_size": 2}
     made: ThreadsLLM | CoroutinesLLM
-    if request.param == "asynchronous":
-        made = CoroutinesLLM(
-            partial(AsyncLLM, directory(), inference_config=CONFIG, data_parallel_size=2)
-        )
-    elif request.param == "behind a coordinator":
-        options = {"use_coordinator": True, "data_parallel_size": 2}
-        made = ThreadsLLM(LLM(directory(), inference_config=CONFIG, **options))
-    else:
-        made = ThreadsLLM(LLM(directory(), inference_config=CONFIG))
-    yield made
-    made.close()
+    with ExitStack() as stack:
+        if request.param == "AsyncLLM":
+            made = CoroutinesLLM(partial(AsyncLLM, directory(), **fleet))
+        elif request.param == "LLM over a fleet":
+            made = ThreadsLLM(LLM(directory(), use_coordinator=True, **fleet))
+        else:
+            own = stack.enter_context(LLM(directory(), inference_config=CONFIG))
+            is_awaited = request.param == "ThreadedLLM"
+            made = CoroutinesLLM(partial(ThreadedLLM, own)) if is_awaited else ThreadsLLM(own)
+        stack.callback(made.close)
+        yield made
 
 
 def sampled(seed: int, num_tokens: int = 24, **changes: Any) -> SamplingParams:
@@ -90,7 +93,7 @@ def next_weights(llm: AnyLLM, **how: Any) -> Any:
     return llm.call("update_weights", weights(version).state_dict(), **how)
 
 
-def test_the_checksum_is_that_of_the_weights_which_are_served(llm: AnyLLM) -> None:
+def test_weights_checksum_is_that_of_the_served_weights(llm: AnyLLM) -> None:
     def expected() -> str:
         served = weights(version_of(llm))
         return DynamicInferenceEngine.from_model(served, CONFIG).weights_checksum()
@@ -100,7 +103,7 @@ def test_the_checksum_is_that_of_the_weights_which_are_served(llm: AnyLLM) -> No
     assert llm.call("weights_checksum") == expected()
 
 
-def test_greedy_tokens_are_those_of_transformers_generate(llm: AnyLLM) -> None:
+def test_generate_gives_the_greedy_tokens_of_transformers_generate(llm: AnyLLM) -> None:
     model, margins = weights(version_of(llm)), Margins()
     prompts = [prompt_of(n) for n in LENGTHS]
     requests = llm.call("generate", prompts, greedy(32))
@@ -111,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(llm: AnyLLM) -> None:
     assert margins.num_tokens >= 0.9 * len(prompts) * 32
 
 
-def test_samples_are_those_of_the_trainers_model_and_the_seed(llm: AnyLLM) -> None:
+def test_generate_samples_from_the_trainers_model_by_the_seed(llm: AnyLLM) -> None:
     margins, prompts = Margins(), [prompt_of(n, seed=1) for n in LENGTHS]
     requests = llm.call("generate", prompts, sampled(5, top_p=0.9, return_log_probs=True), n=3)
     assert [len(r.prompt_tokens) for r in requests] == [n for n in LENGTHS for _ in range(3)]
@@ -124,7 +127,7 @@ def test_samples_are_those_of_the_trainers_model_and_the_seed(llm: AnyLLM) -> No
     margins.check()
 
 
-def test_a_group_computes_its_prompt_once_on_one_engine(llm: AnyLLM) -> None:
+def test_generate_prefills_the_prompt_of_a_group_once(llm: AnyLLM) -> None:
     before = llm.call("stats")
     llm.call("generate", [prompt_of(40, seed=2), prompt_of(33, seed=2)], sampled(1), n=8)
     after = llm.call("stats")
@@ -134,7 +137,7 @@ def test_a_group_computes_its_prompt_once_on_one_engine(llm: AnyLLM) -> None:
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_go_on_through_suspend_update_and_resume(llm: AnyLLM, mode: str) -> None:
+def test_requests_go_on_through_suspend_update_weights_and_resume(llm: AnyLLM, mode: str) -> None:
     first = version_of(llm)
     begun = llm.begin([prompt_of(n, seed=3) for n in (9, 17)], sampled(7, 160), n=3)
     for version in (first + 1, first + 2):
@@ -164,7 +167,7 @@ def test_requests_go_on_through_suspend_update_and_resume(llm: AnyLLM, mode: str
     assert margins.num_tokens == 6 * 160
 
 
-def test_requests_go_on_through_updates_in_flight(llm: AnyLLM) -> None:
+def test_requests_go_on_through_update_weights_in_flight(llm: AnyLLM) -> None:
     first = version_of(llm)
     begun = llm.begin([prompt_of(n, seed=4) for n in (9, 17)], sampled(9, 160), n=3)
     for _ in range(2):
@@ -178,7 +181,7 @@ def test_requests_go_on_through_updates_in_flight(llm: AnyLLM) -> None:
     margins.check()
 
 
-def test_a_refused_update_leaves_weights_and_version(llm: AnyLLM) -> None:
+def test_refused_update_weights_leaves_weights_and_version(llm: AnyLLM) -> None:
     version, state = version_of(llm), weights(version_of(llm)).state_dict()
     llm.call("pause")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -196,7 +199,7 @@ def test_a_refused_update_leaves_weights_and_version(llm: AnyLLM) -> None:
     margins.check()
 
 
-def test_an_adapter_is_put_on_the_weights_that_are_served(llm: AnyLLM) -> None:
+def test_update_weights_merges_an_adapter_into_the_served_weights(llm: AnyLLM) -> None:
     """Adapter, another, and the full weights again: each as the engine in process serves it."""
     next_weights(llm, in_flight=True)
     base = {n: p.detach() for n, p in weights(version_of(llm)).named_parameters()}
@@ -216,7 +219,7 @@ def test_an_adapter_is_put_on_the_weights_that_are_served(llm: AnyLLM) -> None:
     assert llm.call("stats").lora_base_bytes == 0
 
 
-def test_a_second_suspend_releases_another_owner_and_a_third_has_nothing_left(
+def test_second_suspend_releases_another_resource_and_a_third_nothing(
     llm: AnyLLM,
 ) -> None:
     begun = llm.begin([prompt_of(9, seed=3)], sampled(7, 60), n=2)
@@ -243,13 +246,15 @@ def test_illegal_commands_are_refused_with_the_state_and_the_legal_ones(llm: Any
     assert llm.llm.state is EngineState.RUNNING
 
 
-def test_a_malformed_prompt_is_refused_and_an_impossible_one_fails(llm: AnyLLM) -> None:
+def test_generate_refuses_a_malformed_prompt_and_fails_an_impossible_one(llm: AnyLLM) -> None:
     wrong = ("text without a tokenizer", [1, "two"], [1.5], 5, b"ab", {"prompt": [1]}, {1, 2})
     for prompt in wrong:
         with pytest.raises(InvalidRequestError):
             llm.call("generate", [prompt_of(3), prompt], sampled(1))
     good, long = llm.call("generate", [prompt_of(3), prompt_of(600)], sampled(1))
-    assert (good.status, long.status) == (Status.COMPLETED, Status.FAILED)
+    assert (good.status, good.finish_reason) == (Status.COMPLETED, "length")
+    assert (long.status, long.finish_reason) == (Status.FAILED, "error")
+    assert long.generated_tokens == []
     assert llm.call("generate", []) == []
     assert VOCAB_SIZE not in good.generated_tokens
 

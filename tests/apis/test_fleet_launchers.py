@@ -51,7 +51,7 @@ class RefusingLauncher(LoopbackLauncher):
         raise ConfigError("no room")
 
 
-def test_engines_elsewhere_dial_the_launchers_host_with_keys_of_the_fleet() -> None:
+def test_remote_engines_dial_the_launchers_host_with_keys_of_the_fleet() -> None:
     launcher = LoopbackLauncher()
 
     async def work() -> None:

@@ -89,7 +89,7 @@ def test_an_engine_is_not_started_again_where_that_is_not_wanted(
 
 
 def test_requests_fail_at_once_when_the_last_engine_is_given_up() -> None:
-    named = r"no engine is left: engine 0 has ended once too often \(SIGKILL\)"
+    named = r"no engine is left: engine 0 has used up its restarts \(SIGKILL\)"
 
     async def work() -> None:
         llm = AsyncLLM(directory(), None, CONFIG, max_engine_restarts=0)

@@ -1,4 +1,4 @@
-"""LLM: the shapes it returns, groups that live through updates, and what ends it."""
+"""LLM over an engine of this process: shapes of results, submitted groups, and its end."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def prompts_of(requests: list[DynamicInferenceRequest]) -> list[list[int]]:
 # ---- generate
 
 
-def test_nothing_gives_nothing() -> None:
+def test_generate_submit_and_collect_of_nothing_return_nothing() -> None:
     llm = llm_of()
     assert llm.generate([]) == llm.generate([], n=3) == llm.generate([], []) == []
     assert llm.submit([]) == llm.collect() == llm.collect(3) == llm.abort([]) == []
 
 
 @pytest.mark.parametrize("prompt", [[4, 5], (4, 5), torch.tensor([4, 5])], ids=str)
-def test_one_prompt_gives_one_request(prompt: Any) -> None:
+def test_generate_of_one_prompt_returns_one_request(prompt: Any) -> None:
     request = llm_of().generate(prompt, PARAMS)
     assert isinstance(request, DynamicInferenceRequest)
     assert request.prompt_tokens.tolist() == [4, 5]
     assert request.generated_length == len(request.generated_tokens) == 6
 
 
-def test_a_batch_gives_a_list_in_input_order_whatever_finishes_first() -> None:
+def test_generate_returns_a_batch_in_input_order() -> None:
     prompts = [prompt_of(n) for n in (30, 1, 8)]
     params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in (9, 1, 4)]
     requests = llm_of().generate(prompts, params)
@@ -66,7 +66,7 @@ def test_a_batch_gives_a_list_in_input_order_whatever_finishes_first() -> None:
     assert prompts_of(llm_of().generate(torch.tensor([[1, 2], [3, 4]]), PARAMS)) == [[1, 2], [3, 4]]
 
 
-def test_n_samples_are_flat_and_prompt_major() -> None:
+def test_generate_returns_n_samples_flat_and_prompt_major() -> None:
     prompts = [[1, 2], [3, 4, 5]]
     requests = llm_of().generate(prompts, PARAMS, n=3)
     assert prompts_of(requests) == [[1, 2]] * 3 + [[3, 4, 5]] * 3
@@ -91,7 +91,9 @@ def test_n_samples_are_flat_and_prompt_major() -> None:
         ([[1]], SamplingParams(streaming=True), 1, "streaming"),
     ],
 )
-def test_a_bad_batch_is_refused_as_a_whole(prompts: Any, params: Any, n: int, message: str) -> None:
+def test_generate_and_submit_refuse_a_bad_batch(
+    prompts: Any, params: Any, n: int, message: str
+) -> None:
     llm = llm_of()
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompts, params, n=n)
@@ -99,13 +101,6 @@ def test_a_bad_batch_is_refused_as_a_whole(prompts: Any, params: Any, n: int, me
         llm.submit(prompts, params, n=n)
     assert not llm.engine.has_unfinished_requests()
     assert llm.collect() == []
-
-
-def test_an_impossible_request_comes_back_failed_among_the_others() -> None:
-    llm = llm_of(max_sequence_length=20)
-    good, bad = llm.generate([[1, 2], prompt_of(20)], PARAMS)
-    assert good.finish_reason == "length"
-    assert (bad.failed(), bad.finish_reason, bad.generated_tokens) == (True, "error", [])
 
 
 def test_return_prompt_tokens_false_leaves_only_the_generated_positions() -> None:
@@ -116,7 +111,7 @@ def test_return_prompt_tokens_false_leaves_only_the_generated_positions() -> Non
     assert len(request.policy_versions) == len(request.context_kv_version_min) == 5
 
 
-def test_the_progress_bar_shows_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_a_bar_that_ends(capsys: pytest.CaptureFixture[str]) -> None:
     llm_of().generate([[1], [2]], PARAMS, n=2, progress=True)
     assert "4/4" in capsys.readouterr().out
     llm_of().generate([[1]], PARAMS)
@@ -126,39 +121,7 @@ def test_the_progress_bar_shows_and_ends(capsys: pytest.CaptureFixture[str]) -> 
 # ---- submit and collect
 
 
-@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_the_same_requests_go_on_through_suspend_update_and_resume(mode: str) -> None:
-    llm = llm_of(kv_cache_management_mode=mode)
-    params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in (2, 12, 12)]
-    group_ids = llm.submit([[1, 2], [3, 4], [5, 6]], params, n=2)
-    (first,) = llm.collect(1)
-    assert first.group_id == group_ids[0]
-    waiting = {i: llm.engine.get_record(i).merge() for i in (2, 3, 4, 5)}
-    llm.pause()
-    llm.suspend()
-    llm.update_weights(tiny_model(seed=9).named_parameters())
-    llm.resume()
-    llm.unpause()
-    assert llm.stats().num_weight_updates == 1
-    late = llm.submit([[7, 8]], params[0])
-    rest = llm.collect()
-    assert sorted(group.group_id for group in rest) == [*group_ids[1:], *late]
-    for group in rest:
-        for request in group.requests:
-            before = waiting.get(request.request_id)
-            if before is None:
-                assert request.policy_versions.tolist() == [1, 1]
-                continue
-            tokens = before.generated_tokens
-            assert request.generated_tokens[: len(tokens)] == tokens
-            assert request.generated_length == 12
-            expected = [0] * len(tokens) + [1] * (12 - len(tokens))
-            assert request.policy_versions.tolist() == expected
-            assert request.event_add_engine.timestamp == before.event_add_engine.timestamp
-    assert llm.collect() == []
-
-
-def test_groups_are_handed_out_in_the_order_of_their_completion_and_once() -> None:
+def test_collect_returns_groups_once_in_order_of_completion() -> None:
     llm = llm_of()
     lengths = (9, 3, 6)
     params = [SamplingParams(num_tokens_to_generate=n, seed=n) for n in lengths]
@@ -169,7 +132,7 @@ def test_groups_are_handed_out_in_the_order_of_their_completion_and_once() -> No
     assert llm.collect() == llm.collect(0) == []
 
 
-def test_a_higher_priority_goes_first() -> None:
+def test_submit_with_a_higher_priority_goes_first() -> None:
     llm = llm_of(max_requests=1)
     (low,) = llm.submit([[1]], PARAMS, priority=-1)
     (usual,) = llm.submit([[2]], PARAMS)
@@ -202,7 +165,7 @@ def fail(llm: LLM) -> None:
     ("event", "error"),
     [(pause, EngineStateError), (interrupt, KeyboardInterrupt), (fail, ZeroDivisionError)],
 )
-def test_a_generate_that_raises_leaves_nothing_but_what_submit_queued(
+def test_generate_that_raises_leaves_only_submitted_groups(
     event: Callable[[LLM], None], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of its groups have ended then, one with the records of a step that nobody got."""
@@ -233,7 +196,7 @@ def test_a_generate_that_raises_leaves_nothing_but_what_submit_queued(
     assert llm.generate([4], PARAMS).generated_length == 6
 
 
-def test_one_thread_generates_and_another_is_refused_until_it_is_done(
+def test_generate_of_a_second_thread_is_refused_until_the_first_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm, refused, aborted = llm_of(), [], []
@@ -272,7 +235,7 @@ def test_one_thread_generates_and_another_is_refused_until_it_is_done(
     assert refused[-1] == "COMPLETED"
 
 
-def test_collect_returns_after_its_timeout_with_what_there_is(
+def test_collect_returns_finished_groups_after_timeout_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = llm_of(tiny_model(max_position_embeddings=2000), max_sequence_length=2000)
@@ -291,7 +254,7 @@ def test_collect_returns_after_its_timeout_with_what_there_is(
     assert llm.engine.has_unfinished_requests()
 
 
-def test_a_negative_number_of_groups_is_refused() -> None:
+def test_collect_of_a_negative_num_groups_is_refused() -> None:
     llm = llm_of()
     llm.submit([[1], [2]], PARAMS)
     with pytest.raises(InvalidRequestError, match="num_groups=-1"):
@@ -299,7 +262,7 @@ def test_a_negative_number_of_groups_is_refused() -> None:
     assert len(llm.collect()) == 2
 
 
-def test_abort_ends_whole_groups_and_refuses_unknown_ones_before_anything_ends() -> None:
+def test_abort_ends_whole_groups_or_refuses_an_unknown_one_before() -> None:
     llm = llm_of()
     first, second = llm.submit([[1], [2]], PARAMS, n=2)
     llm.engine.step()
@@ -314,7 +277,7 @@ def test_abort_ends_whole_groups_and_refuses_unknown_ones_before_anything_ends()
         llm.abort([first])
 
 
-def test_collect_does_not_wait_forever_for_what_was_taken_from_the_engine() -> None:
+def test_collect_raises_if_a_request_was_aborted_at_the_engine() -> None:
     llm = llm_of()
     (group_id,) = llm.submit([[1]], PARAMS)
     llm.engine.abort_request(group_id)
@@ -337,7 +300,7 @@ def test_collect_of_unfinished_groups_needs_a_running_engine() -> None:
 # ---- the end
 
 
-def test_leaving_the_context_stops_the_engine_also_after_an_exception() -> None:
+def test_llm_context_stops_the_engine_after_an_exception() -> None:
     llm = llm_of()
 
     def fail_while_suspended() -> None:
@@ -356,14 +319,7 @@ def test_leaving_the_context_stops_the_engine_also_after_an_exception() -> None:
     assert llm.engine.kv_data_ptrs() == {}
 
 
-def test_shutdown_twice_and_from_running() -> None:
-    llm = llm_of()
-    llm.shutdown()
-    llm.shutdown()
-    assert llm.state is EngineState.STOPPED
-
-
-def test_a_cpu_has_nothing_to_capture_ahead() -> None:
+def test_warm_up_captures_nothing_on_a_cpu() -> None:
     with llm_of() as llm:
         assert llm.warm_up() == 0
         assert len(llm.generate([1, 2, 3], PARAMS).generated_tokens) == 6

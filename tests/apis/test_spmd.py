@@ -222,7 +222,7 @@ def test_different_methods_and_arguments_are_refused_by_name_on_all_ranks(
     assert all(tokens(first))
 
 
-# ---- a rank that is lost
+# ---- a rank that ends
 
 
 def test_a_rank_that_is_killed_ends_the_call_of_rank_0_by_name(mortal_ranks: TrainerRanks) -> None:
@@ -232,10 +232,10 @@ def test_a_rank_that_is_killed_ends_the_call_of_rank_0_by_name(mortal_ranks: Tra
         rank.begin("push_or_fail", weights_of(1), 1, "exit")
     error = own.end()
     assert isinstance(error, LockstepError)
-    assert f"rank 1 (process {killed.pid}) is lost" in str(error)
+    assert f"rank 1 (process {killed.pid}) has ended" in str(error)
     error = own.call("generate", PROMPTS, PARAMS)
     assert isinstance(error, LockstepError)
-    assert "must be made anew" in str(error)
+    assert "create a new engine" in str(error)
     assert own.call("shutdown") is None
 
 
@@ -245,7 +245,7 @@ def test_a_rank_0_that_is_killed_ends_the_call_of_the_others(mortal_ranks: Train
     os.kill(lead.pid, signal.SIGKILL)
     for error in (other.end(), other.call("generate", PROMPTS, PARAMS)):
         assert isinstance(error, LockstepError)
-        assert "rank 0 is lost" in str(error)
+        assert "rank 0 has ended" in str(error)
     assert other.call("shutdown") is None
 
 
@@ -257,7 +257,7 @@ def test_a_rank_that_is_interrupted_ends_the_engine_for_all(ranks: TrainerRanks)
     assert isinstance(interrupted, RemoteError)
     for error in ranks.call("resume"):
         assert isinstance(error, LockstepError)
-        assert "must be made anew" in str(error)
+        assert "create a new engine" in str(error)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

@@ -1,25 +1,23 @@
-"""An LLM in this process, awaited."""
+"""ThreadedLLM: failures, ends and cancelled calls of its thread. test_every_llm.py has the rest."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from rollout import (
     LLM,
-    EngineState,
     EngineStateError,
     InferenceConfig,
-    InvalidRequestError,
     SamplingParams,
 )
 from tests.apis.fleets import directory
 from tests.tiny_models import BLOCK_SIZE, prompt_of
-from trainer_hooks import ThreadedLLM, WeightSync
+from trainer_hooks import ThreadedLLM
 
 CONFIG = InferenceConfig(
     block_size_tokens=BLOCK_SIZE, max_sequence_length=512, buffer_size_gb=0.02, num_threads=1
@@ -29,26 +27,31 @@ WAIT_S = 100.0
 ENDLESS = SamplingParams(num_tokens_to_generate=480)
 
 
-def test_many_are_awaited_together_and_are_what_the_llm_generates() -> None:
-    prompts = [prompt_of(5 + i) for i in range(4)]
+@pytest.fixture
+def llm() -> Iterator[LLM]:
     with LLM(directory(), inference_config=CONFIG) as llm:
-        expected = [llm.generate(prompt, PARAMS, n=2) for prompt in prompts]
+        yield llm
 
-        async def work() -> None:
-            async with ThreadedLLM(llm) as threaded:
-                works = [threaded.generate(prompt, PARAMS, 2) for prompt in prompts]
-                for given, wanted in zip(await asyncio.gather(*works), expected, strict=True):
-                    tokens = [request.generated_tokens for request in given]
-                    assert tokens == [request.generated_tokens for request in wanted]
-                single = await threaded.generate(prompts[0], PARAMS)
-                assert single.generated_tokens == expected[0][0].generated_tokens
-                with pytest.raises(InvalidRequestError):
-                    await threaded.generate([[]], PARAMS)
-            with pytest.raises(EngineStateError, match="has ended"):
-                await threaded.generate(prompts[0], PARAMS)
 
-        asyncio.run(work())
-        assert llm.generate(prompts[0], PARAMS).succeeded(), "the LLM stays"
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, WAIT_S))
+
+
+def test_generate_of_many_tasks_gives_the_tokens_of_llm_generate(llm: LLM) -> None:
+    prompts = [prompt_of(5 + i) for i in range(4)]
+    expected = [llm.generate(prompt, PARAMS, n=2) for prompt in prompts]
+
+    async def work() -> None:
+        async with ThreadedLLM(llm) as threaded:
+            works = [threaded.generate(prompt, PARAMS, 2) for prompt in prompts]
+            for given, wanted in zip(await asyncio.gather(*works), expected, strict=True):
+                tokens = [request.generated_tokens for request in given]
+                assert tokens == [request.generated_tokens for request in wanted]
+        with pytest.raises(EngineStateError, match="has ended"):
+            await threaded.generate(prompts[0], PARAMS)
+
+    run(work())
+    assert llm.generate(prompts[0], PARAMS).succeeded(), "the LLM stays"
 
 
 def paused_from_within(llm: LLM, num_steps: int) -> threading.Event:
@@ -68,8 +71,8 @@ def paused_from_within(llm: LLM, num_steps: int) -> threading.Event:
     return paused
 
 
-def test_cancelling_aborts_and_a_pause_only_delays() -> None:
-    async def work(llm: LLM) -> None:
+def test_cancelled_generate_aborts_and_a_pause_only_delays(llm: LLM) -> None:
+    async def work() -> None:
         async with ThreadedLLM(llm) as threaded:
             paused = paused_from_within(llm, num_steps=5)
             tasks = [asyncio.ensure_future(threaded.generate([1], ENDLESS)) for _ in range(3)]
@@ -91,13 +94,12 @@ def test_cancelling_aborts_and_a_pause_only_delays() -> None:
                 await task
         assert not llm.engine.has_unfinished_requests()
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(asyncio.wait_for(work(llm), WAIT_S))
+    run(work())
 
 
 @pytest.mark.parametrize("before", [[], ["pause"], ["pause", "suspend"]])
-def test_a_shutdown_of_the_llm_is_told_to_those_who_wait(before: list[str]) -> None:
-    async def work(llm: LLM) -> None:
+def test_shutdown_of_the_llm_ends_generate_with_an_error(llm: LLM, before: list[str]) -> None:
+    async def work() -> None:
         async with ThreadedLLM(llm) as threaded:
             for command in before:
                 getattr(llm, command)()
@@ -106,23 +108,21 @@ def test_a_shutdown_of_the_llm_is_told_to_those_who_wait(before: list[str]) -> N
                 await asyncio.sleep(0.001)
             llm.shutdown()
             with pytest.raises(EngineStateError, match="was shut down"):
-                await asyncio.wait_for(task, WAIT_S)
+                await task
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
+    run(work())
 
 
-def test_a_group_that_the_llm_had_before_is_left_to_its_collect() -> None:
-    async def work(llm: LLM) -> None:
+def test_group_submitted_to_the_llm_before_is_left_to_its_collect(llm: LLM) -> None:
+    async def work() -> None:
         (group_id,) = llm.submit([1], SamplingParams(num_tokens_to_generate=2))
         async with ThreadedLLM(llm) as threaded:
-            request = await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
+            request = await threaded.generate([1], PARAMS)
             assert len(request.generated_tokens) == 20
         (group,) = llm.collect()
         assert (group.group_id, len(group.requests[0].generated_tokens)) == (group_id, 2)
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
+    run(work())
 
 
 class FailingEngine:
@@ -139,43 +139,40 @@ class FailingEngine:
         return self._step()
 
 
-def test_a_step_that_fails_twice_only_delays_generate() -> None:
-    async def work(llm: LLM) -> None:
+def test_step_that_fails_twice_only_delays_generate(llm: LLM) -> None:
+    async def work() -> None:
         async with ThreadedLLM(llm) as threaded:
             failing = FailingEngine(llm, num_failures=2)
-            request = await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
+            request = await threaded.generate([1], PARAMS)
             assert len(request.generated_tokens) == 20
             assert failing.num_left == 0
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
+    run(work())
 
 
-def test_three_failed_steps_end_the_threaded_llm_with_their_error() -> None:
-    async def work(llm: LLM) -> None:
+def test_lost_returns_the_error_of_three_failed_steps(llm: LLM) -> None:
+    async def work() -> None:
         async with ThreadedLLM(llm) as threaded:
             FailingEngine(llm, num_failures=3)
             with pytest.raises(RuntimeError, match="the device is gone"):
-                await asyncio.wait_for(threaded.generate([1], PARAMS), WAIT_S)
-            error = await asyncio.wait_for(threaded.lost(), WAIT_S)
+                await threaded.generate([1], PARAMS)
+            error = await threaded.lost()
             assert "the device is gone" in str(error)
             with pytest.raises(EngineStateError, match="has ended"):
                 await threaded.generate([1])
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
+    run(work())
 
 
-def test_generate_of_the_llm_is_refused_while_a_threaded_llm_steps_it() -> None:
-    async def work(llm: LLM) -> None:
+def test_llm_generate_is_refused_while_a_threaded_llm_steps_it(llm: LLM) -> None:
+    async def work() -> None:
         async with ThreadedLLM(llm) as threaded:
             await threaded.generate([1], PARAMS)
             with pytest.raises(EngineStateError, match="another thread"):
                 llm.generate([1], PARAMS)
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
-        assert llm.generate([1], PARAMS).succeeded()
+    run(work())
+    assert llm.generate([1], PARAMS).succeeded()
 
 
 class SlowToEnd(ThreadedLLM):
@@ -191,38 +188,16 @@ class SlowToEnd(ThreadedLLM):
         self.may_end.wait()
 
 
-def test_a_prompt_that_comes_while_the_thread_is_ending_is_refused() -> None:
-    async def work(llm: LLM) -> None:
+def test_generate_while_aclose_ends_the_thread_is_refused(llm: LLM) -> None:
+    async def work() -> None:
         threaded = SlowToEnd(llm)
         closing = asyncio.ensure_future(threaded.aclose())
         await asyncio.to_thread(threaded.is_done.wait)
         try:
             with pytest.raises(EngineStateError, match="has ended"):
-                await asyncio.wait_for(threaded.generate([1]), WAIT_S)
+                await threaded.generate([1])
         finally:
             threaded.may_end.set()
             await closing
 
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
-
-
-def test_control_methods_are_awaited_and_requests_outlive_them() -> None:
-    async def work(llm: LLM) -> None:
-        async with ThreadedLLM(llm) as threaded:
-            paused = paused_from_within(llm, num_steps=3)
-            request = asyncio.ensure_future(threaded.generate([1, 2, 3], PARAMS))
-            assert await asyncio.to_thread(paused.wait, WAIT_S)
-            await threaded.suspend("recompute")
-            assert threaded.state is EngineState.SUSPENDED
-            policy = AutoModelForCausalLM.from_pretrained(directory())
-            report = await WeightSync(threaded).apush(policy, version=7)
-            assert report.version == threaded.weights_version == 7
-            await threaded.resume()
-            await threaded.unpause()
-            done = await asyncio.wait_for(request, WAIT_S)
-            assert set(done.policy_versions.tolist()) == {0, 7}
-            assert (await threaded.stats()).num_finished == 1
-
-    with LLM(directory(), inference_config=CONFIG) as llm:
-        asyncio.run(work(llm))
+    run(work())

@@ -57,7 +57,7 @@ FLOATS = ("eps", "scale", "softcap")
 
 
 def configurations(dtype: str) -> Iterator[Configuration]:
-    """What the head dims and group sizes up to 64 can make the engine launch."""
+    """Return what the engine can launch for head dims and group sizes up to 64."""
     for head_dim in HEAD_DIMS:
         yield from append_configurations(dtype, head_dim)
         yield from attention_configurations(dtype, head_dim)
@@ -72,7 +72,7 @@ def configurations(dtype: str) -> Iterator[Configuration]:
 
 
 def plan_configurations(dtype: str) -> Iterator[Configuration]:
-    """The kernels of a plan know nothing of the model's dtype."""
+    """Return the plan's kernels, which do not depend on the model's dtype."""
     sizes, options = {"BLOCK": plan.BLOCK}, {"num_warps": 4}
     for window in (False, True):
         constexprs = sizes | {"BLOCK_N": 64, "HAS_WINDOW": window}
@@ -85,7 +85,7 @@ def plan_configurations(dtype: str) -> Iterator[Configuration]:
 
 
 def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
-    """With and without norms of query and key heads; weights with an offset are float32."""
+    """Return append_kv with and without norms of heads; weights with an offset are float32."""
     rounds = {"ROUNDS_NORM_FIRST": True, "ROUNDS_ANGLES": True, "ROUNDS_EACH": True}
     rounds_once = dict.fromkeys(rounds, False)
     constexprs = {
@@ -106,7 +106,7 @@ def append_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
 
 
 def attention_configurations(dtype: str, head_dim: int) -> Iterator[Configuration]:
-    """Every distinct cut of `launch_choice`, plain and with all traits."""
+    """Return every distinct choice of `launch_choice`, plain and with all traits."""
     choices = {
         (is_decode, launch_choice(DTYPES[dtype], head_dim, group_size, is_decode))
         for is_decode in (True, False)
@@ -131,7 +131,7 @@ def attention_configurations(dtype: str, head_dim: int) -> Iterator[Configuratio
 def configuration(
     kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str, int]
 ) -> Configuration:
-    """The signature follows from the arguments' names."""
+    """Return the configuration of a kernel, with a signature by the arguments' names."""
     types = POINTERS | dict.fromkeys(TENSORS, f"*{dtype}") | dict.fromkeys(FLOATS, "fp32")
     types |= dict.fromkeys(constexprs, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -139,12 +139,12 @@ def configuration(
 
 
 def odd_arguments(case: Configuration) -> set[str]:
-    """Integers that are not specialised; the others are strides, multiples of 16."""
+    """Return the integer arguments that are not specialised; the others are multiples of 16."""
     return {parameter.name for parameter in case.kernel.params if parameter.do_not_specialize}
 
 
 def wanted_programs(case: Configuration, dtype: str) -> int:
-    """How many programs of a multiprocessor the launch counts on."""
+    """Return the number of programs per multiprocessor that the launch assumes."""
     sizes = case.constexprs
     if case.kernel is prefill_attention_kernel:
         return launch_choice(DTYPES[dtype], sizes["HEAD_DIM"], 1, False).num_resident

@@ -53,7 +53,7 @@ MAY_BE_ODD = ("num_heads", "num_chunks")  # the rest are multiples of 16 in prac
 
 
 def configurations(dtype: str) -> Iterator[Configuration]:
-    """What a model of this dtype can make it launch, at one hidden size and one vocabulary."""
+    """Return what a model of this dtype launches, for one hidden size and one vocabulary."""
     yield from norm_configurations(dtype, block=4096)
     yield configuration(layers.silu_mul_kernel, dtype, BLOCK=layers.SILU_BLOCK)
     yield from chunk_configurations(dtype)
@@ -64,7 +64,7 @@ def configurations(dtype: str) -> Iterator[Configuration]:
 
 
 def other_configurations() -> Iterator[Configuration]:
-    """Of hidden sizes up to 16384, the other VOCABULARIES, and weights' fingerprints."""
+    """Return kernels of hidden sizes up to 16384, the other VOCABULARIES, and fingerprints."""
     for block in (64, 1024, 16_384):
         yield from norm_configurations("bf16", block=block)
     for vocabulary in VOCABULARIES[1:]:
@@ -78,7 +78,9 @@ def other_configurations() -> Iterator[Configuration]:
 
 
 def fingerprint_configurations() -> Iterator[Configuration]:
-    """Of every cast; of more than 2^31 values; of one."""
+    """Return the fingerprint kernel for every cast, for more than 2^31 values, and for
+    one value.
+    """
     kernel = fingerprint.fingerprint_kernel
     for source, dtype in product(("bf16", "fp16", "fp32", "fp64"), fingerprint.TYPES):
         target, bits = fingerprint.TYPES[dtype]
@@ -116,7 +118,7 @@ def chunk_configurations(dtype: str) -> Iterator[Configuration]:
 
 
 def row_configurations(dtype: str, size: int, **ones: int) -> Iterator[Configuration]:
-    """Of a vocabulary of `size`."""
+    """Return the kernels that read a row of a vocabulary of `size`."""
     num_chunks = triton.next_power_of_2(triton.cdiv(size, sampling.CHUNK))
     sizes = {"CHUNK": sampling.CHUNK, "CHUNKS": num_chunks, **ones}
     yield configuration(kernels.draw_kernel, dtype, TRUNCATES=True, **sizes)
@@ -143,7 +145,7 @@ def type_of(parameter: str, dtype: str) -> str:
 
 
 def odd_arguments(case: Configuration) -> set[str]:
-    """Integers that need not be multiples of 16."""
+    """Return the integer arguments that need not be multiples of 16."""
     return {*MAY_BE_ODD, *case.constexprs}
 
 

@@ -1,4 +1,4 @@
-"""What a kernel takes of an H100, read from its compiled code: no device is needed.
+"""Registers and memory that a kernel uses on an H100, read from its compiled code without a device.
 
 `python -m tests.backends.aot_usage` compiles every kernel as a bfloat16 model launches it and
 prints the table of docs/kernels.md. It must run where TRITON_INTERPRET is not set.
@@ -55,7 +55,7 @@ class Usage(NamedTuple):
 
 
 def usage(case: Configuration, odd: set[str]) -> Usage:
-    """Compile as a launch would: integers and pointers not in `odd` are multiples of 16."""
+    """Compile as for a launch in which integers and pointers not in `odd` are multiples of 16."""
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(case.signature.items())
@@ -78,7 +78,7 @@ def _largest(name: str, listing: str) -> int:
 
 
 def num_programs(registers: int, shared: int, warps: int) -> int:
-    """Programs that a multiprocessor of an H100 holds at once."""
+    """Return the number of programs that a multiprocessor of an H100 runs at once."""
     of_warp = -(-registers * 32 // REGISTERS_OF_ALLOCATION) * REGISTERS_OF_ALLOCATION
     return min(
         REGISTERS // of_warp // warps,
@@ -89,7 +89,7 @@ def num_programs(registers: int, shared: int, warps: int) -> int:
 
 
 def table(cases: Iterator[tuple[Configuration, set[str]]]) -> Iterator[str]:
-    """Rows of a table in Markdown."""
+    """Yield the rows of a table in Markdown."""
     yield "| kernel | compiled for | warps | registers | spills | shared memory | programs per SM |"
     yield "|---|---|---:|---:|---:|---:|---:|"
     for case, odd in cases:

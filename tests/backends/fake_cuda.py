@@ -22,7 +22,7 @@ from tests.backends.fake_driver import INVALID_VALUE, FakeDriverLibrary
 
 
 class FakeFunction:
-    """One C function: notes its arguments as plain Python values, then returns its error code."""
+    """A C function that records its arguments as Python values and returns its error code."""
 
     def __init__(self, library: FakeCudart, name: str) -> None:
         self._library, self._name = library, name
@@ -33,7 +33,7 @@ class FakeFunction:
 
 
 class FakeCudart:
-    """What ctypes.CDLL("libcudart.so") offers. `calls` has every call but the queries."""
+    """Stands for ctypes.CDLL("libcudart.so"). `calls` records every call except queries."""
 
     def __init__(self, version: int = 13000) -> None:
         self._version = version
@@ -104,7 +104,7 @@ def plain(argument: Any) -> Any:
 
 
 class FakeRuntime(CudaRuntime):
-    """CudaRuntime over a FakeCudart; `free` and `allocated` are what would be reported."""
+    """CudaRuntime over a FakeCudart; `free` and `allocated` are the bytes that it reports."""
 
     def __init__(self, library: FakeCudart | None = None) -> None:
         self.library = library or FakeCudart()
@@ -140,7 +140,7 @@ class FakeRuntime(CudaRuntime):
 
 
 class FakeSaver:
-    """torch_memory_saver.torch_memory_saver; an assertion fails where that ends the process."""
+    """Stands for torch_memory_saver: an assertion fails where the package would end the process."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []

@@ -41,7 +41,7 @@ MEMORY_KINDS: dict[str, Callable[[FakeRuntime], MemoryBackend]] = {
 
 
 class FakeDevice:
-    """Makes the backends of engines; `runtime` counts its memory, `graphs` are each engine's."""
+    """Makes the engines' backends. `runtime` counts memory; `graphs` has one entry per engine."""
 
     def __init__(self) -> None:
         self.runtime = FakeRuntime()
@@ -82,7 +82,7 @@ class FakeDevice:
 
 @contextmanager
 def fake_device() -> Iterator[FakeDevice]:
-    """Give engines of `device="cuda"` a fake one meanwhile."""
+    """Give engines with `device="cuda"` a fake device while entered."""
     device = FakeDevice()
 
     def backend_of(config: InferenceConfig, *given: Any) -> Backend:

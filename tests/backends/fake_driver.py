@@ -15,13 +15,13 @@ LOST = 0xA5  # what memory holds that has come anew
 
 
 class FreeBytes(Protocol):
-    """Who counts the device's free memory."""
+    """An object that counts the device's free memory."""
 
     free: int
 
 
 class FakeDriverLibrary:
-    """What ctypes.CDLL("libcuda.so.1") offers. Memory is taken from `runtime.free`.
+    """Stands for ctypes.CDLL("libcuda.so.1"). Memory is taken from `runtime.free`.
 
     `fails`: error codes by function. `calls`: names of all calls. What the real one would answer
     with an error is one here; what would crash a kernel is not seen.

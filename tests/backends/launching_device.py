@@ -184,7 +184,7 @@ def _is_cuda(device: Any) -> bool:
 
 @contextmanager
 def launching_device(recorder: Recorder, *, computes: bool = True) -> Iterator[None]:
-    """Engines with device="cuda" that are built meanwhile launch as on a device."""
+    """Make engines with device="cuda" that are built while entered launch as on a device."""
 
     def cuda_backend(memory_kind: str, **config: Any) -> Backend:
         return launching_backend(recorder, memory_kind, computes=computes, **config)
@@ -200,7 +200,7 @@ def launching_device(recorder: Recorder, *, computes: bool = True) -> Iterator[N
 
 
 def run_captured_steps_again(module: Any) -> None:
-    """A trainer of tests whose own steps would be captured computes them anew each time."""
+    """Make a test's trainer compute its steps each time instead of replaying captured ones."""
     trainer = getattr(module, "Trainer", None)
     if isinstance(trainer, type) and hasattr(trainer, "_captured"):
         trainer._captured = lambda self: self._step

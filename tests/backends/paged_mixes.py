@@ -52,7 +52,7 @@ class Mix:
 
 
 def projection(mix: Mix, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V as views of one tensor."""
+    """Return Q, K and V as views of one tensor."""
     sizes = [mix.group_size * mix.num_kv_heads, mix.num_kv_heads, mix.num_kv_heads]
     generator = torch.Generator().manual_seed(mix.seed)
     fused = torch.randn(num_tokens, sum(sizes), mix.head_dim, generator=generator)
@@ -61,7 +61,7 @@ def projection(mix: Mix, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def build(mix: Mix) -> ForwardBatch:
-    """The batch without padding tokens; `kv` is token-major, random in contexts, NaN elsewhere."""
+    """Return the batch without padding tokens; `kv` is random in contexts and NaN elsewhere."""
     generator = torch.Generator().manual_seed(mix.seed + 1)
     rows, first_padding = mix.rows, len(mix.decode)
     counts = [-(-context_len // mix.block_size) for context_len, _ in rows]

@@ -1,6 +1,6 @@
-"""RepeatingDevice: stands for CUDA's graphs and streams on a machine without; nothing else is fake.
+"""RepeatingDevice: stands for CUDA's graphs and streams on a machine without a GPU.
 
-And an engine that runs on it.
+Nothing else is fake. `graph_engine` makes an engine that runs on it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RepeatingDevice:
 
 
 def _tensors(ran: Ran) -> list[Tensor]:
-    """All that a captured step leaves."""
+    """Return all tensors that a captured step writes."""
     found = [ran.hidden_LE]
     map_arrays(ran.result, found.append)
     return found
@@ -144,7 +144,10 @@ def graph_engine(
     memory: MemoryBackend | None = None,
     **config: Any,
 ) -> tuple[DynamicInferenceEngine, GraphExecutor, RepeatingDevice]:
-    """An engine whose steps are captured and replayed; `monkeypatch` gives it its backend."""
+    """Return an engine whose steps are captured and replayed, its executor and its device.
+
+    `monkeypatch` replaces the engine's backend.
+    """
     device = RepeatingDevice()
     made: list[GraphExecutor] = []
 

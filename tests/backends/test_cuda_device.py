@@ -1,4 +1,4 @@
-"""CudaDeviceMemory without a GPU: what it reports, and its refusals.
+"""CudaDeviceMemory without a GPU: the bytes that it reports, and its errors.
 
 The contract suites run it on a GPU.
 """

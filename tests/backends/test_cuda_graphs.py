@@ -1,4 +1,4 @@
-"""CudaGraphs against torch's rules for pools of graphs, which `fake_graphs` has.
+"""CudaGraphs against torch's rules for memory pools of graphs, as fake_graphs.py implements them.
 
 Engines capture on a GPU in `make gpu-check`.
 """
@@ -83,7 +83,7 @@ def test_a_captured_graph_outlives_its_device() -> None:
 
 
 def failing_in_capture(cuda: FakeTorchCuda, fail: Callable[[], object]) -> Callable[[], Any]:
-    """A program that calls `fail` where it is captured, and has taken its memory by then."""
+    """Return a program that allocates memory and then, if it is being captured, calls `fail`."""
     program = program_on(cuda)
 
     def failing() -> StepOutput[Any]:
@@ -169,7 +169,9 @@ def test_a_program_that_fails_before_its_capture_raises_its_own_error() -> None:
 
 
 class Waiting:
-    """In a cycle, so that only the collector finds it; waits for the device when it is found."""
+    """An object in a cycle, found only by the garbage collector; its finalizer waits for the
+    device.
+    """
 
     def __init__(self, cuda: FakeTorchCuda) -> None:
         self._cuda, self._self = cuda, self

@@ -44,9 +44,7 @@ def test_cuda_12_takes_device_numbers() -> None:
 
 
 @pytest.mark.parametrize(("code", "error"), [(OUT_OF_MEMORY, MemoryError), (700, RuntimeError)])
-def test_a_failed_call_names_itself_and_leaves_no_error_for_torch(
-    code: int, error: type[Exception]
-) -> None:
+def test_cudart_error_names_the_function_and_is_cleared(code: int, error: type[Exception]) -> None:
     library = FakeCudart()
     library.fails["cudaHostRegister"] = code
     with pytest.raises(error, match=rf"cudaHostRegister failed: made up \(error {code}\)"):
@@ -78,11 +76,11 @@ class Refusing(FakeRuntime):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_machine_without_cuda_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device='cuda:1' is not there.*no CUDA device"):
+    with pytest.raises(ConfigError, match=r"device='cuda:1' is not available.*no CUDA device"):
         CudaRuntime(torch.device("cuda:1"))
 
 
-def test_exported_memory_is_one_for_all_who_open_it(runtime: FakeRuntime) -> None:
+def test_exported_tensor_is_shared_with_processes_that_open_it(runtime: FakeRuntime) -> None:
     exported_N, handle = runtime.exported_tensor(100)
     assert len(handle) == 64
     opened_N = runtime.opened_tensor(handle, 100)

@@ -1,4 +1,6 @@
-"""An engine in a trainer's process: what the trainer has made torch's defaults changes nothing."""
+"""An engine in a trainer's process does not depend on torch's defaults, which the
+trainer may set.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def generated(model: CausalLM) -> list[tuple[list[int], list[float], list[float]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 12], ids=["in one call", "layer by layer"])
-def test_another_default_dtype_changes_no_token_and_no_log_prob(
+def test_torchs_default_dtype_changes_no_token_and_no_log_prob(
     head_dim: int, dtype: torch.dtype
 ) -> None:
     model, same = (tiny_model("qwen3", seed=1, head_dim=head_dim) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Which device an engine runs on: by name, by thread, and among the engines of a fleet."""
+"""The device that an engine runs on: by name, in any thread, and among the engines of a fleet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
 @pytest.fixture
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """A machine that seems to have four. The indices that backends were made for."""
+    """Make torch report four devices. Returns the indices for which backends were made."""
     asked: list[int | None] = []
     module: Any = ModuleType("rollout.backends.cuda.backend")
 
@@ -75,12 +75,12 @@ def test_ranks_take_the_devices_from_the_named_one_on(
         ("tpu", r"device='tpu' does not exist; use 'auto', 'cpu', 'cuda'"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused_with_the_remedy(name: str, message: str) -> None:
+def test_an_unavailable_device_is_refused_with_the_remedy(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         create_backend(InferenceConfig(device=name), ONE_RANK)
 
 
-def test_a_named_device_need_not_be_there_to_be_understood() -> None:
+def test_parse_device_does_not_need_the_device() -> None:
     assert parse_device("cuda:7") == ("cuda", 7)
     assert parse_device("cuda") == ("cuda", None)
     assert needs_gpu(InferenceConfig(device="cuda"))
@@ -140,10 +140,10 @@ def test_the_local_launcher_gives_each_engine_its_own(monkeypatch: pytest.Monkey
 # ---- threads
 
 
-def test_whatever_thread_steps_or_stages_launches_on_the_engines_device(
+def test_any_thread_that_steps_or_stages_launches_on_the_engines_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread begins with device 0, and a trainer's has its own."""
+    """A new thread's current device is 0, and a trainer may set its own."""
     is_current = False
     launched: list[bool] = []
 

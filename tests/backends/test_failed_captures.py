@@ -50,7 +50,7 @@ def model() -> Any:
 
 
 def failing_at(numbers: set[int], device: RepeatingDevice) -> Callable[[], None]:
-    """Invalidates the captures of these numbers, from 0."""
+    """Return a function that invalidates the captures with these indices."""
     num_captures = 0
 
     def fail() -> None:
@@ -92,7 +92,7 @@ def test_a_shape_that_cannot_be_captured_runs_eagerly_and_the_first_error_is_log
     assert device.cuda.fatal == []
 
 
-def test_an_engine_that_can_capture_nothing_tries_thrice_and_goes_on(
+def test_after_three_failed_captures_no_more_are_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, executor, device = graph_engine(monkeypatch, model(), graph_shapes=GRAPH_SHAPES)
@@ -130,7 +130,7 @@ def test_a_suspend_keeps_the_graphs_beside_a_failed_capture(
 def test_a_step_whose_program_fails_before_its_capture_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory may be short for once: that says nothing of the shape."""
+    """Memory may be short once, which says nothing about the shape."""
     engine, _, device = graph_engine(monkeypatch, model(), graph_shapes=GRAPH_SHAPES)
     product, num_calls = device.cuda.product, 0
 
@@ -150,7 +150,7 @@ def test_a_step_whose_program_fails_before_its_capture_is_tried_again(
 
 
 def decode_step(token_ids: list[int]) -> StepInputs[Any]:
-    """Rows that decode one of these tokens each, greedily."""
+    """Return a step whose rows decode one of these tokens each, greedily."""
     num_rows = len(token_ids)
     sizes = {"T": num_rows, "R": num_rows, "E": num_rows + 1, "L": num_rows, "S": num_rows, "P": 0}
     arrays: dict[str, Any] = {
@@ -214,13 +214,13 @@ def test_all_ranks_run_eagerly_what_one_rank_cannot_capture(
     with caplog.at_level(logging.WARNING):
         own, other = on_ranks(2, work)
     assert own == other == ([[10, 12, 14], [6], [18, 16, 14], [4]], 1, 2)
-    assert caplog.text.count("is not captured on all ranks") == 2
+    assert caplog.text.count("was not captured on all ranks") == 2
     errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert errors == [FIRST_ERROR]
 
 
 @pytest.mark.parametrize("error", [LockstepError("made up"), CollectiveAbortedError()])
-def test_a_rank_that_is_lost_in_a_capture_is_no_failed_capture(error: Exception) -> None:
+def test_a_lost_rank_during_a_capture_is_raised_and_not_a_failed_capture(error: Exception) -> None:
     device = RepeatingDevice()
 
     def fail() -> None:

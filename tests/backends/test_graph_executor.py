@@ -62,7 +62,7 @@ SHAPES = (*GRAPH_SHAPES.decode, *GRAPH_SHAPES.mixed)
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepInputs[Any]:
-    """Random numbers everywhere; only the structure of a step is that of a real one.
+    """Draw a step with the structure of a real one and random numbers everywhere.
 
     Some score the tokens of their prompts, some want a top-n of some samples.
     """
@@ -118,7 +118,7 @@ def steps(draw: st.DrawFn) -> StepInputs[Any]:
 
 
 class Fingerprint:
-    """A program whose results are numbers of all that they should be made of."""
+    """A program whose results are hashes of all inputs that they depend on."""
 
     def __init__(self) -> None:
         self.num_drawn: list[int] = []
@@ -186,7 +186,7 @@ def test_a_padded_step_gives_each_sample_what_the_exact_step_gives(
 
 
 def assert_same(result: StepOutput, right: StepOutput, asks_more_S: Any) -> None:
-    """The same everywhere, save for the top-n and ranks of samples that do not want them."""
+    """Compare all results, except top-n and ranks of samples that do not want them."""
     left, wanted = asdict(result), asdict(right)
     for name in ("ranks_S", "top_ids_SN", "top_logprobs_SN"):
         for samples in (left["samples"], wanted["samples"]):
@@ -197,7 +197,7 @@ def assert_same(result: StepOutput, right: StepOutput, asks_more_S: Any) -> None
 
 @given(inputs=steps())
 @settings(max_examples=scaled(30))
-def test_behind_a_replay_only_the_samples_that_want_more_are_drawn_again(
+def test_after_a_replay_only_samples_that_want_more_are_drawn_again(
     inputs: StepInputs[Any],
 ) -> None:
     device, program = RepeatingDevice(), Fingerprint()
@@ -212,7 +212,7 @@ def test_behind_a_replay_only_the_samples_that_want_more_are_drawn_again(
 
 
 @given(num_graphs=st.integers(0, 70), max_rows=st.integers(1, 2000), max_mixed=st.integers(0, 40))
-def test_a_ladder_reaches_the_largest_step_within_its_number_of_graphs(
+def test_graph_shapes_reach_the_largest_step_within_their_number(
     num_graphs: int, max_rows: int, max_mixed: int
 ) -> None:
     graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed)
@@ -380,7 +380,7 @@ def test_a_request_that_asks_for_more_leaves_the_batch_in_its_graphs(
 
 
 def assert_close(left: Any, right: Any) -> None:
-    """Equal but for rounding: numbers, lists of them, dictionaries of top-n."""
+    """Compare numbers, lists of numbers and dictionaries of top-n, up to rounding."""
     if isinstance(right, list) and right and isinstance(right[0], dict):
         for a, b in zip(left, right, strict=True):
             assert a.keys() == b.keys()
@@ -437,7 +437,7 @@ def test_an_engine_warms_up_between_two_steps_but_not_while_suspended(
 
 
 class WanderingMemory(DeviceMemory):
-    """Never comes back to where it was."""
+    """Memory whose buffers have another address after each restore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,9 @@ class WanderingMemory(DeviceMemory):
 def captures_over_cycles(
     monkeypatch: pytest.MonkeyPatch, memory: MemoryBackend, mode: str, num_cycles: int
 ) -> list[int]:
-    """Captures before each of the cycles of suspend, update and resume, and at the end."""
+    """Return the number of captures before each cycle of suspend, update and resume, and at the
+    end.
+    """
     trained = tiny_model("qwen3", seed=8)
     engine, executor, device = graph_engine(
         monkeypatch, trained, memory=memory, kv_cache_management_mode=mode
@@ -488,7 +490,7 @@ def test_graphs_outlive_20_suspends_where_addresses_stay(
     assert captures == [len(SHAPES)] * 21
 
 
-def test_graphs_are_made_anew_where_memory_came_back_elsewhere(
+def test_graphs_are_captured_again_if_memory_has_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     captures = captures_over_cycles(monkeypatch, WanderingMemory(), "offload", 3)

@@ -1,4 +1,4 @@
-"""Bytes cross a group of torch.distributed as they are, and nothing that arrives is unpickled."""
+"""all_gather_bytes and broadcast_bytes transfer bytes unchanged, and unpickle nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def be_rank_0(path: Path, trap: Path, pipe: Any) -> None:
 
 @pytest.fixture
 def rank_1(tmp_path: Path) -> Iterator[tuple[TrainerRanks, Any]]:
-    """This process, and the line on which rank 0 says whether all was right."""
+    """Return this process's rank, and the pipe on which rank 0 reports success."""
     here, there = PROCESSES.Pipe()
     arguments = (tmp_path / "store", tmp_path / "trap", there)
     process = PROCESSES.Process(target=be_rank_0, args=arguments)

@@ -1,4 +1,4 @@
-"""Memory and CPUs as cgroups limit them, read from a tree of files like the system's."""
+"""memory_limit_bytes and num_usable_cpus, read from a tree of files like the system's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Machine = Callable[[dict[str, str]], Path]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine with 8 CPUs whose /proc and /sys hold the given files."""
+    """Return a function that makes a machine with 8 CPUs and the given files in /proc and /sys."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
     def make(files: dict[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""MemorySaverMemory against a fake torch_memory_saver, which is as strict as the real one.
+"""MemorySaverMemory against a fake torch_memory_saver, which is as strict as the package.
 
 The contract suites run it on a GPU.
 """
@@ -32,7 +32,7 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> FakeSaver:
     return saver
 
 
-def test_the_saver_pauses_and_resumes_by_buffer(runtime: FakeRuntime, saver: FakeSaver) -> None:
+def test_memory_saver_pauses_and_resumes_by_buffer(runtime: FakeRuntime, saver: FakeSaver) -> None:
     memory = MemorySaverMemory(runtime)
     buffer = memory.allocate("kv_cache", 100)
     memory.allocate("weights", 50)
@@ -45,7 +45,7 @@ def test_the_saver_pauses_and_resumes_by_buffer(runtime: FakeRuntime, saver: Fak
     assert tags[0].startswith("kv_cache-")
 
 
-def test_two_savers_share_no_tag(runtime: FakeRuntime, saver: FakeSaver) -> None:
+def test_two_memory_savers_share_no_tag(runtime: FakeRuntime, saver: FakeSaver) -> None:
     first, second = MemorySaverMemory(runtime), MemorySaverMemory(runtime)
     first.allocate("a", 10)
     second.allocate("a", 10)
@@ -53,7 +53,7 @@ def test_two_savers_share_no_tag(runtime: FakeRuntime, saver: FakeSaver) -> None
     assert list(saver.active.values()) == [False, True]
 
 
-def test_the_saver_is_asked_only_for_memory_that_is_there(
+def test_memory_saver_refuses_buffers_larger_than_free_memory(
     runtime: FakeRuntime, saver: FakeSaver
 ) -> None:
     memory = MemorySaverMemory(runtime)
@@ -110,7 +110,7 @@ def test_expandable_segments_are_refused_with_the_remedy(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(ConfigError, match=rf"{variable}=.*take expandable_segments out"):
+    with pytest.raises(ConfigError, match=rf"{variable}=.*remove expandable_segments"):
         MemorySaverMemory(runtime)
     monkeypatch.setenv(variable, "expandable_segments:False")
     MemorySaverMemory(runtime)
@@ -139,14 +139,14 @@ print("torch_memory_saver" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "device='cuda' is not there: torch sees no CUDA device",
+        "device='cuda' is not available: torch sees no CUDA device",
         "False",
     ], done.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("last", ["", "memory.release('a')", "memory = None"])
-def test_a_process_that_used_the_saver_ends_well(last: str) -> None:
+def test_a_process_that_used_the_memory_saver_exits_with_0(last: str) -> None:
     program = f"""
 import torch
 from rollout.backends.cuda.runtime import CudaRuntime

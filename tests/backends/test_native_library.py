@@ -1,4 +1,4 @@
-"""The compiled kernels: built once, kept privately, and done without where they cannot be had."""
+"""load_library: kernels are compiled once, kept in a private folder, and optional."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def last_line(caplog: pytest.LogCaptureFixture) -> str:
     return caplog.records[-1].getMessage()
 
 
-def test_kernels_are_compiled_once_and_then_loaded(
+def test_load_library_compiles_once_and_then_loads(
     cache_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -61,7 +61,7 @@ def test_a_backend_uses_the_kernels() -> None:
     assert isinstance(backend.attention, NativePagedAttention)
 
 
-def test_the_switch_turns_to_torch(
+def test_rollout_native_0_turns_to_torch_without_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -71,9 +71,10 @@ def test_the_switch_turns_to_torch(
     assert type(backend.ops) is CpuOps
     assert type(backend.attention) is TorchSdpaAttention
     assert "ROLLOUT_NATIVE=0" in last_line(caplog)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_no_compiler_means_torch(
+def test_load_library_without_a_compiler_warns_and_returns_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -81,10 +82,13 @@ def test_no_compiler_means_torch(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     assert load_library() is None
-    assert "no C compiler" in last_line(caplog)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no C compiler found: install gcc" in record.getMessage()
+    assert "slower" in record.getMessage()
 
 
-def test_a_compiler_that_fails_means_torch_and_leaves_nothing(
+def test_load_library_with_a_failing_compiler_warns_and_leaves_no_file(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "false")
@@ -93,7 +97,7 @@ def test_a_compiler_that_fails_means_torch_and_leaves_nothing(
     assert not list((cache_home / "rollout" / "native").iterdir())
 
 
-def test_a_cache_that_others_can_write_is_not_used(cache_home: Path) -> None:
+def test_load_library_ignores_a_cache_that_others_can_write(cache_home: Path) -> None:
     shared = cache_home / "rollout" / "native"
     shared.mkdir(parents=True)
     shared.chmod(0o777)
@@ -101,7 +105,7 @@ def test_a_cache_that_others_can_write_is_not_used(cache_home: Path) -> None:
     assert not list(shared.iterdir())
 
 
-def test_work_is_split_over_torchs_threads_without_gap_or_overlap() -> None:
+def test_kernels_split_covers_all_items_once() -> None:
     compiled = kernels()
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -33,7 +33,7 @@ def factors(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Te
 
 @pytest.fixture
 def device_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's product with float32 sums as a CUDA device has it, on the CPU."""
+    """Replace torch's product with float32 sums, which only CUDA has, by one on the CPU."""
     plain = torch.mm
 
     def mm(x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
@@ -101,7 +101,7 @@ def test_a_devices_logits_are_within_the_rounding_of_float32_sums(dtype: torch.d
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 )
 def test_norms_are_rounded_once_after_float32(dtype: torch.dtype) -> None:
-    """Half a unit in the last place of the result, and of the sum before it."""
+    """The bound is half a unit in the last place of the result, and of the sum before it."""
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(1)
     x, residual = ((torch.randn(5, 1000, generator=generator) * 3).to(dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""PinnedHostArena against a fake runtime: what is locked is mapped, and unlocked in time.
+"""PinnedHostArena against a fake runtime: locked memory is mapped, and unlocked before unmapping.
 
 The contract suites run it on a GPU.
 """
@@ -33,7 +33,7 @@ def test_an_arena_has_whole_chunks_and_locks_each_page_once(runtime: FakeRuntime
     assert arena.num_bytes == 12288
 
 
-def test_an_arena_that_grows_is_locked_anew_as_one_range(runtime: FakeRuntime) -> None:
+def test_pinned_arena_that_grows_is_locked_again_as_one_range(runtime: FakeRuntime) -> None:
     """CUDA refuses a copy that reaches from one locked range into the next with
     cudaErrorInvalidValue, however close they lie.
     """
@@ -49,7 +49,7 @@ def test_an_arena_that_grows_is_locked_anew_as_one_range(runtime: FakeRuntime) -
     assert runtime.library.registered == {second: 16384}
 
 
-def test_an_arena_that_grows_a_thousand_times_is_locked_anew_a_few_times(
+def test_pinned_arena_that_grows_often_is_locked_again_rarely(
     runtime: FakeRuntime,
 ) -> None:
     arena = PinnedHostArena(runtime, chunk_bytes=4096)
@@ -91,7 +91,7 @@ def test_a_dropped_arena_unlocks_its_pages(runtime: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, 700])
-def test_pages_that_cannot_be_locked_are_a_config_error_and_are_gone(
+def test_pinned_arena_raises_config_error_and_frees_pages_that_cannot_be_locked(
     runtime: FakeRuntime, code: int
 ) -> None:
     arena = PinnedHostArena(runtime)
@@ -140,7 +140,7 @@ def test_torch_sees_the_arena_as_pinned() -> None:
 
 
 @pytest.mark.gpu
-def test_bytes_travel_through_the_arena_and_back() -> None:
+def test_a_device_copies_to_and_from_the_pinned_arena() -> None:
     arena = PinnedHostArena(CudaRuntime(torch.device("cuda")))
     arena.reserve(100 << 20)  # then it grows, over what was the edge of the locked range
     source = torch.randint(0, 256, (200 << 20,), dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""ProductRule: which product serves which weight and number of rows."""
+"""ProductRule: the product that it chooses for each weight and number of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_KERNELS: Any = None  # products that are chosen but never called
 
 
 def machine(*units: int, lanes: tuple[int, ...] = (16, 8)) -> list[Product]:
-    """The products of a machine whose processor has these vectors and units of pairs."""
+    """Return the products of a processor with these vector widths and units (DOT, AMX)."""
     vectors = [NativeProduct(NO_KERNELS, number) for number in lanes]
     return [PLAIN, OneDnnProduct(), *vectors, *(NativeProduct(NO_KERNELS, 16, u) for u in units)]
 
@@ -42,7 +42,7 @@ def names(rule: ProductRule, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -
 
 
 class PackedProduct(Product):
-    """Keeps a clone as its packed copy, and multiplies with that."""
+    """A product whose packed copy is a clone of the weight."""
 
     name = kind = layout = "tiled"
 
@@ -137,7 +137,7 @@ def test_torch_takes_experts_with_many_tokens_where_it_has_units_of_pairs(
     assert [rule.experts_by_kernel(dtype, number) for number in (16, 17)] == expected
 
 
-def test_a_handle_is_plain_until_it_is_tuned_and_then_follows_its_weight() -> None:
+def test_linear_handle_is_plain_until_choose_products_and_then_follows_its_weight() -> None:
     product = PackedProduct()
     ops = CpuOps(ProductRule([PLAIN, product], "tiled"))
     weight, x = WEIGHT.clone(), torch.ones(3, 32)

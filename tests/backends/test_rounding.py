@@ -1,8 +1,7 @@
 """Norms and the rotary embedding are rounded as the family's own modules in Transformers round.
 
-Bit for bit: what is rounded where decides these numbers, and nothing else. Triton's interpreter
-rounds to float16 as a device does, but cuts numbers off to bfloat16: its kernels are compared in
-float16 there, the reference in both.
+Results must be equal bit for bit. Triton's interpreter rounds to float16 as a device does, but
+truncates to bfloat16: there the kernels are compared in float16, and the reference in both.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ KERNEL_FAMILIES = ["llama", "gemma", "olmo2", "cohere2", "qwen3", "gemma3_text"]
 
 @cache
 def case(family: str) -> tuple[ModelSpec, nn.Module, Any]:
-    """The spec, the model of Transformers, and the Python module that defines it."""
+    """Return the spec, the model of Transformers, and the Python module that defines it."""
     model = family_model(family, seed=3)
     spec = ModelSpec.from_hf_config(model.config.to_dict())
     return spec, model.model, importlib.import_module(type(model).__module__)
@@ -49,7 +48,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def trainers_norm(family: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    """A norm of the family with random weights, and the weights with their offset."""
+    """Return a norm of the family with random weights, and the weights plus their offset."""
     spec, model, _ = case(family)
     norm = type(model.norm)(64, eps=spec.rms_norm_eps)
     norm.weight.data = drawn(64, seed=1, dtype=dtype)
@@ -58,7 +57,7 @@ def trainers_norm(family: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 
 
 def trainers_rotation(family: str, q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
-    """The heads as the family's own code turns them, in the order of dims that ours has."""
+    """Return the heads as the family's own code rotates them, in our order of dims."""
     spec, model, code = case(family)
     positions = torch.arange(NUM_TOKENS)[None] + 3
     embedding = model.rotary_emb
@@ -80,7 +79,7 @@ def order_of(family: str, spec: ModelSpec) -> Tensor | None:
 
 
 def heads(family: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Rotation]:
-    """Query and key heads as a projection leaves them, and their rotation."""
+    """Return query and key heads as views of a projection, and their rotation."""
     spec, model, _ = case(family)
     q_THD, k_TGD = (
         drawn(NUM_TOKENS, num, spec.head_dim, seed=num, dtype=dtype) for num in (NUM_HEADS, 2)
@@ -98,7 +97,7 @@ def heads(family: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Rotation]:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", NORMED)
-def test_a_norm_is_that_of_the_familys_trainers(family: str, dtype: torch.dtype) -> None:
+def test_a_norm_rounds_like_the_familys_trainers(family: str, dtype: torch.dtype) -> None:
     spec = case(family)[0]
     norm, weight = trainers_norm(family, dtype)
     x = drawn(NUM_TOKENS, 64, seed=2, dtype=dtype)
@@ -112,7 +111,7 @@ def test_a_norm_is_that_of_the_familys_trainers(family: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_rotation_is_that_of_the_familys_trainers(family: str, dtype: torch.dtype) -> None:
+def test_a_rotation_rounds_like_the_familys_trainers(family: str, dtype: torch.dtype) -> None:
     q_THD, k_TGD, rotation = heads(family, dtype)
     expected = trainers_rotation(family, q_THD, k_TGD)
     order_D = order_of(family, case(family)[0])
@@ -155,7 +154,7 @@ def test_kernels_round_norms_as_the_familys_trainers(family: str) -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("family", KERNEL_FAMILIES)
 def test_the_kernel_before_attention_rounds_as_the_familys_trainers(family: str) -> None:
-    """Norms of heads where the family has them, then the rotation; the cache gets the keys."""
+    """append_kv norms heads if the family does, then rotates them; the cache gets the keys."""
     pytest.importorskip("triton")
     from rollout.backends.cuda.append import append_kv
 

@@ -40,7 +40,7 @@ def digest_of(march: str, **environment: str) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif("fma" not in processor_flags(), reason="the processor is below x86-64-v3")
 def test_every_build_of_the_kernels_gives_the_same_tokens_and_logprobs() -> None:
-    """On x86-64-v3, torch's own kernels are those of such a processor as well."""
+    """On x86-64-v3, torch also uses its own kernels for such a processor."""
     digests = {
         "native": digest_of("native"),
         "x86-64-v3": digest_of("x86-64-v3", ATEN_CPU_CAPABILITY="avx2"),

@@ -1,4 +1,4 @@
-"""create_backend: what it picks, and what it refuses by name."""
+"""create_backend: the backend that it chooses, and the fields that it refuses by name."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_field_without_effect_on_cpu_is_refused_by_name(field: str, value: obj
 
 @pytest.fixture
 def asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What `cuda_backend` is called with, on a machine that seems to have a device."""
+    """Return the arguments with which `cuda_backend` is called, where torch reports a device."""
     calls: list[dict[str, Any]] = []
     module: Any = ModuleType("rollout.backends.cuda.backend")
 
@@ -192,7 +192,7 @@ def test_fields_of_cuda_reach_its_backend(
         ({"unified_memory_level": 1, "memory_kind": "device"}, "contradicts memory_kind='device'"),
     ],
 )
-def test_what_cuda_cannot_honour_is_refused_by_name(
+def test_fields_that_cuda_does_not_support_are_refused_by_name(
     asked_of_cuda: list[dict[str, Any]], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -201,14 +201,14 @@ def test_what_cuda_cannot_honour_is_refused_by_name(
 
 
 def test_an_engine_on_a_cpu_imports_neither_triton_nor_the_memory_saver() -> None:
-    """The models of transformers would: their torch._dynamo looks for Triton by importing it."""
+    """Models of transformers would: torch._dynamo looks for Triton by importing it."""
     program = """
 import sys
 import torch
 before = set(sys.modules)
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.models import CausalLM
-from tests.walks.memory_probe import SPEC
+from tests.scenarios.memory_probe import SPEC
 config = InferenceConfig(device="cpu", buffer_size_gb=0.01, max_sequence_length=512)
 engine = DynamicInferenceEngine.from_model(CausalLM.random(SPEC), config)
 engine.add_request([1, 2, 3], SamplingParams(num_tokens_to_generate=3))

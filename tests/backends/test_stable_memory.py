@@ -1,4 +1,4 @@
-"""What holds for every memory kind of a GPU that keeps its addresses.
+"""Properties of every memory kind of a GPU that keeps its addresses.
 
 The contract suites run it on a GPU.
 """

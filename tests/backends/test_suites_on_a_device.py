@@ -1,4 +1,4 @@
-"""Suites that also run where there is a device are about what they say they are."""
+"""The test suite's own helpers use the intended device on a machine with a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Suspends of an engine whose graphs and memory obey CUDA's rules: what is captured, what is kept.
+"""Suspends of an engine on a fake CUDA device: the graphs captured again, and the memory kept.
 
-Steps are computed on the host. `tests/walks/test_on_a_device.py` does the same on a GPU.
+Steps are computed on the host. `tests/scenarios/test_on_a_device.py` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def model() -> Any:
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_suspends_capture_again_only_what_has_moved(
+def test_three_suspends_capture_again_only_graphs_of_moved_memory(
     monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_memory_saver", FakeSaver().as_module())
@@ -84,10 +84,10 @@ def test_three_suspends_capture_again_only_what_has_moved(
     margins.check()
 
 
-def test_a_suspend_leaves_nothing_but_what_its_report_lists(
+def test_a_suspend_leaves_only_the_memory_in_its_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """KV and weights are the fake driver's, all else is counted as it is allocated."""
+    """The fake driver counts KV and weights; all other memory is counted as it is allocated."""
     runtime = FakeRuntime()
     total = runtime.free
     with DeviceBytes("cpu") as device_bytes:

@@ -1,4 +1,4 @@
-"""What Triton's attention owes beyond the contract: padding, splits, groups, capture, compilation.
+"""TritonPagedAttention beyond the contract suite: padding, splits, groups, capture, compilation.
 
 Against ReferenceAttention, 2e-5 in float32. Interpreted without a GPU, a second per example.
 """
@@ -69,7 +69,7 @@ mixes = st.builds(
 def assert_as_the_reference(
     mix: Mix, num_programs: int | None, traits: AttentionTraits = PLAIN
 ) -> None:
-    """Outputs of real tokens and all cached K and V but those of the scratch block."""
+    """Compare outputs of real tokens, and cached K and V of all blocks but the scratch block."""
     num_tokens = mix.num_tokens
     q, k, v = projection(mix, num_tokens + mix.num_padding_tokens)
     batch = build(mix)
@@ -90,7 +90,7 @@ def assert_as_the_reference(
 @given(mix=mixes, how=st.sampled_from([(None, 8), (1, 0), (2, 0), (5, 0), (40, 8), (40, 0)]))
 @settings(max_examples=scaled(14))
 def test_padding_and_host_arrays_do_not_matter(mix: Mix, how: tuple[int | None, int]) -> None:
-    """Contexts of prompts are cut as soon as that gains anything, or not at all."""
+    """Contexts of prompts are cut as early as possible, or never."""
     num_programs, worth = how
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_plan, "WORTH_CUTTING", worth)
@@ -232,7 +232,7 @@ def test_append_kv_is_norm_rotation_and_copy(
 def rotation_of(
     turn: str, num_tokens: int, head_dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Rotation | None:
-    """Cosines and sines of random angles, unequal in the two halves so that a mix-up shows."""
+    """Return cosines and sines of random angles that differ in the two halves."""
     if turn == "none":
         return None
     angles = torch.rand(num_tokens, head_dim, generator=generator).to(HOME) * 6

@@ -1,4 +1,4 @@
-"""copy_tokens: written tokens alone arrive in the copies, and nothing else changes."""
+"""copy_tokens copies written tokens alone, and changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole engine on Triton's kernels and captured steps gives the trainer's model's tokens.
+"""An engine on Triton's kernels and captured steps gives the tokens of the trainer's model.
 
 Interpreted without a GPU, with stand-ins for CUDA's graphs and streams and for nothing else.
 """

@@ -1,4 +1,4 @@
-"""What the Triton kernels owe beyond the contract: chunk edges, large sizes, capture, compiling."""
+"""TritonOps beyond the contract suite: chunk edges, large sizes, capture, compilation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def random_logits(num_rows: int, vocabulary: int, seed: int, scale: float = 3.0)
 def assert_sampled_as_by_torch(
     logits: Tensor, rows: list[Draw], result: SampleResult[Tensor]
 ) -> None:
-    """The same tokens, unless the draw is within BOUNDARY of the edge between the two."""
+    """Assert equal tokens, unless the uniform is within BOUNDARY of the edge between two tokens."""
     expected = torch_sampler.sample(logits, batch_of(rows))
     assert torch.equal(result.is_finite_S, expected.is_finite_S)
     for row, draw in enumerate(rows):
@@ -116,7 +116,7 @@ truncating_draws = st.builds(
 def test_truncation_without_a_sort_keeps_the_oracles_tokens(
     draw: Draw, vocabulary: int, levels: int, num_masked: int, mask: float, seed: int
 ) -> None:
-    """The processed log-prob tells the mass of what was kept, the token where it lies."""
+    """The processed log-prob shows the kept mass, and the token shows which ids were kept."""
     logits = (random_logits(1, vocabulary, seed) * levels).round() / levels
     logits[:, 1 : 1 + num_masked] = mask
     assume(not is_undecided(logits[0].numpy(), draw))
@@ -124,7 +124,7 @@ def test_truncation_without_a_sort_keeps_the_oracles_tokens(
 
 
 def is_undecided(logits_V: np.ndarray, draw: Draw) -> bool:
-    """Whether the mass of some ranks is within rounding of top-p."""
+    """Return whether the mass of the first ranks is within rounding of top-p."""
     of_top_k = Draw(temperature=draw.temperature, top_k=draw.top_k)
     p_V = np.sort(probabilities(logits_V, of_top_k))[::-1]
     return bool(np.abs(p_V.cumsum() - np.float32(draw.top_p)).min() < BOUNDARY)

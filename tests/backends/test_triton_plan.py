@@ -40,7 +40,7 @@ BLOCK_N = 32
 
 
 def plan_of(rows: list[tuple[int, int]], num_decode_rows: int) -> TritonPlan:
-    """Of rows of (context length, tokens)."""
+    """Return the plan for rows of (context length, tokens)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = build(Mix(decode=(2,)))
     starts = np.cumsum([0, *(new for _, new in rows)], dtype=np.int32)
@@ -55,12 +55,12 @@ def plan_of(rows: list[tuple[int, int]], num_decode_rows: int) -> TritonPlan:
 
 
 def tiles_of(first: int, end: int) -> int:
-    """Context tiles that positions [first, end) touch."""
+    """Return the number of context tiles that positions [first, end) touch."""
     return max(0, -(-end // BLOCK_N) - first // BLOCK_N)
 
 
 def shares_of(tiles_R: list[int], num_kv_heads: int, num_programs: int) -> list[int]:
-    """The model of decode: context tiles of each program."""
+    """Return the context tiles of each decode program, by the model."""
     total = sum(tiles_R) * num_kv_heads
     share = max(-(-total // num_programs), MIN_TILES_PER_PROGRAM)
     return [max(0, min(share, total - p * share)) for p in range(num_programs)]
@@ -150,7 +150,9 @@ def test_ragged_prompts_keep_all_multiprocessors_busy_to_the_end() -> None:
 
 
 def makespan(costs: list[int], num_slots: int) -> float:
-    """When the last of `num_slots` ends, over the mean; each takes the next program when free."""
+    """Return the end of the last of `num_slots` over their mean; a free slot takes the next
+    program.
+    """
     ends = [0] * num_slots
     for cost in costs:
         heapq.heapreplace(ends, ends[0] + cost)
@@ -181,7 +183,7 @@ def prefill_of(
 def tile_lengths(
     spans: list[tuple[int, int]], plan: PrefillPlan, block_q: int, window: int | None = None
 ) -> list[int]:
-    """Context tiles of each query tile of the plan, none for those left over."""
+    """Return the context tiles of each query tile of the plan, 0 for surplus tiles."""
     starts = np.cumsum([0, *(new for _, new in spans)]).tolist()
     lengths = []
     for row, token in zip(plan.rows_Q.tolist(), plan.tokens_Q.tolist(), strict=True):
@@ -286,7 +288,7 @@ def test_whole_prompts_are_not_cut(
 
 
 def counted_work(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Context tiles that each program of the interpreter takes, from now on."""
+    """Count the context tiles that each interpreted program processes from now on."""
     from triton.runtime.interpreter import interpreter_builder
 
     work: Counter[int] = Counter()

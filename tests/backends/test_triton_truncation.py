@@ -40,7 +40,7 @@ ROUNDING = 2.0**-21
 def random_batch(
     generator: np.random.Generator, num_rows: int = ROWS_PER_BATCH
 ) -> tuple[Tensor, SamplingBatch]:
-    """Rows of one vocabulary, each with its own scale, ties, masks and parameters."""
+    """Return rows of one vocabulary, each with its own scale, ties, masks and parameters."""
     vocabulary = int(generator.choice([1, 2, 63, 64, 65, 300]))
     x_SV = generator.standard_normal((num_rows, vocabulary))
     levels_S1 = generator.choice(LEVELS, (num_rows, 1))
@@ -70,7 +70,7 @@ def random_batch(
 
 
 def assert_as_the_model(logits_SV: Tensor, sampling: SamplingBatch) -> None:
-    """The kernels' thresholds are the model's."""
+    """Assert that the kernels' thresholds equal the model's."""
     fields = {
         name: getattr(sampling, name).to(DEVICE)
         for name in ("temperature_S", "top_k_S", "top_p_S", "min_p_S", "mode_S")

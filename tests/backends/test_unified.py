@@ -1,4 +1,4 @@
-"""UnifiedMemory against a fake runtime: calls in order, refusals, nothing left behind.
+"""UnifiedMemory against a fake runtime: the order of calls, errors, and nothing left behind.
 
 The contract suites run it on a GPU.
 """
@@ -52,7 +52,7 @@ def test_torchs_cache_is_emptied_before_a_buffer_is_refused(runtime: FakeRuntime
     assert UnifiedMemory(runtime).allocate("a", 100).numel() == 100
 
 
-def test_a_unified_buffer_comes_back_only_where_it_fits(runtime: FakeRuntime) -> None:
+def test_unified_restore_refuses_a_buffer_that_does_not_fit(runtime: FakeRuntime) -> None:
     memory = UnifiedMemory(runtime)
     memory.allocate("a", 100)
     memory.release("a")

@@ -1,4 +1,4 @@
-"""VirtualMemory against a fake driver, which is as strict as the real one.
+"""VirtualMemory against a fake driver, which is as strict as CUDA's.
 
 The contract suites run it on a GPU.
 """
@@ -25,7 +25,7 @@ def runtime() -> FakeRuntime:
     return runtime
 
 
-def test_a_released_buffer_gives_all_its_memory_back_and_keeps_its_address(
+def test_virtual_memory_release_frees_all_and_keeps_the_address(
     runtime: FakeRuntime,
 ) -> None:
     memory = VirtualMemory(runtime)
@@ -55,7 +55,7 @@ def test_addresses_are_reserved_once_and_memory_is_mapped_each_time(runtime: Fak
     assert runtime.library.names() == ["synchronize"] * 3, "before memory goes"
 
 
-def test_buffers_and_their_memory_go_with_the_last_tensor(runtime: FakeRuntime) -> None:
+def test_virtual_memory_is_freed_with_the_last_tensor(runtime: FakeRuntime) -> None:
     memory = VirtualMemory(runtime)
     buffer = memory.allocate("a", 100)
     memory.allocate("b", 100)
@@ -69,7 +69,7 @@ def test_buffers_and_their_memory_go_with_the_last_tensor(runtime: FakeRuntime) 
     assert runtime.free == 64 * MIB
 
 
-def test_memory_goes_when_the_device_has_done_all_that_may_use_it(runtime: FakeRuntime) -> None:
+def test_virtual_memory_frees_only_after_the_device_is_idle(runtime: FakeRuntime) -> None:
     memory = VirtualMemory(runtime)
     buffer = memory.allocate("a", 100)
     events = runtime.driver_library.calls = runtime.library.calls
@@ -105,14 +105,14 @@ def test_addresses_that_the_driver_refuses_are_a_config_error(runtime: FakeRunti
     assert memory.allocate("a", 1 * MIB).numel() == 1 * MIB
 
 
-def test_what_torch_keeps_for_later_is_asked_for_before_a_refusal(runtime: FakeRuntime) -> None:
+def test_virtual_memory_empties_torchs_cache_before_it_refuses(runtime: FakeRuntime) -> None:
     runtime.free, runtime.in_cache = 1 * MIB, 8 * MIB
     assert VirtualMemory(runtime).allocate("a", 5 * MIB).numel() == 5 * MIB
 
 
 @pytest.mark.parametrize("function", MAPPING)
 @pytest.mark.parametrize(("code", "kind"), [(OUT_OF_MEMORY, ConfigError), (700, RuntimeError)])
-def test_a_buffer_that_cannot_be_had_leaves_nothing_behind(
+def test_virtual_memory_leaves_nothing_after_a_failed_allocate(
     runtime: FakeRuntime, function: str, code: int, kind: type[Exception]
 ) -> None:
     memory, library = VirtualMemory(runtime), runtime.driver_library

@@ -24,7 +24,7 @@ Flags = NDArray[np.bool_]
 
 
 class Bins(NamedTuple):
-    """Where the thresholds lie, and what is in the bins before; all [S]."""
+    """The bins of the thresholds, and count and mass of the bins before; all [S]."""
 
     first: Ints
     last: Ints
@@ -69,20 +69,20 @@ def thresholds(x_SV: Floats, sampling: SamplingBatch) -> tuple[Floats, Ints]:
 
 
 def mass_of(x_SV: Floats, largest_S1: Floats, inverse_S1: Floats, unit: float) -> Ints:
-    """In whole units; exponentials are float32."""
+    """Return masses in whole units; exponentials are float32."""
     with np.errstate(over="ignore"):  # below the least number there is -inf, which weighs 0
         weight_SV = np.exp((x_SV - largest_S1) * inverse_S1).astype(np.float64)
     return (weight_SV * unit).astype(np.int64)
 
 
 def bins_of(x_SV: Floats, largest_S1: Floats) -> Ints:
-    """Of 32 an octave of the distance from the row's largest."""
+    """Return bins of the distance from the row's largest logit, 32 per octave."""
     bits_SV = (largest_S1 - x_SV).astype(np.float32).view(np.int32)
     return np.clip((bits_SV >> BIN_SHIFT) - FIRST_BIN, 0, NUM_BINS - 1).astype(np.int64)
 
 
 def part_of(top_p_S: Floats, mass_S: Ints) -> Ints:
-    """The least whole mass that is top-p of it."""
+    """Return the least whole mass that is at least top-p of `mass_S`."""
     return np.ceil(top_p_S.astype(np.float64) * mass_S.astype(np.float64)).astype(np.int64)
 
 
@@ -95,7 +95,7 @@ def bins_of_thresholds(
     has_k_S: Flags,
     has_p_S: Flags,
 ) -> Bins:
-    """From the rows' histograms of counts and masses."""
+    """Find the bins from the rows' histograms of counts and masses."""
     rows_SV = np.broadcast_to(np.arange(len(bin_SV))[:, None], bin_SV.shape)
     count_SB, mass_SB = np.zeros((2, len(bin_SV), NUM_BINS), dtype=np.int64)
     np.add.at(count_SB, (rows_SV, bin_SV), is_token_SV)
@@ -119,12 +119,12 @@ def bins_of_thresholds(
 
 
 def first(is_match_SE: Flags) -> Ints:
-    """The lowest matching index; the last one if there is none."""
+    """Return the lowest matching index; the last index if there is none."""
     return np.where(is_match_SE.any(1), is_match_SE.argmax(1), is_match_SE.shape[1] - 1)
 
 
 def search(x_SV: Floats, measure_SV: Ints, low_S: Floats, goal_S: Ints) -> Floats:
-    """The largest logit that reaches the goal with all larger ones; `low` if none above does."""
+    """Return the largest logit that reaches the goal with all larger ones; `low` if none does."""
     order_SV = np.argsort(-x_SV, axis=1, kind="stable")
     sums_SV = np.take_along_axis(measure_SV, order_SV, 1).cumsum(1)
     reaches_SV = sums_SV >= goal_S[:, None]
@@ -134,7 +134,7 @@ def search(x_SV: Floats, measure_SV: Ints, low_S: Floats, goal_S: Ints) -> Float
 
 
 def last_ties(is_tie_SV: Flags, num_ties_S: Ints) -> Ints:
-    """The id up to which there are as many ties; V if there are no more."""
+    """Return the id up to which there are `num_ties_S` ties; V if there are no more ties."""
     num_SV = is_tie_SV.cumsum(1)
     is_cut_S = num_SV[:, -1] > num_ties_S
     return np.where(is_cut_S, (num_SV >= num_ties_S[:, None]).argmax(1), is_tie_SV.shape[1])

@@ -139,8 +139,8 @@ def test_a_failed_request_has_its_error_and_the_exit_code_is_1(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (['{"prompt": [1]}', "oops"], "stdin, line 2 is no JSON"),
-        (['{"prompt": "ab"', '{"prompt": "cd"}'], "stdin, line 1 is no JSON"),
+        (['{"prompt": [1]}', "oops"], "stdin, line 2 is not JSON"),
+        (['{"prompt": "ab"', '{"prompt": "cd"}'], "stdin, line 1 is not JSON"),
         (['{"question": 1}'], "line 1 must be an object with one of prompt,"),
         (['{"messages": "hello"}'], "line 1: messages must be a list of objects"),
         (['{"messages": [{"role": "user"}]}'], "has no chat template"),
@@ -240,7 +240,7 @@ def test_text_is_read_from_a_file_and_written_to_one(
     capsys.readouterr()
     source.write_text('{"prompt": "ab"\n{"prompt": "cd"}\n')
     assert main([*base, *files]) == 2
-    assert f"{source}, line 1 is no JSON" in capsys.readouterr().err
+    assert f"{source}, line 1 is not JSON" in capsys.readouterr().err
 
 
 # ---- bench and explain

@@ -1,4 +1,4 @@
-"""Ragged batches for the attention contract, built from what a model would hand over."""
+"""Ragged batches for the attention contract, as a model would pass them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def make_spec(
 
 
 def make_cache(attention: AttentionBackend, spec: CacheSpec, num_blocks: int) -> list[Tensor]:
-    """Fresh caches, filled with NaN: whoever reads beyond a context shows it."""
+    """Return new caches filled with NaN, so that a read beyond a context shows."""
     shape = attention.cache_shape(spec, num_blocks)
     return [torch.full(shape, torch.nan, dtype=spec.dtype) for _ in range(spec.num_layers)]
 
 
 def make_batch(rows: Sequence[Row], kv: Sequence[Tensor], block_size: int) -> ForwardBatch:
-    """Rows with one new token and a non-empty cache must come first: they are decode rows."""
+    """Return a batch of these rows; decode rows (one new token, some cached) must come first."""
     is_decode = [row.num_new == 1 and row.num_cached > 0 for row in rows]
     assert sorted(is_decode, reverse=True) == is_decode
     positions = [np.arange(row.num_cached, row.num_cached + row.num_new) for row in rows]
@@ -87,14 +87,14 @@ def attend(
     rotation: Rotation | None = None,
     traits: AttentionTraits = PLAIN,
 ) -> Tensor:
-    """The attention of layer 0, as a forward pass asks for it."""
+    """Call the attention of layer 0 as a forward pass does."""
     return attention.attend(q_THD, k_TGD, v_TGD, 0, attention.begin(batch), rotation, traits)
 
 
 def causal_attention(
     q_CHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, traits: AttentionTraits = PLAIN
 ) -> Tensor:
-    """Attention of one whole sequence to itself, in float64: softmax(q k / sqrt(D)) v."""
+    """Return softmax(q k / sqrt(D)) v of a whole sequence over itself, in float64."""
     repeats = q_CHD.shape[1] // k_CGD.shape[1]
     k_CHD = k_CGD.double().repeat_interleave(repeats, dim=1)
     v_CHD = v_CGD.double().repeat_interleave(repeats, dim=1)

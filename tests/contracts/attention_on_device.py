@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda")
 
 
 class DeviceAttention(TritonPagedAttention):
-    """Runs on a GPU over copies, and brings back what it returned and what it wrote."""
+    """Runs on a GPU over copies, and copies the result and the written cache back."""
 
     def attend(
         self,
@@ -41,7 +41,7 @@ class DeviceAttention(TritonPagedAttention):
 
 
 def moved(value: Any) -> Any:
-    """A tensor's copy with the same strides; anything else as it is."""
+    """Return a tensor's copy on the device with the same strides; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     storage = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
@@ -49,6 +49,6 @@ def moved(value: Any) -> Any:
 
 
 def device_attention(num_programs: int | None = None) -> TritonPagedAttention:
-    """On a GPU if there is one, else interpreted on the CPU's tensors."""
+    """Return Triton's attention on a GPU if there is one, else interpreted on CPU tensors."""
     kind = DeviceAttention if torch.cuda.is_available() else TritonPagedAttention
     return kind(num_programs=num_programs)

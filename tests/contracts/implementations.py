@@ -1,4 +1,4 @@
-"""The implementations that every contract suite runs over; a new one is added only here."""
+"""The implementations that every contract suite runs over. Add a new one here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.contracts.reference_attention import ReferenceAttention
 
 
 def kernels() -> Kernels:
-    """The compiled kernels; the test is skipped where there is no compiler."""
+    """Return the compiled kernels; skips the test without a compiler."""
     library = load_library()
     if library is None:
         pytest.skip("no native kernels on this machine")
@@ -38,7 +38,7 @@ def kernels() -> Kernels:
 
 
 def cpu_ops() -> Ops:
-    """Without kernels; the test is skipped where ROLLOUT_TUNE names a product that needs them."""
+    """Return CpuOps; skips the test if ROLLOUT_TUNE names a product that needs kernels."""
     try:
         return CpuOps()
     except ConfigError as error:
@@ -46,17 +46,17 @@ def cpu_ops() -> Ops:
 
 
 def cuda_runtime() -> CudaRuntime:
-    """The current device's."""
+    """Return the current CUDA device's runtime."""
     return CudaRuntime(torch.device("cuda"))
 
 
 def marked(names: Iterable[str], *, on_gpu: Collection[str]) -> list[Any]:
-    """Parameters of a fixture: `names`, of which `on_gpu` need a CUDA device."""
+    """Return a fixture's parameters: `names`, with those in `on_gpu` marked as needing a GPU."""
     return [pytest.param(n, marks=pytest.mark.gpu) if n in on_gpu else n for n in names]
 
 
 def triton_ops() -> Ops:
-    """On a GPU, or interpreted; the test is skipped where Triton is not installed."""
+    """Return TritonOps on a GPU, or interpreted; skips the test without Triton."""
     pytest.importorskip("triton")
     from tests.contracts.on_device import device_ops
 
@@ -64,7 +64,7 @@ def triton_ops() -> Ops:
 
 
 def triton_attention() -> AttentionBackend:
-    """On a GPU, or interpreted; the test is skipped where Triton is not installed."""
+    """Return Triton's attention on a GPU, or interpreted; skips the test without Triton."""
     pytest.importorskip("triton")
     from tests.contracts.attention_on_device import device_attention
 
@@ -72,7 +72,7 @@ def triton_attention() -> AttentionBackend:
 
 
 def is_interpreted(name: str) -> bool:
-    """Whether these operations run in Triton's interpreter, at some 10 ms a program."""
+    """Return whether these operations run in Triton's interpreter, at about 10 ms a program."""
     return name == "triton" and not torch.cuda.is_available()
 
 
@@ -105,7 +105,7 @@ GPU_HOST_ARENAS = ("pinned",)
 
 
 def prepared_handle(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """A handle of these operations, as an engine prepares it."""
+    """Return a handle of this weight, prepared as an engine does."""
     handle = ops.prepare_linear(weight, bias)
     ops.choose_products([handle])
     return handle

@@ -58,7 +58,7 @@ class DeviceOps(TritonOps):
         return to_cpu(super().fingerprint(self._moved(x), dtype, places))
 
     def _moved(self, value: Any) -> Any:
-        """A tensor's copy with the same gaps between its rows; anything else as it is."""
+        """Return a tensor's copy on the device with the same strides; other values unchanged."""
         if not isinstance(value, Tensor):
             return value
         storage = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
@@ -67,7 +67,7 @@ class DeviceOps(TritonOps):
 
 
 def to_cpu(result: Any) -> Any:
-    """A tensor, or the tensors of a tuple or a result, on the CPU."""
+    """Return a tensor, or the tensors of a tuple or a result, on the CPU."""
     if isinstance(result, Tensor):
         return result.cpu()
     if isinstance(result, tuple):
@@ -79,5 +79,5 @@ def to_cpu(result: Any) -> Any:
 
 
 def device_ops() -> TritonOps:
-    """On a device if there is one, else interpreted on the CPU's tensors."""
+    """Return TritonOps on a device if there is one, else interpreted on CPU tensors."""
     return DeviceOps(torch.device("cuda")) if torch.cuda.is_available() else TritonOps()

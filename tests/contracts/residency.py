@@ -1,4 +1,4 @@
-"""How much memory the system, or the device, really holds."""
+"""Meters of the memory that the system, or the device, really uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRESENT = np.uint64(1 << 63)
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """Reads the bytes in use. A buffer of `size` stands out; up to `slack` is other people's."""
+    """Reads the bytes in use. A buffer of `size` stands out; up to `slack` may be other memory."""
 
     read: Callable[[], int]
     size: int
@@ -24,24 +24,24 @@ class Meter:
 
 
 def host_meter() -> Meter:
-    """Of this process's resident bytes."""
+    """Return a meter of this process's resident bytes."""
     return Meter(read=process_resident_bytes, size=24 << 20, slack=2 << 20)
 
 
 def device_meter() -> Meter:
-    """Of the device's bytes in use. Loads the kernels that tests use, which take memory, too."""
+    """Return a meter of the device's bytes in use. First loads the kernels that tests use."""
     _warm_up()
     return Meter(read=device_used_bytes, size=256 << 20, slack=32 << 20)
 
 
 def host_meter_beside_a_device() -> Meter:
-    """As `host_meter`, where a driver also takes memory in this process."""
+    """As `host_meter`, for a process in which the CUDA driver uses memory as well."""
     _warm_up()
     return Meter(read=process_resident_bytes, size=256 << 20, slack=32 << 20)
 
 
 def resident_bytes(buffer: Tensor) -> int:
-    """Bytes of the pages under `buffer` that are in memory.
+    """Return the bytes of the pages under `buffer` that are in memory.
 
     Read from pagemap: smaps would count neighbours, since the system merges adjacent mappings.
     """
@@ -54,12 +54,12 @@ def resident_bytes(buffer: Tensor) -> int:
 
 
 def process_resident_bytes() -> int:
-    """Resident bytes of the whole process."""
+    """Return the resident bytes of the whole process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def device_used_bytes() -> int:
-    """Bytes of the current CUDA device in use by anybody, without what torch keeps for later."""
+    """Return the bytes of the current CUDA device in use by any process, without torch's cache."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

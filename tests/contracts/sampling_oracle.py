@@ -1,4 +1,4 @@
-"""What a draw must be, in plain Python and float64: the oracle of the sampling contract."""
+"""The oracle of the sampling contract: draws and log-probs in plain Python and float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Draw:
 
 
 def batch_of(draws: Sequence[Draw], *, logprobs: bool = True, top_n: int = 0) -> SamplingBatch:
-    """The draws as tensors, with flags as the runner would set them."""
+    """Return the draws as tensors, with flags as the model runner sets them."""
     return SamplingBatch(
         uniforms_S=torch.tensor([d.uniform for d in draws], dtype=torch.float64),
         temperature_S=torch.tensor([d.temperature for d in draws], dtype=torch.float32),
@@ -52,7 +52,7 @@ def processed_logits(
     prompt: Sequence[int],
     output: Sequence[int],
 ) -> NDArray[np.float64]:
-    """The logits that the next token of `output` is drawn from, token by token as vLLM defines it.
+    """Return the logits for the next token of `output`, token by token as vLLM defines it.
 
     The end tokens are those that `params` names.
     """
@@ -78,7 +78,7 @@ def softmax(logits_V: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def kept_tokens(logits_V: NDArray[np.floating], draw: Draw) -> list[int]:
-    """Ids that survive top-k, then top-p, then min-p; ranked, lowest id first among equals."""
+    """Return the ids that top-k, then top-p, then min-p keep; ranked, lowest id first if equal."""
     probabilities = softmax(logits_V.astype(np.float64) / draw.temperature)
     ranked = sorted(range(len(logits_V)), key=lambda token: (-logits_V[token], token))
     if draw.top_k > 0:
@@ -96,7 +96,7 @@ def kept_tokens(logits_V: NDArray[np.floating], draw: Draw) -> list[int]:
 
 
 def probabilities(logits_V: NDArray[np.floating], draw: Draw) -> NDArray[np.float64]:
-    """The distribution a sampled row draws from, in id order."""
+    """Return the distribution that a row is drawn from, by id."""
     full_V = softmax(logits_V.astype(np.float64) / np.float32(draw.temperature))
     kept = kept_tokens(logits_V, draw)
     result_V = np.zeros_like(full_V)
@@ -105,7 +105,7 @@ def probabilities(logits_V: NDArray[np.floating], draw: Draw) -> NDArray[np.floa
 
 
 def logprobs(logits_V: NDArray[np.floating], draw: Draw) -> NDArray[np.float64]:
-    """Log-prob of every id in the row's mode."""
+    """Return the log-prob of every id in the row's mode."""
     logits_V = logits_V.astype(np.float64)
     with np.errstate(divide="ignore"):
         if draw.mode == "raw" or draw.temperature == 0:

@@ -61,7 +61,7 @@ def qkv_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ragged:
-    """Rows of (cached, new) tokens, and how their cache lies."""
+    """Rows of (cached, new) tokens, and the layout of their cache."""
 
     lengths: list[tuple[int, int]]
     num_heads: tuple[int, int]
@@ -153,7 +153,7 @@ def test_ragged_rows_attend_causally_where_kernels_are_interpreted(
 def test_fresh_bfloat16_rows_attend_within_the_bound_at_every_width(
     name: str, head_dim: int
 ) -> None:
-    """Other numbers in each run. Where kernels are interpreted: short rows, in float32 as above."""
+    """The numbers differ in each run. Interpreted kernels get short rows in float32, as above."""
     is_slow = is_interpreted(name)
     ragged = Ragged(
         lengths=[(20, 1), (5, 9)] if is_slow else [(290, 1), (70, 1), (33, 18), (0, 40)],
@@ -168,7 +168,7 @@ def test_fresh_bfloat16_rows_attend_within_the_bound_at_every_width(
 
 
 def assert_rows_attend_causally(attention: AttentionBackend, ragged: Ragged) -> None:
-    """Each row's context is first written, then its last tokens attend; decode rows come first."""
+    """Write each row's context, then attend from its last tokens, and compare with float64."""
     lengths = sorted(ragged.lengths, key=lambda pair: pair[1] > 1 or pair[0] == 0)
     counts = [-(-(cached + new) // ragged.block_size) for cached, new in lengths]
     ids = iter(block_ids(sum(counts), ragged.order, ragged.seed))
@@ -235,10 +235,10 @@ def test_values_may_be_the_first_dims_of_keys(
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"), [(264, None), (592, None), (48, 32), (576, 512)]
 )
-def test_wide_heads_and_shared_values_work_or_are_refused(
+def test_cache_shape_supports_or_refuses_wide_heads_and_shared_values(
     attention: AttentionBackend, head_dim: int, value_dim: int | None
 ) -> None:
-    """When the cache is made, before any step."""
+    """A refusal comes when the cache is made, before any step."""
     ragged = Ragged(
         lengths=[(70, 1), (33, 18), (0, 40)],
         num_heads=(4, 2),
@@ -257,7 +257,7 @@ def test_wide_heads_and_shared_values_work_or_are_refused(
 
 
 def test_a_cache_of_keys_alone_takes_half_the_room_of_keys_and_values() -> None:
-    """Of 576 and 512 dims: what latent attention is for."""
+    """With the dims of latent attention, 576 and 512."""
     for backend in (ReferenceAttention(), TorchSdpaAttention()):
         spec = make_spec(num_kv_heads=1, head_dim=576)
         shape = backend.cache_shape(replace(spec, value_dim=512), 3)
@@ -266,7 +266,7 @@ def test_a_cache_of_keys_alone_takes_half_the_room_of_keys_and_values() -> None:
 
 
 def block_ids(count: int, order: str, seed: int) -> list[int]:
-    """`count` distinct ids from 1 on."""
+    """Return `count` distinct ids from 1 on."""
     if order == "adjacent":
         return list(range(1, count + 1))
     if order == "reversed":
@@ -313,7 +313,7 @@ def test_forked_rows_share_the_blocks_of_their_prompt(attention: AttentionBacken
 
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64])
-def test_heads_are_normed_and_rotated_before_they_meet(
+def test_attend_norms_and_rotates_heads_first(
     attention: AttentionBackend, has_norms: bool, head_dim: int
 ) -> None:
     """In two chunks, so that cached keys are rotated keys; the projection itself is not changed."""

@@ -1,4 +1,4 @@
-"""Every kind of collectives adds up and gathers over real processes, and says who is missing."""
+"""Contract of Collectives over real processes: sums, gathers, deadlines and aborts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = [*product(DTYPES, SHAPES), LARGE] * 2  # twice, so that memory is used a
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Numbers of many sizes, other ones on each rank."""
+    """Return numbers of many magnitudes, different on each rank."""
     generator = torch.Generator().manual_seed(rank)
     drawn = torch.empty(shape).normal_(generator=generator)
     return drawn.mul_(1000 if dtype is torch.int64 else 1).to(dtype)
@@ -34,7 +34,7 @@ def _bits(x: Tensor) -> int:
 
 
 def all_cases(collectives: Collectives, pipe: Connection | None = None) -> list[int]:
-    """Sums and gathers of every dtype and shape; returns the bits of the sums."""
+    """Run sums and gathers of every dtype and shape; return the bits of the sums."""
     results = []
     for dtype, shape in CASES:
         expected = torch.stack([values(rank, shape, dtype) for rank in range(collectives.size)])
@@ -60,7 +60,7 @@ def test_all_ranks_get_the_sum_and_the_parts_with_the_same_bits(
             assert follower.pipe.recv() == mine
 
 
-def test_one_rank_is_its_own_sum() -> None:
+def test_one_rank_sums_to_its_own_values() -> None:
     x = torch.arange(6.0).view(2, 3)
     assert ONE_RANK.all_reduce_(x) is x
     assert torch.equal(ONE_RANK.all_gather(x), x[None])
@@ -84,7 +84,7 @@ def sum_when_told(collectives: Collectives, pipe: Connection) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(kind: str, tmp_path: Path) -> None:
+def test_a_missing_rank_is_named_at_the_deadline(kind: str, tmp_path: Path) -> None:
     with (
         ranks(kind, tmp_path, sum_when_told, timeout_s=0.5) as (own, _),
         pytest.raises(LockstepError, match=r"within 0\.5 s"),
@@ -101,7 +101,7 @@ def abort_then_sum(collectives: Collectives, pipe: Connection) -> str | float:
     return collectives.all_reduce_(torch.ones(1)).item()
 
 
-def test_whoever_waits_for_a_rank_that_aborts_is_told_and_all_can_begin_anew(
+def test_abort_raises_in_waiting_ranks_and_the_group_can_be_used_again(
     tmp_path: Path,
 ) -> None:
     with ranks("shared", tmp_path, abort_then_sum) as (own, [follower]):
@@ -115,16 +115,16 @@ def test_whoever_waits_for_a_rank_that_aborts_is_told_and_all_can_begin_anew(
         assert follower.pipe.recv() == 2.0
 
 
-def test_a_group_of_torch_distributed_is_lost_after_an_abort(tmp_path: Path) -> None:
+def test_a_torch_distributed_group_fails_after_an_abort(tmp_path: Path) -> None:
     with ranks("gloo", tmp_path, sum_when_told) as (own, _):
         own.abort()
         with pytest.raises(CollectiveAbortedError):
             own.all_reduce_(torch.ones(1))
-        with pytest.raises(LockstepError, match="make the engine anew"):
+        with pytest.raises(LockstepError, match="create a new engine"):
             own.reset()
 
 
-def test_a_rank_that_waits_looks_whether_the_others_are_there(tmp_path: Path) -> None:
+def test_a_waiting_rank_calls_check(tmp_path: Path) -> None:
     class LostError(Exception):
         pass
 

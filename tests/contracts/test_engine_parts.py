@@ -1,5 +1,6 @@
-"""What an Engine asks of a scheduler, a step pipeline, an executor and a suspension: the Protocols
-of rollout.engine.protocols, over this project's parts and over those of tests/listed_engine.py.
+"""Contract of the Protocols of rollout.engine.protocols: scheduler, pipeline, executor, suspension.
+
+It runs over this project's parts and over the parts of tests/listed_engine.py.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def parts(request: pytest.FixtureRequest) -> Implementation:
 
 @pytest.fixture
 def engine(parts: Implementation) -> Iterator[Engine]:
-    """An engine of the first weights with three requests, none of which has run."""
+    """Return an engine of the first weights with three requests that have not run."""
     engine = with_requests(parts)
     yield engine
     engine.shutdown()
@@ -88,7 +89,7 @@ def with_requests(parts: Implementation, **config: Any) -> Engine:
 
 
 def step(engine: Engine, count: int = 1) -> None:
-    """Step before any request can end."""
+    """Run `count` steps, before any request can end."""
     for _ in range(count):
         assert engine.step() == []
         engine.check_integrity(may_be_in_flight=True)

@@ -67,7 +67,7 @@ def random_experts(
 def random_tokens(
     num_tokens: int, experts: ExpertWeights, per_token: int, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, and the best of random scores: ids that are not sorted, and weights."""
+    """Return x, and unsorted ids and weights of each token's best random scores."""
     generator = torch.Generator().manual_seed(seed)
     num_experts, hidden_size, _ = experts.down_NEF.shape
     x_TE = torch.randn(num_tokens, hidden_size, generator=generator).to(experts.down_NEF.dtype)
@@ -120,7 +120,7 @@ def experts_f64(
     sizes=st.sampled_from([(32, 48), (24, 40), (64, 8), (20, 9)]),
     has_bias=st.booleans(),
 )
-def test_it_is_the_weighted_sum_of_each_tokens_experts(
+def test_experts_are_the_weighted_sum_of_each_tokens_experts(
     name: str,
     dtype: torch.dtype,
     kind: str,
@@ -145,7 +145,7 @@ def test_it_is_the_weighted_sum_of_each_tokens_experts(
 
 
 def part_of(experts: ExpertWeights, first: int, end: int) -> ExpertWeights:
-    """What a rank has of them."""
+    """Return the experts [first, end), as one rank has them."""
     biases = experts.gate_up_bias_NG, experts.down_bias_NE
     gate_up_bias_NG, down_bias_NE = (None if bias is None else bias[first:end] for bias in biases)
     return ExpertWeights(
@@ -162,7 +162,7 @@ def part_of(experts: ExpertWeights, first: int, end: int) -> ExpertWeights:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 30])
 @pytest.mark.parametrize("num_own", [1, 5])
-def test_parts_of_the_experts_add_up_to_all(
+def test_experts_of_all_ranks_add_up_to_all(
     name: str, has_bias: bool, num_tokens: int, num_own: int
 ) -> None:
     if is_interpreted(name):
@@ -183,7 +183,7 @@ def test_parts_of_the_experts_add_up_to_all(
 
 @native
 @dtypes
-def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it(
+def test_run_experts_gives_a_token_the_same_bits_in_any_batch(
     lanes: int, dtype: torch.dtype
 ) -> None:
     experts = random_experts(4, 64, 48, dtype=dtype, has_bias=True)
@@ -210,7 +210,7 @@ def test_it_is_the_same_on_several_threads(lanes: int) -> None:
 
 
 @native
-def test_what_is_not_finite_stays_with_its_token(lanes: int) -> None:
+def test_run_experts_keeps_non_finite_numbers_in_their_token(lanes: int) -> None:
     experts = random_experts(4, 32, 16, dtype=torch.float32, has_bias=False)
     x_TE, ids_TK, weights_TK = random_tokens(9, experts, 2)
     expected_TE = run_experts(kernels(), x_TE, ids_TK, weights_TK, experts, lanes=lanes)
@@ -221,8 +221,8 @@ def test_what_is_not_finite_stays_with_its_token(lanes: int) -> None:
     assert torch.equal(actual_TE[others], expected_TE[others])
 
 
-def test_weights_with_gaps_are_left_to_torch() -> None:
-    """As checkpoints with gates and ups in turn are seen."""
+def test_experts_with_strided_weights_are_computed_by_torch() -> None:
+    """Checkpoints in which gates and ups alternate are viewed with such strides."""
     experts = random_experts(4, 32, 16, dtype=torch.float32, has_bias=False)
     apart = torch.empty(4, 32, 64)
     apart[:, :, ::2] = experts.gate_up_NGE
@@ -233,7 +233,7 @@ def test_weights_with_gaps_are_left_to_torch() -> None:
     assert ((actual_TE.double() - expected_TE).abs() <= TOLERANCE[torch.float32] * size_TE).all()
 
 
-def test_tokens_go_the_way_that_was_chosen_for_so_many_of_an_expert(
+def test_experts_are_computed_by_the_product_chosen_for_their_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experts = random_experts(4, 32, 16, dtype=torch.float32, has_bias=False)
@@ -248,8 +248,10 @@ def test_tokens_go_the_way_that_was_chosen_for_so_many_of_an_expert(
     assert not torch.equal(plain_TE, native_TE)
 
 
-def test_ways_are_chosen_when_a_model_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in its first step, under the clock of its requests."""
+def test_products_of_experts_are_chosen_when_a_model_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are not chosen in the first step, which requests wait for."""
     kernels()  # skips without a compiler
     monkeypatch.setenv("ROLLOUT_TUNE", "native")
     backend, model = (

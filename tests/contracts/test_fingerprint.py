@@ -1,4 +1,4 @@
-"""Contract of fingerprints: the same numbers as NumPy's uint64 gives, for any dtype and layout."""
+"""Contract of `Ops.fingerprint`: equal to NumPy's uint64, for any dtype and layout."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def unsigned(x: Tensor) -> NDArray[Any]:
-    """The bits of each element, in the tensor's own memory."""
+    """Return the bits of each element, in the tensor's own memory."""
     return x.view(-1).view(torch.uint8).numpy().view(UNSIGNED[x.itemsize])
 
 
 def odd(numbers: NDArray[Any]) -> NDArray[Any]:
-    """SplitMix64's numbers, made odd."""
+    """Return SplitMix64's numbers, made odd."""
     z = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -49,7 +49,7 @@ def odd(numbers: NDArray[Any]) -> NDArray[Any]:
 
 
 def hash_of(x: Tensor) -> int:
-    """By the definition, as a signed number."""
+    """Return the hash by its definition, as a signed number."""
     data = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), dtype="<u4").astype(np.uint64)
     numbers = np.arange(len(words), dtype=np.uint64)
@@ -91,9 +91,7 @@ def test_hash_and_count_are_those_of_the_values_after_the_cast(
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool])
-def test_no_values_are_hashed_to_zero_and_every_dtype_is_hashed(
-    ops: Ops, dtype: torch.dtype
-) -> None:
+def test_fingerprint_of_no_values_is_zero_for_every_dtype(ops: Ops, dtype: torch.dtype) -> None:
     assert ops.fingerprint(torch.empty(0, 3), dtype).tolist() == [0, 0]
     x = (randn(5, 7) * 3).to(dtype)
     assert ops.fingerprint(x, dtype).tolist() == [hash_of(x), 0]
@@ -109,7 +107,7 @@ def test_more_elements_than_any_implementation_takes_at_once(ops: Ops, num_threa
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_view_is_hashed_in_its_own_order(ops: Ops, dtype: torch.dtype) -> None:
+def test_fingerprint_reads_a_view_in_its_own_order(ops: Ops, dtype: torch.dtype) -> None:
     x = randn(40, 30, dtype=dtype)
     for view in (x.T, x[3:, 5:], x[::2], x[1:, ::3], x[7, 3], x[:, :1].expand(40, 9), x[5:7]):
         assert_as_defined(ops, view, dtype)
@@ -117,7 +115,7 @@ def test_a_view_is_hashed_in_its_own_order(ops: Ops, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_single_bit_shows(ops: Ops, dtype: torch.dtype) -> None:
+def test_fingerprint_changes_with_every_single_bit(ops: Ops, dtype: torch.dtype) -> None:
     x = randn(100, dtype=dtype)
     bits = unsigned(x)
     hashes = {int(ops.fingerprint(x, dtype)[0])}
@@ -130,7 +128,7 @@ def test_every_single_bit_shows(ops: Ops, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("places", [(0, 1), (3, 4999), (4095, 4096)])
-def test_swapped_elements_and_the_sign_of_zero_show(
+def test_fingerprint_changes_with_swapped_elements_and_the_sign_of_zero(
     ops: Ops, dtype: torch.dtype, places: tuple[int, int]
 ) -> None:
     x = randn(5000, dtype=dtype)
@@ -160,7 +158,7 @@ def test_nan_and_infinity_are_counted_and_the_largest_number_is_not(
         (torch.float64, torch.bfloat16, -1e300),
     ],
 )
-def test_numbers_too_large_for_the_cast_are_counted(
+def test_fingerprint_counts_numbers_that_the_cast_makes_infinite(
     ops: Ops, source: torch.dtype, target: torch.dtype, value: float
 ) -> None:
     x = torch.ones(9, dtype=source)
@@ -207,7 +205,7 @@ def test_fingerprints_of_parts_at_their_places_add_up(
 @pytest.mark.drawn(16)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int64, torch.bool])
-def test_a_copy_has_the_bytes_and_the_fingerprint(
+def test_copy_with_fingerprint_copies_the_bytes_and_hashes_them(
     ops: Ops, dtype: torch.dtype, num_threads: int
 ) -> None:
     torch.set_num_threads(num_threads)
@@ -221,7 +219,7 @@ def test_a_copy_has_the_bytes_and_the_fingerprint(
             assert fingerprint.tolist() == ops.fingerprint(x, dtype).tolist()
 
 
-def test_a_copy_of_a_view_and_of_eight_bits(ops: Ops) -> None:
+def test_copy_with_fingerprint_takes_views_and_8_bit_floats(ops: Ops) -> None:
     x = randn(40, 30)
     out = torch.zeros(30, 40)
     assert ops.copy_with_fingerprint(out, x.T).tolist() == [hash_of(x.T), 0]
@@ -231,7 +229,7 @@ def test_a_copy_of_a_view_and_of_eight_bits(ops: Ops) -> None:
     assert copied.tolist() == ops.fingerprint(small, torch.float32).tolist()
 
 
-def test_a_copy_writes_nowhere_else_and_refuses_what_does_not_fit(ops: Ops) -> None:
+def test_copy_with_fingerprint_writes_only_out_and_refuses_other_shapes(ops: Ops) -> None:
     x, wide = randn(100, dtype=torch.bfloat16), torch.zeros(116, dtype=torch.bfloat16)
     ops.copy_with_fingerprint(wide[8:108], x)
     assert torch.equal(wide[8:108], x)
@@ -244,7 +242,7 @@ def test_a_copy_writes_nowhere_else_and_refuses_what_does_not_fit(ops: Ops) -> N
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_does_not_wait() -> None:
+def test_fingerprint_on_a_gpu_does_not_make_the_host_wait() -> None:
     pytest.importorskip("triton")
     from rollout.backends.cuda.ops import TritonOps
 

@@ -1,4 +1,4 @@
-"""Contract of a fused decoder: what the layers compute one by one, bit by bit.
+"""Contract of FusedDecoder: it gives the bits of the layers computed one by one.
 
 Shape letters: L kept tokens, E hidden size.
 """
@@ -81,7 +81,7 @@ def prepared(spec: ModelSpec, backend: Backend) -> CausalLM:
 
 
 def caches(spec: ModelSpec, seed: int = 7) -> list[Tensor]:
-    """One piece of memory, in which a block of all layers lies together, as in `KVCache`."""
+    """Return caches in one buffer, where a block of all layers is contiguous, as in `KVCache`."""
     shape = (NUM_BLOCKS, spec.num_layers, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
     generator = torch.Generator().manual_seed(seed)
     return list(torch.randn(shape, generator=generator).unbind(1))
@@ -90,7 +90,7 @@ def caches(spec: ModelSpec, seed: int = 7) -> list[Tensor]:
 def batch_of(
     rows: Sequence[tuple[int, int]], kept: Sequence[int], kv: Sequence[Tensor]
 ) -> ForwardBatch:
-    """Rows of (context, new tokens), those of a single token first; `kept` token indices."""
+    """Return a batch of rows (context, new tokens), decode rows first; `kept`: token indices."""
     query_lens = [new for _, new in rows]
     starts = np.cumsum([0, *query_lens], dtype=np.int32)
     contexts = np.array([old + new for old, new in rows], dtype=np.int32)
@@ -162,7 +162,7 @@ def assert_equal_to_layers(
         [(3, 1), (40, 1), (0, 17), (5, 30)],
     ],
 )
-def test_it_computes_what_the_layers_compute_one_by_one(
+def test_fused_decoder_equals_the_layers_one_by_one(
     family: str, rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = prepared(replace(SPEC, **FAMILIES[family]), native_backend(monkeypatch))
@@ -171,7 +171,7 @@ def test_it_computes_what_the_layers_compute_one_by_one(
 
 
 @pytest.mark.parametrize("family", ROUNDED_FAMILIES)
-def test_it_computes_what_the_layers_compute_but_for_rounding(
+def test_fused_decoder_equals_the_layers_up_to_rounding(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = prepared(replace(SPEC, **ROUNDED_FAMILIES[family]), native_backend(monkeypatch))
@@ -179,7 +179,7 @@ def test_it_computes_what_the_layers_compute_but_for_rounding(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_embedding_is_read_from_the_heads_panels(
+def test_fused_decoder_reads_a_tied_embedding_from_the_heads_panels(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = replace(SPEC, vocab_size=64, tie_word_embeddings=True, dtype=dtype)
@@ -205,7 +205,7 @@ def test_a_tied_embedding_is_read_from_the_heads_panels(
 
 
 @given(data=st.data())
-def test_any_batch_gives_the_bits_of_the_layers(data: st.DataObject) -> None:
+def test_fused_decoder_gives_the_bits_of_the_layers_for_any_batch(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         model = prepared(replace(SPEC, qk_norm=True), native_backend(monkeypatch))
     decode = data.draw(st.lists(st.integers(0, 60), max_size=8))
@@ -217,7 +217,7 @@ def test_any_batch_gives_the_bits_of_the_layers(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_agrees_with_the_layers_in_float32(
+def test_fused_decoder_in_bfloat16_agrees_with_the_layers_in_float32(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and KV are rounded to bfloat16; the pass rounds nothing else."""
@@ -241,10 +241,10 @@ def test_bfloat16_agrees_with_the_layers_in_float32(
 
 @pytest.mark.parametrize("unit", ["dot", "amx"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_by_products_of_pairs_agrees_with_one_by_vectors(
+def test_fused_decoder_by_dot_or_amx_agrees_with_vectors(
     family: str, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They round to bfloat16 what is multiplied; several threads give the same bits."""
+    """DOT and AMX round factors to bfloat16; several threads give the same bits."""
     if not getattr(kernels(), f"{unit}_is_usable")():
         pytest.skip(f"no native-{unit} on this machine")
     spec = replace(SPEC, dtype=torch.bfloat16, **FAMILIES[family])
@@ -269,14 +269,16 @@ def test_a_pass_by_products_of_pairs_agrees_with_one_by_vectors(
     assert torch.equal(by_pairs, on_threads)
 
 
-def test_a_long_prompt_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decoder_computes_a_long_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(SPEC, max_position_embeddings=1024)
     model = prepared(spec, native_backend(monkeypatch))
     model.reserve_positions(600)
     assert_equal_to_layers(model, [(2, 1), (0, 600)], [0, 600])
 
 
-def test_several_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decoder_gives_the_same_bits_on_several_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = prepared(SPEC, native_backend(monkeypatch))
     model.reserve_positions(128)
     rows, kept = [(50, 1), (3, 1), (9, 1), (0, 40), (7, 21)], [0, 1, 2, 42, 63]
@@ -291,7 +293,9 @@ def test_several_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(alone, together)
 
 
-def test_it_follows_new_weights_and_caches_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decoder_follows_new_weights_and_moved_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = prepared(SPEC, native_backend(monkeypatch))
     assert_equal_to_layers(model, [(5, 1), (0, 9)], [0, 9])
     for slot in model.weight_slots().values():
@@ -300,7 +304,7 @@ def test_it_follows_new_weights_and_caches_that_moved(monkeypatch: pytest.Monkey
     assert_equal_to_layers(model, [(5, 1), (0, 9)], [0, 9])
 
 
-def test_without_packed_copies_the_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decoder_returns_none_without_packed_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(SPEC, native_backend(monkeypatch))
     model.reserve_positions(128)
     batch = batch_of([(5, 1)], [0], caches(SPEC))
@@ -322,7 +326,7 @@ def test_without_packed_copies_the_layers_run_one_by_one(monkeypatch: pytest.Mon
         {"intermediate_size": 30},
     ],
 )
-def test_what_it_is_not_made_for_is_left_to_the_layers(
+def test_fused_decoder_returns_none_for_unsupported_models(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = replace(SPEC, **changes)  # type: ignore[arg-type]
@@ -335,13 +339,13 @@ def test_what_it_is_not_made_for_is_left_to_the_layers(
     assert not model.fused.handles
 
 
-def test_layers_of_another_shape_run_one_by_one_and_never_deterministically() -> None:
+def test_native_decoder_is_none_for_other_layers_and_refuses_deterministic() -> None:
     assert native_decoder(kernels(), None) is None
     with pytest.raises(ConfigError, match="deterministic=True needs layers of one attention"):
         native_decoder(kernels(), None, deterministic=True)
 
 
-def test_a_model_that_is_prepared_again_has_what_its_new_backend_has(
+def test_prepare_again_replaces_the_fused_decoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = native_backend(monkeypatch)
@@ -350,7 +354,7 @@ def test_a_model_that_is_prepared_again_has_what_its_new_backend_has(
     assert model.fused is None
 
 
-def test_another_product_is_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decoder_returns_none_for_another_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", "plain")
     model = prepared(SPEC, cpu_backend("device"))
     model.reserve_positions(128)
@@ -359,7 +363,9 @@ def test_another_product_is_left_to_the_layers(monkeypatch: pytest.MonkeyPatch) 
     assert model.fused.explain().startswith("never: the layers run one by one, as other products")
 
 
-def test_it_says_which_numbers_of_rows_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decoder_explains_which_numbers_of_rows_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = prepared(SPEC, native_backend(monkeypatch))
     assert model.fused is not None
     assert model.fused.explain() == "for any number of rows"

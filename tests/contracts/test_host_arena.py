@@ -1,4 +1,4 @@
-"""Contract of HostArena: one reusable buffer that grows, gives back parts and goes."""
+"""Contract of HostArena: one reusable buffer that grows, and frees parts or all of its memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def meter(kind: str) -> Meter:
     return host_meter_beside_a_device() if kind in GPU_HOST_ARENAS else host_meter()
 
 
-def test_an_arena_is_empty_until_it_is_asked(arena: HostArena) -> None:
+def test_host_arena_is_empty_before_reserve(arena: HostArena) -> None:
     assert arena.num_bytes == 0
     assert arena.release() == 0
     assert arena.discard(0, 0) == 0
 
 
-def test_a_view_has_exactly_the_bytes_asked_for(arena: HostArena) -> None:
+def test_host_arena_reserve_returns_exactly_num_bytes(arena: HostArena) -> None:
     assert arena.reserve(5000).numel() == 5000
     assert arena.reserve(0).numel() == 0
 
 
-def test_a_smaller_reservation_reuses_the_same_memory(arena: HostArena) -> None:
+def test_host_arena_reuses_its_memory_for_a_smaller_reserve(arena: HostArena) -> None:
     first = arena.reserve(10_000)
     first.fill_(5)
     again = arena.reserve(400)
@@ -46,13 +46,13 @@ def test_a_smaller_reservation_reuses_the_same_memory(arena: HostArena) -> None:
     assert arena.num_bytes >= 10_000
 
 
-def test_an_arena_grows(arena: HostArena) -> None:
+def test_host_arena_grows(arena: HostArena) -> None:
     arena.reserve(100)
     arena.reserve(1 << 20).fill_(1)
     assert arena.num_bytes >= 1 << 20
 
 
-def test_a_released_arena_holds_no_memory(arena: HostArena, meter: Meter) -> None:
+def test_host_arena_release_frees_its_memory(arena: HostArena, meter: Meter) -> None:
     before = meter.read()
     arena.reserve(meter.size).fill_(1)
     assert meter.read() - before > meter.size - meter.slack
@@ -61,7 +61,7 @@ def test_a_released_arena_holds_no_memory(arena: HostArena, meter: Meter) -> Non
     assert meter.read() - before < meter.slack
 
 
-def test_a_released_arena_can_be_reserved_again(arena: HostArena) -> None:
+def test_host_arena_can_reserve_after_release(arena: HostArena) -> None:
     for _ in range(2):
         view = arena.reserve(70_000)
         view.fill_(6)
@@ -70,7 +70,9 @@ def test_a_released_arena_can_be_reserved_again(arena: HostArena) -> None:
         arena.release()
 
 
-def test_discarded_bytes_go_back_and_their_neighbours_stay(arena: HostArena, meter: Meter) -> None:
+def test_host_arena_discard_frees_bytes_and_keeps_their_neighbours(
+    arena: HostArena, meter: Meter
+) -> None:
     view = arena.reserve(meter.size)
     view.fill_(1)
     before = meter.read()

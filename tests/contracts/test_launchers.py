@@ -1,4 +1,4 @@
-"""What every launcher does with the engines that it is told to start, whatever these do."""
+"""Contract of Launcher: how it starts, restarts and ends engines, over every launcher."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Place:
-    """The address that the engines of one launcher dial, and what is heard of them."""
+    """A launcher under test: the address that its engines connect to, and their reported ends."""
 
     def __init__(self, launcher: Launcher, listener: Listener) -> None:
         self._launcher, self._listener = launcher, listener
@@ -64,7 +64,7 @@ class Place:
         self.engines += self._launcher.launch(EngineJob(**job), num_engines)
 
     def dialled(self) -> tuple[Connection, int, list[str]]:
-        """The line to the next engine that dials, its process, and what it was given."""
+        """Accept the next engine. Returns its connection, process id and words."""
         line = self._listener.accept()
         return line, *line.recv()
 
@@ -92,7 +92,7 @@ def end_all(engines: list[LaunchedEngine]) -> None:
         engine.join(WAIT_S)
 
 
-def test_engines_dial_the_address_and_are_told_to_end(place: Place) -> None:
+def test_launched_engines_connect_to_the_address_and_stop_on_request(place: Place) -> None:
     place.launch(2)
     assert [engine.name for engine in place.engines] == ["engine 0", "engine 1"]
     lines = [place.registered()[0] for _ in place.engines]
@@ -109,7 +109,7 @@ def test_engines_dial_the_address_and_are_told_to_end(place: Place) -> None:
         engine.join(WAIT_S)
 
 
-def test_an_engine_is_given_what_its_arguments_were_at_the_launch(place: Place) -> None:
+def test_a_launched_engine_gets_its_arguments_as_of_the_launch(place: Place) -> None:
     place.launch()
     place.words[0] = "changed meanwhile"
     line, pid, words = place.dialled()
@@ -120,7 +120,7 @@ def test_an_engine_is_given_what_its_arguments_were_at_the_launch(place: Place) 
     assert place.dialled()[2] == ["as it was"], "the next one, too"
 
 
-def test_what_an_engine_is_given_is_not_kept_here(place: Place) -> None:
+def test_a_launcher_does_not_keep_an_engines_arguments(place: Place) -> None:
     given = weakref.ref(place.words)
     place.launch()
     place.words = Words()
@@ -137,9 +137,7 @@ def test_an_engine_has_not_started_before_it_is_registered(place: Place) -> None
 
 
 @pytest.mark.parametrize("end", ["killed", "fails"])
-def test_an_engine_that_ends_is_followed_by_another_so_often_and_no_oftener(
-    place: Place, end: str
-) -> None:
+def test_a_launcher_restarts_an_engine_at_most_max_restarts_times(place: Place, end: str) -> None:
     place.launch()
     pids = set()
     for _ in range(2):
@@ -158,7 +156,7 @@ def test_an_engine_that_ends_is_followed_by_another_so_often_and_no_oftener(
     place.engines[0].join(WAIT_S)
 
 
-def test_what_keeps_an_engine_from_starting_is_raised_and_not_tried_again(place: Place) -> None:
+def test_an_error_at_the_start_of_an_engine_is_raised_without_a_restart(place: Place) -> None:
     place.launch()
     place.dialled()[0].send("refuse")
     with pytest.raises(ConfigError, match="no such model"):

@@ -51,7 +51,7 @@ rows_of_a_step = st.lists(
 
 
 def new_row(row: int, params: SamplingParams, known: list[int], num_prompt: int) -> NewRow:
-    """What a plan says of a row that is new, with the tokens it has if its draws count them."""
+    """Return a plan's entry for a new row, with its known tokens if it has penalties."""
     ends = () if params.termination_id is None else (params.termination_id,)
     return NewRow(
         row=row,
@@ -67,7 +67,7 @@ def drawn(
     name: str, logits_SV: torch.Tensor, params: list[SamplingParams], known: list[list[int]],
     num_prompts: list[int],
 ) -> SampleResult[torch.Tensor]:  # fmt: skip
-    """One step, in which every row is new."""
+    """Draw one step in which every row is new."""
     builder, rows = LogitsBuilder(len(params) + 1), list(range(1, len(params) + 1))
     new_rows = tuple(map(new_row, rows, params, known, num_prompts))
     for new in new_rows:

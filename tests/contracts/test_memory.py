@@ -1,4 +1,4 @@
-"""Contract of MemoryBackend: bytes are really given back, and come again."""
+"""Contract of MemoryBackend: memory is really returned to the system, and restored."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_large_buffer_costs_nothing_until_it_is_touched(
 
 
 @pytest.mark.parametrize("kind", ON_HOST)
-def test_what_was_written_is_known_to_be_resident(memory: MemoryBackend, meter: Meter) -> None:
+def test_resident_bytes_counts_written_pages(memory: MemoryBackend, meter: Meter) -> None:
     buffer = memory.allocate("a", 4 * meter.size + 10)
     assert residency.resident_bytes(buffer) == resident_bytes(buffer) == 0
     buffer[: meter.size].fill_(1)
@@ -60,7 +60,7 @@ def test_what_was_written_is_known_to_be_resident(memory: MemoryBackend, meter: 
     assert residency.resident_bytes(buffer) == buffer.numel()
 
 
-def test_released_bytes_go_back_to_the_system(memory: MemoryBackend, meter: Meter) -> None:
+def test_release_returns_memory_to_the_system(memory: MemoryBackend, meter: Meter) -> None:
     before = meter.read()
     buffer = memory.allocate("a", meter.size)
     buffer.fill_(7)
@@ -91,7 +91,7 @@ def test_a_restored_buffer_is_usable(memory: MemoryBackend, meter: Meter) -> Non
     assert int(buffer[-1]) == 3
 
 
-def test_buffers_are_released_apart(memory: MemoryBackend) -> None:
+def test_release_affects_one_buffer(memory: MemoryBackend) -> None:
     kept, gone = memory.allocate("kept", 5000), memory.allocate("gone", 5000)
     kept.fill_(1)
     gone.fill_(2)
@@ -100,7 +100,7 @@ def test_buffers_are_released_apart(memory: MemoryBackend) -> None:
     assert bool((kept == 1).all())
 
 
-def test_restoring_what_was_not_released_keeps_its_contents(memory: MemoryBackend) -> None:
+def test_restore_without_release_keeps_contents(memory: MemoryBackend) -> None:
     memory.allocate("a", 100).fill_(9)
     assert bool((memory.restore("a") == 9).all())
 
@@ -117,7 +117,7 @@ def test_a_buffer_may_be_released_and_restored_twice(memory: MemoryBackend) -> N
         del buffer
 
 
-def test_memory_that_is_not_to_be_had_is_a_config_error(memory: MemoryBackend) -> None:
+def test_allocate_raises_config_error_if_memory_is_short(memory: MemoryBackend) -> None:
     with pytest.raises(ConfigError, match="'huge'"):
         memory.allocate("huge", 1 << 60)
 

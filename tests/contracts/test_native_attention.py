@@ -1,4 +1,4 @@
-"""Compiled attention: shared prefixes, threads and bfloat16, against float64 and bit by bit.
+"""NativePagedAttention: shared prefixes, threads and bfloat16, against float64 and bit by bit.
 
 Tolerances: 2e-5 for outputs in float32, 2e-2 in bfloat16.
 """
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Rows over one prompt; each has tokens of its own, in blocks of its own."""
+    """Rows over one prompt; each has its own further tokens, in its own blocks."""
 
     num_shared_blocks: int
     own_lengths: list[int]
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Groups of decode rows, in some order, and how their cache lies."""
+    """Groups of decode rows, in some order, and the layout of their cache."""
 
     groups: list[Group]
     num_heads: tuple[int, int]
@@ -139,7 +139,7 @@ def test_rows_that_share_blocks_attend_to_their_own_context(forest: Forest) -> N
 
 @given(forest=forests)
 @settings(max_examples=scaled(60), deadline=None)
-def test_a_row_is_the_same_bit_by_bit_whoever_shares_its_blocks(forest: Forest) -> None:
+def test_a_row_has_the_same_bits_whatever_rows_share_its_blocks(forest: Forest) -> None:
     attention = NativePagedAttention(kernels())
     decoding = Decoding(forest, attention)
     rows = list(range(len(decoding.rows)))
@@ -213,8 +213,10 @@ def test_float32_is_rounded_to_nearest_even_in_a_bfloat16_cache() -> None:
 
 
 @pytest.mark.parametrize(("deterministic", "tolerance"), [(True, 2e-5), (False, 0.02)])
-def test_float32_queries_meet_a_bfloat16_cache(deterministic: bool, tolerance: float) -> None:
-    """Products of pairs round queries and weights to bfloat16; deterministic ones do not."""
+def test_float32_queries_attend_over_a_bfloat16_cache(
+    deterministic: bool, tolerance: float
+) -> None:
+    """DOT rounds queries and weights to bfloat16; deterministic attention does not."""
     attention = NativePagedAttention(kernels(), deterministic=deterministic)
     kv = make_cache(attention, make_spec(dtype=torch.bfloat16), 4)
     q, k, v = torch.randn(40, 8, 16).split([4, 2, 2], dim=1)

@@ -1,5 +1,7 @@
-"""Compiled operations round to bfloat16 what the reference rounds: bit for bit where nothing is
-summed, and at most one unit of the last place apart, rarely, where a row's sum has another order.
+"""NativeOps rounds to bfloat16 where the reference does.
+
+Results are equal bit for bit where nothing is summed. Where a row's sum has another order, they
+rarely differ, and then by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def units_apart(a: Tensor, b: Tensor) -> Tensor:
-    """How many bfloat16 numbers lie between, plus 1; 0 of equal ones."""
+    """Return the distance in units of the last bfloat16 place; 0 if equal."""
     bits = [x.view(torch.int16).int() for x in (a, b)]
     ordered = [torch.where(x < 0, -(x & 0x7FFF), x) for x in bits]
     return (ordered[0] - ordered[1]).abs()
 
 
 def assert_at_most_a_unit_apart(found: Tensor, expected: Tensor, tiny: float = 0.0) -> None:
-    """Next to each other, and mostly equal. `tiny`: what numbers near 0 may differ by."""
+    """Assert at most one unit apart, and mostly equal. `tiny`: allowed difference near 0."""
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     is_near = (found.float() - expected.float()).abs() <= tiny
     assert bool(((units_apart(found, expected) <= 1) | is_near).all())
@@ -70,7 +72,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
 def test_operations_of_layers_are_compiled_in_both_dtypes(
     native: NativeOps, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They give the reference's values where torch's operation is gone."""
+    """They give the reference's values also when torch's operation is removed."""
     arguments = *calls(dtype)[name], *((1e-6,) if name.endswith("norm") else ())
     expected = getattr(ReferenceOps(), name)(*arguments)
     monkeypatch.delattr(TorchOps, name)
@@ -160,7 +162,7 @@ def test_a_rotation_in_bfloat16_is_the_references_to_the_bit(
 
 
 def every_gate(ops: Ops, up: float) -> Tensor:
-    """What all bfloat16 numbers, by their bits, make of `up`."""
+    """Return gelu(gate) * up for all bfloat16 numbers as gate, in order of their bits."""
     gates = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).view(1024, 64)
     return ops.gelu_mul(torch.cat((gates, torch.full_like(gates, up)), dim=1))
 
@@ -168,7 +170,7 @@ def every_gate(ops: Ops, up: float) -> Tensor:
 def test_gelu_of_every_bfloat16_number_is_torchs_but_where_float32_cancels(
     native: NativeOps,
 ) -> None:
-    """1 + tanh has few digits below -3: there the last bit of tanh shows."""
+    """Below -3, 1 + tanh has few digits, so that the last bit of tanh shows."""
     found, expected = (every_gate(ops, -2.0) for ops in (native, ReferenceOps()))
     assert torch.equal(found.isnan(), expected.isnan())
     is_number = ~expected.isnan()

@@ -27,7 +27,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def computable(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Triton's interpreter truncates to bfloat16 where a device rounds: float16 stands in."""
+    """Return float16 for bfloat16 in Triton's interpreter, which truncates to bfloat16."""
     return torch.float16 if is_interpreted(name) and dtype == torch.bfloat16 else dtype
 
 
@@ -103,7 +103,7 @@ def test_rms_norm_divides_by_the_root_mean_square(
 
 
 def test_rms_norm_takes_a_view_with_gaps_between_its_rows(ops: Ops) -> None:
-    """Heads cut out of a fused projection."""
+    """Heads are such a view of a fused projection."""
     x = randn(6, 10, 32)[:, 2:7]
     weight = randn(32, seed=1)
     assert_near(ops.rms_norm(x, weight, 1e-5), norm_f64(x, weight, 1e-5), torch.float32)

@@ -1,4 +1,4 @@
-"""Contract of a matrix product on a CPU, over every product of this machine."""
+"""Contract of Product, a CPU's matrix product, over every product of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ all_products = pytest.mark.parametrize("name", PRODUCTS)
 
 
 def ops_with(name: str) -> CpuOps:
-    """The operations with this product forced; the test is skipped where it does not exist."""
+    """Return the operations with this product forced; skips the test if it does not exist."""
     library = load_library() if name.startswith("native") else None
     products = available_products(None if library is None else Kernels(library))
     if name not in [product.name for product in products]:
@@ -48,7 +48,7 @@ def assert_product(ops: CpuOps, x: Tensor, weight: Tensor, handle: LinearHandle)
     num_inputs=st.sampled_from([1, 8, 33, 48, 160]),
     num_outputs=st.sampled_from([1, 2, 7, 8, 41, 257]),
 )
-def test_it_is_the_product_with_the_transposed_weight(
+def test_products_multiply_with_the_transposed_weight(
     name: str, num_rows: int, has_bias: bool, num_inputs: int, num_outputs: int
 ) -> None:
     ops = ops_with(name)
@@ -63,7 +63,7 @@ def test_it_is_the_product_with_the_transposed_weight(
 
 @all_products
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
-def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
+def test_products_take_strided_rows_and_columns(name: str, num_rows: int) -> None:
     ops, weight = ops_with(name), randn(24, 32)
     handle = prepared_handle(ops, weight)
     assert_product(ops, randn(num_rows, 40)[:, :32], weight, handle)
@@ -71,7 +71,7 @@ def test_it_takes_rows_with_gaps_and_columns(name: str, num_rows: int) -> None:
 
 
 @all_products
-def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
+def test_products_follow_an_update_and_its_undo(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
     old, new = weight.clone(), randn(24, 32, seed=2)
     handle = prepared_handle(ops, weight)
@@ -89,7 +89,7 @@ def test_it_follows_weights_through_an_update_and_back(name: str) -> None:
 
 
 @all_products
-def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> None:
+def test_release_drops_the_packed_copy_until_refresh(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
     handle = prepared_handle(ops, weight)
     ops.release(handle)
@@ -102,7 +102,7 @@ def test_it_does_without_its_packed_copy_until_it_is_refreshed(name: str) -> Non
 
 @all_products
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtype) -> None:
+def test_products_leave_unsupported_dtypes_to_torch(name: str, dtype: torch.dtype) -> None:
     ops, weight, x = ops_with(name), randn(24, 32).to(dtype), randn(5, 32, seed=1).to(dtype)
     result = ops.linear(x, prepared_handle(ops, weight))
     assert result.dtype == dtype
@@ -112,7 +112,7 @@ def test_a_dtype_that_it_cannot_do_is_left_to_torch(name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("name", ["native-256", "native-512", "native-dot", "native-amx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
+def test_native_products_give_a_row_the_same_bits_in_any_batch(
     name: str, dtype: torch.dtype
 ) -> None:
     ops, weight = ops_with(name), randn(300, 96).to(dtype)
@@ -136,7 +136,7 @@ def test_a_row_gets_the_same_bits_whatever_rows_are_beside_it(
 def test_bfloat16_is_multiplied_exactly_and_rounded_once(
     name: str, num_rows: int, has_bias: bool, num_inputs: int, num_outputs: int
 ) -> None:
-    """Apart from the rounding of sums in float32: half a unit of bfloat16's last place."""
+    """The bound is half a unit of bfloat16's last place, plus the rounding of float32 sums."""
     ops = ops_with(name)
     weight, bias = randn(num_outputs, num_inputs).bfloat16(), randn(num_outputs, seed=1).bfloat16()
     x = randn(num_rows, num_inputs, seed=2).bfloat16()
@@ -148,7 +148,7 @@ def test_bfloat16_is_multiplied_exactly_and_rounded_once(
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_products_of_pairs_round_x_to_nearest_even_and_keep_what_is_no_number(name: str) -> None:
+def test_dot_and_amx_round_x_to_nearest_even_and_keep_nan(name: str) -> None:
     """2^-10 is lost beside 1; a tie goes to the even neighbour."""
     ops = ops_with(name)
     handle = prepared_handle(ops, torch.tensor([[1.0, 1.0]]).bfloat16())
@@ -227,7 +227,7 @@ def test_a_weight_packed_in_its_own_memory_gives_the_bits_of_a_packed_copy(
 
 @native_products
 @both_dtypes
-def test_a_repacked_weight_follows_an_update_and_goes_back(name: str, dtype: torch.dtype) -> None:
+def test_a_repacked_weight_follows_an_update_and_its_undo(name: str, dtype: torch.dtype) -> None:
     ops, weight, x = ops_with(name), randn(96, 33).to(dtype), randn(5, 33, seed=1).to(dtype)
     old, new = weight.clone(), randn(96, 33, seed=2).to(dtype)
     handle = repacked_handle(ops, weight)
@@ -269,7 +269,7 @@ def test_a_repacked_weight_may_move(name: str) -> None:
 
 
 @native_products
-def test_a_repacked_weight_gets_its_rows_back(name: str) -> None:
+def test_unpack_restores_the_order_of_rows(name: str) -> None:
     ops, weight = ops_with(name), randn(96, 33)
     values = weight.clone()
     repacked = ops.repacked(repacked_handle(ops, weight))

@@ -44,7 +44,7 @@ draws = st.builds(
 
 
 def assert_is_drawn(token: int, logits_V: np.ndarray, draw: Draw) -> None:
-    """cdf[token - 1] <= uniform < cdf[token], up to BOUNDARY, and the token has probability."""
+    """Assert cdf[token - 1] <= uniform < cdf[token], up to BOUNDARY, and a probability above 0."""
     p_V = probabilities(logits_V, draw)
     cdf_V = p_V.cumsum()
     assert p_V[token] > 0
@@ -84,7 +84,7 @@ def test_a_token_is_drawn_where_the_uniform_falls_on_the_cdf(
 def test_truncation_keeps_exactly_the_oracles_tokens(
     name: str, draw: Draw, vocabulary: int, seed: int, levels: int
 ) -> None:
-    """Read from the processed top-n; logits on a few levels make ties."""
+    """Kept tokens are read from the processed top-n; logits on a few levels make ties."""
     logits = (random_logits(1, vocabulary, seed) * levels / 10).round() * 10 / levels
     draw = Draw(
         temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p,
@@ -104,7 +104,7 @@ def test_truncation_keeps_exactly_the_oracles_tokens(
 
 @pytest.mark.parametrize("order", [[-0.0, 0.0], [0.0, -0.0]])
 def test_zeros_of_either_sign_are_equal_when_truncated(ops: Ops, order: list[float]) -> None:
-    """Their difference has a sign of its own, which must not reach any table of distances."""
+    """The difference of two zeros may be -0, whose sign bit must not count as a distance."""
     logits = torch.tensor([[-1.0, *order * 3, -2.0]])
     draw = Draw(temperature=1.0, top_k=4, top_p=0.9, uniform=0.99, mode="processed")
     for _ in range(5):
@@ -140,7 +140,7 @@ def test_greedy_reports_raw_logprobs_in_every_mode(ops: Ops, mode: str) -> None:
     assert torch.equal(result.top_ids_SN, order[:, :5])
 
 
-def test_mixed_rows_equal_the_same_rows_alone(ops: Ops) -> None:
+def test_sample_of_mixed_rows_equals_each_row_alone(ops: Ops) -> None:
     rows = [
         Draw(temperature=0), Draw(uniform=0.1, temperature=0.5), Draw(uniform=0.7, top_k=4),
         Draw(uniform=0.2, top_p=0.8, mode="processed"),
@@ -178,10 +178,10 @@ def test_top_n_is_in_the_rows_mode(ops: Ops, mode: str) -> None:
     seed=st.integers(0, 10_000),
     levels=st.sampled_from([3, 1000]),
 )
-def test_a_token_has_the_very_log_prob_and_the_place_that_the_top_n_gives_it(
+def test_sample_log_prob_equals_its_top_n_entry(
     name: str, rows: list[Draw], vocabulary: int, seed: int, levels: int
 ) -> None:
-    """To the last bit: that they are equal is how clients tell a greedy token."""
+    """They are equal to the last bit: clients recognise a greedy token by that."""
     rows = rows[:2] if is_interpreted(name) else rows
     ops, top_n = OPS[name](), min(40, vocabulary)
     logits = (random_logits(len(rows), vocabulary, seed) * levels / 10).round() * 10 / levels
@@ -207,7 +207,7 @@ def test_a_token_has_the_very_log_prob_and_the_place_that_the_top_n_gives_it(
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_k", [0, 5])
-def test_a_row_that_is_not_finite_is_flagged_and_harms_no_other(
+def test_sample_flags_a_row_that_is_not_finite_and_no_other(
     ops: Ops, bad: float, temperature: float, top_k: int
 ) -> None:
     logits = random_logits(3, 700, seed=4)
@@ -230,21 +230,19 @@ def test_masked_tokens_are_never_drawn(ops: Ops, uniform: float) -> None:
     assert result.is_finite_S.all()
 
 
-def test_no_rows_give_no_tokens(ops: Ops) -> None:
+def test_sample_of_no_rows_returns_no_tokens(ops: Ops) -> None:
     result = ops.sample(torch.zeros(0, 50), batch_of([], top_n=2))
     assert result.token_ids_S.shape == result.logprobs_S.shape == (0,)
     assert result.top_ids_SN.shape == (0, 2)
 
 
-def test_nothing_asked_for_is_none(ops: Ops) -> None:
+def test_sample_returns_none_for_arrays_that_no_row_wants(ops: Ops) -> None:
     result = ops.sample(random_logits(2, 50, seed=5), batch_of([Draw(), Draw()], logprobs=False))
     assert result.logprobs_S is result.top_ids_SN is result.top_logprobs_SN is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_logits_of_other_float_dtypes_are_worked_on_in_float32(
-    ops: Ops, dtype: torch.dtype
-) -> None:
+def test_sample_computes_other_dtypes_in_float32(ops: Ops, dtype: torch.dtype) -> None:
     logits = random_logits(4, 1000, seed=6).to(dtype)
     rows = [Draw(uniform=u, temperature=0.8) for u in (0.1, 0.4, 0.6, 0.9)]
     result = ops.sample(logits, batch_of(rows))
@@ -254,7 +252,7 @@ def test_logits_of_other_float_dtypes_are_worked_on_in_float32(
     assert result.logprobs_S.dtype == torch.float32
 
 
-def test_the_caller_s_logits_are_not_changed(ops: Ops) -> None:
+def test_sample_does_not_change_the_logits(ops: Ops) -> None:
     logits = random_logits(3, 640, seed=7)
     before = logits.clone()
     ops.sample(

@@ -1,4 +1,4 @@
-"""Every WeightSync: the engines serve what was pushed, whole, or what they served before."""
+"""Contract of WeightSync: engines serve all of a push, or the weights from before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IN_OTHER_PROCESSES: dict[str, Callable[[Any, Path], WeightSync]] = {
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LLM]:
-    """Engines in other processes, of this machine."""
+    """Return an LLM whose engines run in other processes of this machine."""
     with LLM(directory(), None, CONFIG, use_coordinator=True) as llm:
         yield llm
 
@@ -43,7 +43,7 @@ def fleet() -> Iterator[LLM]:
 def pushed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, WeightSync]]:
-    """An LLM, and what pushes to it."""
+    """Return an LLM, and the WeightSync that pushes to it."""
     if request.param == "in process":
         with LLM(directory(), None, CONFIG) as llm:
             yield llm, InProcessWeightSync(llm, in_flight=True)

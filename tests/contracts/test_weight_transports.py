@@ -1,4 +1,4 @@
-"""Every kind of weight transport: what arrives is what was pushed, whole, or nothing changes."""
+"""Contract of weight transports: all of a push arrives, or nothing changes."""
 
 from __future__ import annotations
 

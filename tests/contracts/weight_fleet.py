@@ -1,5 +1,7 @@
-"""A fleet of small engines in this process that takes pushes over any transport: every engine
-stages and votes, then all commit or none does."""
+"""A fleet of small engines in this process that takes pushes over any transport.
+
+Every engine stages and votes; then all commit, or all roll back.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ TRANSPORTS: dict[str, MakeTransport] = {
 
 
 def over_the_wire(source: WeightsSource) -> WeightsSource:
-    """`source` as an engine receives it."""
+    """Return `source` encoded and decoded, as an engine receives it."""
     message = decode(encode(UpdateWeights(command_id=1, source=source)))
     assert isinstance(message, UpdateWeights)
     return message.source
@@ -60,7 +62,7 @@ class Member:
 
 
 class WeightFleet:
-    """A context manager: members, and the transport that brings them weights."""
+    """A context manager for the members and the transport of their weights."""
 
     def __init__(self, transport: WeightTransport, num_members: int = 2) -> None:
         self.transport = transport

@@ -77,7 +77,7 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'engine' has keys"):
         create_key_folder(tmp_path, ["new", ENGINE])
     assert peer_keys(tmp_path, ENGINE) == before
-    with pytest.raises(ConfigError, match=r"no keys of 'new'; there are engine"):
+    with pytest.raises(ConfigError, match=r"no keys of 'new', only of: engine"):
         peer_keys(tmp_path, "new")
     create_key_folder(tmp_path, ["new"])
     assert peer_keys(tmp_path, "new").server_public == before.server_public

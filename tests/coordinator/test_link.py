@@ -153,7 +153,7 @@ def test_no_address_is_refused():
     for address in ("nowhere", 0, -1, 70000, True):
         with pytest.raises(ConfigError, match="port"):
             Link(address, handshake=registration, status=status)
-    with pytest.raises(ConfigError, match="cannot be dialled"):
+    with pytest.raises(ConfigError, match="is not an address"):
         Link("tcp://nowhere", handshake=registration, status=status)
 
 
@@ -378,7 +378,7 @@ def test_a_disconnect_of_the_coordinator_ends_the_link_behind_its_last_words():
         received(link)
         router.send(ReplyAck(attempts=()), Disconnect(reason="done"))
         assert received(link) == [ReplyAck(attempts=())]
-        with pytest.raises(CoordinatorLostError, match="it has gone: done"):
+        with pytest.raises(CoordinatorLostError, match="it disconnected: done"):
             link.receive(BOUND_S)
         assert not link.may_step()
         send(link, Ack(command_id=0))  # to nobody
@@ -423,7 +423,7 @@ def test_an_engine_gives_up_a_coordinator_that_stays_away():
         received(link)
         start = time.monotonic()
         router.vanish()
-        with pytest.raises(CoordinatorLostError, match=r"out of reach for 0\.5"):
+        with pytest.raises(CoordinatorLostError, match=r"unreachable for 0\.5"):
             link.receive(BOUND_S)
         assert 0.5 <= time.monotonic() - start < BOUND_S / 2
         assert not link.may_step()

@@ -78,6 +78,6 @@ def test_an_engine_ends_some_time_after_its_coordinator_is_killed() -> None:
         link.receive()
         process.kill()
         killed_at = time.monotonic()
-        with pytest.raises(CoordinatorLostError, match="out of reach for 1"):
+        with pytest.raises(CoordinatorLostError, match="unreachable for 1"):
             link.receive(WAIT_S)
         assert 1.0 <= time.monotonic() - killed_at < AT_ONCE_S

@@ -320,7 +320,7 @@ def test_a_host_that_nobody_knows_is_refused(host: str, monkeypatch: pytest.Monk
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="no name that is known here"):
+    with pytest.raises(ConfigError, match="neither an IP address nor a known host name"):
         RouterSocket(host, None, max_frame_bytes=MAX_FRAME_BYTES)
 
 

@@ -53,9 +53,7 @@ def phase_of(known: Known) -> str:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """A state machine of operations on an engine. After each one all documents equal the
-    oracle's.
-    """
+    """A state machine of engine operations. After each one all documents equal the oracle's."""
 
     tally: ClassVar[Counter[str]] = Counter()
     exceptions: ClassVar[list[str]] = []

@@ -1,6 +1,4 @@
-"""Random configs of small engines, and random sequences of commands that several engines can be
-given.
-"""
+"""Random configs of small engines, and random commands that several engines can get."""
 
 from __future__ import annotations
 

@@ -116,9 +116,7 @@ class Oracle:
         self._contents = {b: c for b, c in self._contents.items() if b in used_blocks}
 
     def set_version(self, version: int, model: DenseModel | None) -> None:
-        """Commit an update; `model` None: without tensors. Requests with KV that is too old are
-        requeued.
-        """
+        """Commit an update; `model` None: no tensors. Requests with too old KV are requeued."""
         self.models[version] = self.models[self.version] if model is None else model
         self.version = version
         if self.rules.max_age is not None:

@@ -1,6 +1,4 @@
-"""Malformed and impossible requests get one clear error each, and other requests are not
-disturbed.
-"""
+"""Malformed and impossible requests get a clear error and disturb no other request."""
 
 from __future__ import annotations
 

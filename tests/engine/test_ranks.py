@@ -320,7 +320,7 @@ def test_commit_weights_that_fails_on_rank_0_is_rolled_back_on_all(
         assert engine.weights_checksum() == staged.checksum
 
 
-# ---- a rank that is lost
+# ---- a rank that ends
 
 
 def test_a_killed_rank_ends_the_engine_and_no_request_is_lost() -> None:
@@ -329,14 +329,14 @@ def test_a_killed_rank_ends_the_engine_and_no_request_is_lost() -> None:
         engine.step()
         (pid,) = executor_of(engine).pids
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(LockstepError, match=rf"rank 1 \(process {pid}\) is lost"):
+        with pytest.raises(LockstepError, match=rf"rank 1 \(process {pid}\) has ended"):
             drain(engine)
         for call in (
             engine.step,
             engine.weights_checksum,
             engine.memory_status,
         ):
-            with pytest.raises(LockstepError, match="must be made anew"):
+            with pytest.raises(LockstepError, match="create a new engine"):
                 call()
         with pytest.raises(LockstepError):
             engine.update_weights(model_of(0, 1), in_flight=True)
@@ -363,7 +363,7 @@ def test_check_ranks_names_a_rank_killed_while_idle() -> None:
         (pid,) = executor_of(engine).pids
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(LockstepError, match="is lost"):
+        with pytest.raises(LockstepError, match="has ended"):
             engine.check_ranks()
         engine.shutdown()
         engine.check_ranks()  # no rank is missed after a shutdown
@@ -377,7 +377,7 @@ def test_set_generation_epoch_refuses_a_version_before_it_asks_the_ranks() -> No
         with pytest.raises(WeightUpdateError, match="above the current version 0"):
             engine.set_generation_epoch(0)
         assert engine.weights_version == 0
-        with pytest.raises(LockstepError, match="is lost"):
+        with pytest.raises(LockstepError, match="has ended"):
             engine.set_generation_epoch(1)
 
 

@@ -1,6 +1,4 @@
-"""shared_settings: every field of a config or model is compared, or listed as one that may
-differ.
-"""
+"""shared_settings compares every field of a config or model that is not listed here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Aborts in every state, checks of updates, and legal commands. test_state_space.py runs every
-command.
-"""
+"""Aborts in every state, checks of updates, and legal commands."""
 
 from __future__ import annotations
 

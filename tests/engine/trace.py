@@ -1,6 +1,4 @@
-"""trace_decisions: the decisions of an engine's scheduler, by request instead of by block and
-row.
-"""
+"""trace_decisions: an engine's scheduling decisions by request, not by block and row."""
 
 from __future__ import annotations
 

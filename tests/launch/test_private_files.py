@@ -54,7 +54,7 @@ def test_what_others_could_have_written_is_not_read(
     folder = PrivateFolder(tmp_path / "own")
     name = folder.write("engine", b"arguments")
     change(folder.path if what == "folder" else folder.path / name)
-    with pytest.raises(ConfigError, match=r"others than its owner|is no folder|cannot be read"):
+    with pytest.raises(ConfigError, match=r"others than its owner|is not a folder|cannot be read"):
         folder.read(name)
 
 
@@ -79,7 +79,7 @@ def test_what_another_user_owns_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     folder = PrivateFolder(tmp_path / "own")
     (tmp_path / "engine").write_bytes(b"")
-    with pytest.raises(ConfigError, match="no name of a file that a launcher has written"):
+    with pytest.raises(ConfigError, match="not the name of a file that a launcher has written"):
         folder.read(name)
 
 

@@ -145,7 +145,7 @@ def test_the_end_does_not_wait_for_a_pause(
     process = supervised(script, max_restarts=1)
     process.started.result(WAIT_S)
     script.children[0].kill()
-    until(lambda: "it is started again in" in caplog.text, "the line about the start")
+    until(lambda: "it is restarted in" in caplog.text, "the line about the start")
     process.end_restarts()
     process.join(WAIT_S)
     assert len(script.children) == 1

@@ -1,4 +1,4 @@
-"""Routers against their definition, token by token; what a mixture does with their choice."""
+"""Router against its definition, token by token, and MixtureOfExperts."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def softmax(values: Vector) -> Vector:
 
 
 def is_tied(values: Vector) -> bool:
-    """Whether rounding might change their order."""
+    """Return whether rounding might change the order of two values."""
     return len(values) > 1 and float(np.diff(np.sort(values)).min()) < 1e-5
 
 
 def route(logits: Vector, correction: Vector, spec: RouterSpec) -> dict[int, float] | None:
-    """One token's experts and their weights; None where rounding may choose others."""
+    """Return one token's experts and their weights; None if rounding may choose others."""
     if spec.scores == "softmax_chosen":
         chosen = np.argsort(-logits)[: spec.experts_per_token]
         return None if is_tied(logits) else dict(zip(chosen, softmax(logits[chosen]), strict=True))
@@ -114,13 +114,13 @@ def test_a_bfloat16_router_in_float32_rounds_no_logit() -> None:
 
 
 class Batch:
-    """The one thing that a mixture knows of a batch."""
+    """The only field of a batch that a mixture uses."""
 
     def __init__(self, routing_TLK: Tensor | None) -> None:
         self.routing_TLK = routing_TLK
 
 
-def test_a_mixture_writes_its_choice_to_its_own_place() -> None:
+def test_a_mixture_writes_its_choice_to_its_part_of_routing() -> None:
     spec = MoeSpec(
         moe_index=1,
         router=PLAIN,
@@ -145,7 +145,7 @@ def test_a_mixture_writes_its_choice_to_its_own_place() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_grouped_product_is_that_of_the_loop(has_bias: bool) -> None:
-    """The grouped one runs on a GPU alone; on a CPU torch has it, too."""
+    """We use the grouped product on GPUs only, but torch also has it on a CPU."""
     ids_A = torch.tensor([0, 0, 3, 4, 4, 4, 6])  # of 8: several, one or no row of an expert
     x_AE, weight_NFE = torch.randn(7, 8), torch.randn(8, 12, 8)
     bias_NF = torch.randn(8, 12) if has_bias else None
@@ -157,8 +157,8 @@ def test_the_grouped_product_is_that_of_the_loop(has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_asking_every_expert_gives_the_sum_of_the_chosen(has_bias: bool) -> None:
-    """As graphs need it where there is no grouped product; an expert nobody chose overflows."""
+def test_every_expert_gives_the_sum_of_the_chosen(has_bias: bool) -> None:
+    """Graphs need it where there is no grouped product. An expert that is not chosen overflows."""
     num_experts, size = 6, 4
     biases = (torch.randn(num_experts, 2 * size), torch.randn(num_experts, HIDDEN_SIZE))
     gate_up_bias_NG, down_bias_NE = biases if has_bias else (None, None)

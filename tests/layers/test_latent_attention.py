@@ -37,7 +37,7 @@ specs = st.builds(
 
 
 def make_layer(spec: LatentAttentionSpec, seed: int) -> LatentAttention:
-    """Random weights, of a size that makes attention uneven."""
+    """Return a layer with random weights, large enough to make attention uneven."""
     layer = LatentAttention(0, HIDDEN_SIZE, spec, dtype=torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
@@ -50,7 +50,7 @@ def make_layer(spec: LatentAttentionSpec, seed: int) -> LatentAttention:
 
 
 def run(layer: LatentAttention, x_TE: Tensor, cuts: list[int]) -> Tensor:
-    """The layer over one sequence, in chunks that end at `cuts`."""
+    """Run the layer over one sequence, in chunks that end at `cuts`."""
     spec, dims = layer.spec, layer.spec.dims
     cache = CacheSpec(
         num_layers=1,
@@ -72,7 +72,7 @@ def run(layer: LatentAttention, x_TE: Tensor, cuts: list[int]) -> Tensor:
 
 
 def expected(layer: LatentAttention, x_TE: Tensor) -> Tensor:
-    """By the paper: keys and values of each head from the latent."""
+    """Compute the layer by the paper, with keys and values of each head."""
     spec, dims = layer.spec, layer.spec.dims
     weights = {name: p.double() for name, p in layer.named_parameters()}
     x_TE = x_TE.double()
@@ -97,7 +97,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x_THP: Tensor, rope: RopeSpec) -> Tensor:
-    """Each pair of dims as a complex number, times e^(i position theta^(-2 pair / P))."""
+    """Multiply each pair of dims, as a complex number, by e^(i position theta^(-2 pair / P))."""
     num_pairs = x_THP.shape[2] // 2
     frequencies = rope.theta ** (-torch.arange(num_pairs, dtype=torch.float64) / num_pairs)
     angles = torch.outer(torch.arange(len(x_THP), dtype=torch.float64), frequencies)
@@ -114,7 +114,7 @@ def turned(x_THP: Tensor, rope: RopeSpec) -> Tensor:
 
 @given(spec=specs, cuts=st.sets(st.integers(1, 26), max_size=3), seed=st.integers(0, 1000))
 @settings(max_examples=scaled(40))
-def test_queries_that_meet_latents_give_what_keys_and_values_of_heads_give(
+def test_latent_attention_equals_attention_over_keys_and_values_of_heads(
     spec: LatentAttentionSpec, cuts: set[int], seed: int
 ) -> None:
     layer = make_layer(spec, seed)
@@ -123,8 +123,8 @@ def test_queries_that_meet_latents_give_what_keys_and_values_of_heads_give(
     torch.testing.assert_close(out_TE.double(), expected(layer, x_TE), rtol=1e-4, atol=1e-4)
 
 
-def test_new_weights_are_followed_in_place() -> None:
-    """No copy of the projections to keys and values is kept."""
+def test_latent_attention_follows_new_weights_in_place() -> None:
+    """The layer keeps no copy of the projections to keys and values."""
     dims = LatentDims(
         q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6
     )

@@ -1,4 +1,4 @@
-"""Fused projections: their parts, and handles that follow their weights."""
+"""Linear: the parts of a fused projection, and its handle after a change of the weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_fused() -> Linear:
     return fused
 
 
-def test_parts_are_contiguous_rows_of_the_fused_weight() -> None:
+def test_linear_parts_are_contiguous_rows_of_the_fused_weight() -> None:
     fused = make_fused()
     slots = fused.weight_slots()
     assert list(slots) == ["gate.weight", "gate.bias", "up.weight", "up.bias"]
@@ -29,13 +29,13 @@ def test_parts_are_contiguous_rows_of_the_fused_weight() -> None:
     assert fused.weight.tolist() == [[1, 0, 0], [0, 2, 0], [1, 1, 1]]
 
 
-def test_forward_concatenates_the_parts_outputs() -> None:
+def test_linear_concatenates_the_parts_outputs() -> None:
     fused = make_fused()
     fused.bind(oracle_backend())
     assert_close(fused(torch.tensor([[1.0, 2.0, 3.0]])), torch.tensor([[1.5, 4.0, 5.0]]))
 
 
-def test_a_changed_weight_counts_after_refresh() -> None:
+def test_linear_uses_a_changed_weight_after_refresh() -> None:
     fused = make_fused()
     fused.bind(oracle_backend())
     fused.weight_slots()["up.weight"].write(torch.zeros(1, 3))
@@ -43,7 +43,7 @@ def test_a_changed_weight_counts_after_refresh() -> None:
     assert_close(fused(torch.tensor([[1.0, 2.0, 3.0]])), torch.tensor([[1.5, 4.0, -1.0]]))
 
 
-def test_a_tied_weight_is_the_given_parameter() -> None:
+def test_linear_uses_a_tied_weight() -> None:
     table = torch.nn.Parameter(torch.ones(4, 3), requires_grad=False)
     head = Linear(3, {"head": 4}, bias=False, dtype=torch.float32, device=CPU, tied_weight=table)
     assert head.weight is table

@@ -108,7 +108,7 @@ def test_cosines_and_sines_equal_those_of_transformers(
 def test_reordered_heads_have_the_scores_of_pairs_that_turn(
     partial: float, is_interleaved: bool
 ) -> None:
-    """Pairs as complex numbers turn by their angles; dims beyond the partial ones do not."""
+    """Pairs are rotated as complex numbers; dims beyond the partial ones are not."""
     rope = RopeSpec(partial=partial, is_interleaved=is_interleaved)
     head_dim, num_turning = 16, int(16 * partial)
     table = RotaryTable(rope, head_dim, device=CPU)

@@ -1,4 +1,4 @@
-"""Cuts of weights: what ranks keep makes up the whole, and its fingerprints add up."""
+"""Shard and Cut: the ranks' parts make up the whole weight, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def test_ranges_of_all_ranks_are_the_items_once_and_differ_by_one(
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
-def test_each_query_head_finds_its_key_head_on_its_rank(
-    num_kv_heads: int, size: int, group: int
-) -> None:
+def test_kv_heads_of_a_rank_serve_its_query_heads(num_kv_heads: int, size: int, group: int) -> None:
     num_heads = num_kv_heads * group * max(1, size // num_kv_heads)
     counted = []
     for rank in range(size):
@@ -41,7 +39,7 @@ def test_each_query_head_finds_its_key_head_on_its_rank(
 
 @st.composite
 def cuts(draw: st.DrawFn) -> list[Cut | None]:
-    """Of all ranks, of a matrix of one part or of up to three fused ones; each rank has some."""
+    """Draw the cuts of all ranks of a matrix with one to three fused parts, none of them empty."""
     size, dim = draw(st.integers(1, 4)), draw(st.integers(0, 1))
     parts = draw(st.lists(st.integers(size, 9), min_size=1, max_size=1 if dim else 3))
     shape = [draw(st.integers(1, 6))] * 2
@@ -61,7 +59,9 @@ def cuts(draw: st.DrawFn) -> list[Cut | None]:
 
 
 @given(cuts())
-def test_what_ranks_keep_is_the_weight_and_fingerprints_add_up(all_cuts: list[Cut | None]) -> None:
+def test_cuts_of_all_ranks_make_up_the_weight_and_its_fingerprint(
+    all_cuts: list[Cut | None],
+) -> None:
     if all_cuts[0] is None:
         return
     whole = torch.randn(*all_cuts[0].shape)
@@ -78,9 +78,7 @@ def test_what_ranks_keep_is_the_weight_and_fingerprints_add_up(all_cuts: list[Cu
 
 
 @given(cuts(), st.integers(1, 4))
-def test_rows_written_a_few_at_once_are_those_that_are_kept(
-    all_cuts: list[Cut | None], rows_at_once: int
-) -> None:
+def test_write_rows_writes_the_kept_rows(all_cuts: list[Cut | None], rows_at_once: int) -> None:
     for cut in all_cuts:
         if cut is None:
             continue
@@ -91,7 +89,7 @@ def test_rows_written_a_few_at_once_are_those_that_are_kept(
         assert torch.equal(slot.read(), kept_of(slot, whole))
 
 
-def test_another_ranks_weight_has_a_form_an_address_of_its_own_and_no_values() -> None:
+def test_an_absent_slot_has_a_shape_an_address_of_its_own_and_no_values() -> None:
     slots = [AbsentSlot(torch.Size((4, 3)), torch.bfloat16) for _ in range(2)]
     assert len({slot.address for slot in slots}) == 2
     assert all(slot.address < 0 for slot in slots)
@@ -105,7 +103,7 @@ def test_another_ranks_weight_has_a_form_an_address_of_its_own_and_no_values() -
         slot.write(torch.ones(4, 3))
 
 
-def test_a_cut_that_keeps_all_is_none_unless_another_rank_counts_it() -> None:
+def test_cut_to_is_none_if_all_is_kept_and_counted_here() -> None:
     assert cut_to([Range(0, 4)], (4, 3)) is None
     shared = cut_to([Range(0, 4, is_counted=False)], (4, 3))
     assert shared is not None

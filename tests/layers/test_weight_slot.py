@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A slot of ROWS rows, and everything beside it that a write must leave alone."""
+    """A slot of ROWS rows, and the neighbouring memory that a write must not change."""
 
     slot: WeightSlot
     neighbours: Callable[[], list[Tensor]]
@@ -58,7 +58,7 @@ def vectors_whose_halves_alternate(dtype: torch.dtype) -> Case:
 
 
 def repacked(first_rows: int, lanes: int) -> Callable[[torch.dtype], Case]:
-    """Rows of a weight in panels, which begin at a panel's first output or within a panel."""
+    """Return a case of rows in panels that begin at a panel's first output, or within a panel."""
 
     def form(dtype: torch.dtype) -> Case:
         num_outputs = 8 * lanes
@@ -97,9 +97,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 @all_forms
 @all_dtypes
-def test_a_write_is_read_again_and_touches_nothing_beside_it(
-    form: Form, dtype: torch.dtype
-) -> None:
+def test_slot_write_is_read_again_and_touches_nothing_else(form: Form, dtype: torch.dtype) -> None:
     case, values = form(dtype), randn(ROWS, INPUTS)
     assert (case.slot.shape, case.slot.dtype) == (values.shape, dtype)
     address = case.slot.address
@@ -120,20 +118,20 @@ def test_rows_are_written_where_they_belong(form: Form, dtype: torch.dtype) -> N
 
 
 @all_forms
-def test_values_with_gaps_and_in_another_order_are_taken_as_they_read(form: Form) -> None:
+def test_slot_write_takes_strided_values(form: Form) -> None:
     case, values = form(torch.float32), randn(INPUTS, 2 * ROWS)[:, ::2].T
     case.slot.write(values)
     assert torch.equal(case.slot.read(), values)
 
 
-def test_a_number_alone_is_a_weight_as_well() -> None:
+def test_slot_takes_a_scalar_weight() -> None:
     number = torch.zeros(())
     TensorSlot(number).write(torch.tensor(2.5))
     assert number.item() == 2.5
 
 
 @all_forms
-def test_a_slot_says_whether_a_backend_holds_the_weight(form: Form) -> None:
+def test_slot_is_repacked_if_a_backend_packed_the_weight(form: Form) -> None:
     slot = form(torch.float32).slot
     assert slot.is_repacked == isinstance(slot, RepackedSlot)
 
@@ -153,7 +151,7 @@ def test_a_slot_follows_its_parameter_to_other_memory_and_out_of_it() -> None:
 
 
 def test_stacks_that_are_transposed_on_disk_keep_gates_before_ups() -> None:
-    """As transformers' gpt_oss reads them: gates and ups are every other column."""
+    """transformers' gpt_oss reads gates and ups as every other column."""
     saved = {
         "gate_up_proj": randn(3, 4, 10, seed=1),
         "gate_up_proj_bias": randn(3, 10, seed=2),

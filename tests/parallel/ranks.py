@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rollout.parallel.collectives import Collectives, GroupCollectives
-from rollout.parallel.mapped_file import open_shared
 from rollout.parallel.shared_collectives import SharedCollectives, shared_by_ranks
+from rollout.parallel.shared_memory import open_shared
 from tests.processes import PROCESSES
 
 KINDS = ("shared", "gloo")

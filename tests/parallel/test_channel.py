@@ -14,7 +14,7 @@ import pytest
 
 from rollout.errors import LockstepError, RemoteError, WeightUpdateError
 from rollout.parallel.channel import FollowerChannel, LeadChannel, raise_first
-from rollout.parallel.wire import SocketWire, WireLostError
+from rollout.parallel.wire import SocketWire, WireClosedError
 from tests.processes import PROCESSES
 
 
@@ -112,17 +112,17 @@ def test_check_names_a_killed_rank_and_every_later_call_raises() -> None:
         channel.check()
         process.kill()
         process.join()
-        with pytest.raises(LockstepError, match=rf"rank 1 \(process {process.pid}\) is lost"):
+        with pytest.raises(LockstepError, match=rf"rank 1 \(process {process.pid}\) has ended"):
             channel.check()
         for call in (channel.check, channel.answers, lambda: channel.send(Target.end)):
-            with pytest.raises(LockstepError, match="is lost; the engine must be made anew"):
+            with pytest.raises(LockstepError, match="has ended; create a new engine"):
                 call()
 
 
 def test_answers_name_a_rank_that_ends() -> None:
     with lead_of_one() as (channel, _):
         channel.send(Target.end)
-        with pytest.raises(LockstepError, match=r"rank 1 .* is lost"):
+        with pytest.raises(LockstepError, match=r"rank 1 .* has ended"):
             channel.answers()
 
 
@@ -144,7 +144,7 @@ def test_receive_without_rank_0_raises_lockstep_error() -> None:
     ours, theirs = socket.socketpair()
     channel = FollowerChannel(1, SocketWire(theirs))
     ours.close()
-    with pytest.raises(LockstepError, match="rank 0 is lost"):
+    with pytest.raises(LockstepError, match="rank 0 has ended"):
         channel.receive()
 
 
@@ -161,10 +161,10 @@ def test_wire_receive_continues_a_message_after_a_timeout() -> None:
     assert wire.receive(1.0) == message
     assert wire.has_message()
     theirs.close()
-    assert not wire.is_lost()
+    assert not wire.is_closed()
     assert wire.receive(1.0) == message
-    assert wire.is_lost()
-    with pytest.raises(WireLostError):
+    assert wire.is_closed()
+    with pytest.raises(WireClosedError):
         wire.receive(1.0)
 
 
@@ -192,9 +192,9 @@ def test_end_makes_the_other_ranks_raise_its_error() -> None:
         assert (received.command, received.args) == (Target.echo, (1,))
         with pytest.raises(WeightUpdateError, match="no such tensor"):
             follower.answer(1)
-        with pytest.raises(LockstepError, match="rank 0 is lost"):
+        with pytest.raises(LockstepError, match="rank 0 has ended"):
             follower.receive()
-        with pytest.raises(LockstepError, match="must be made anew"):
+        with pytest.raises(LockstepError, match="create a new engine"):
             lead.send(Target.echo, 2)
 
 
@@ -202,11 +202,11 @@ def test_leave_gives_rank_0_the_reason_before_and_after_a_command() -> None:
     with both_ends() as (lead, follower):
         lead.send(Target.echo, 1)
         follower.leave("it has shut down")
-        with pytest.raises(LockstepError, match=r"rank 1 is lost \(it has shut down\)"):
+        with pytest.raises(LockstepError, match=r"rank 1 has ended \(it has shut down\)"):
             lead.answers()
     with both_ends() as (lead, follower):
         follower.leave("it has shut down")
-        with pytest.raises(LockstepError, match=r"rank 1 is lost \(it has shut down\)"):
+        with pytest.raises(LockstepError, match=r"rank 1 has ended \(it has shut down\)"):
             lead.send(Target.echo, 1)
 
 

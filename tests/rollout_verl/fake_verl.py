@@ -105,7 +105,7 @@ VERL_FIELDS: dict[str, Any] = json.loads(
 
 
 def rollout_config(**changes: Any) -> Any:
-    """A RolloutConfig of verl 0.9.1, with the sizes of a tiny engine."""
+    """Return a RolloutConfig of verl 0.9.1 with the sizes of a tiny engine."""
     fields = {
         "tensor_model_parallel_size": 1,
         "dtype": "float32",

@@ -1,4 +1,4 @@
-"""The plug-in of verl over fakes of its registries: settings, the server's methods, the adapter."""
+"""rollout_verl over fakes of verl's registries: settings, the server's methods, the adapter."""
 
 from __future__ import annotations
 
@@ -113,7 +113,10 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"disaggregation": SimpleNamespace(enabled=True)}, r"disaggregation\.enabled=True"),
     ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, r"mtp\.enable_rollout=True"),
     ({"qat": {"enable": True}}, r"qat\.enable=True"),
-    ({"engine_kwargs": {"vllm": {"block_size": 32}}}, r"engine_kwargs\.vllm is of another backend"),
+    (
+        {"engine_kwargs": {"vllm": {"block_size": 32}}},
+        r"engine_kwargs\.vllm is for another backend",
+    ),
 ]
 WISHES: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
@@ -145,7 +148,7 @@ def test_every_refused_field_of_verls_rollout_config_is_named_with_a_remedy(
             fields.check_config(rollout_config(**change))
 
 
-def test_a_buffer_size_takes_the_place_of_a_share_of_the_memory(verl: SimpleNamespace) -> None:
+def test_buffer_size_gb_replaces_gpu_memory_utilization(verl: SimpleNamespace) -> None:
     settings = import_module("rollout_verl.settings")
     fields = settings.engine_fields(rollout_config(gpu_memory_utilization=0.8), 0)
     assert fields["buffer_size_gb"] == 0.02
@@ -186,7 +189,7 @@ def test_lora_adapters_are_refused_before_anything_starts_unless_verl_merges_the
 
 
 @pytest.mark.distributed
-def test_a_server_of_two_ranks_replies_with_routed_experts_and_cached_tokens(
+def test_engine_server_of_two_ranks_replies_with_routed_experts_and_cached_tokens(
     verl: SimpleNamespace, tmp_path: Path
 ) -> None:
     tiny_mixture().save_pretrained(tmp_path)
@@ -231,7 +234,7 @@ def test_a_server_of_two_ranks_replies_with_routed_experts_and_cached_tokens(
 
 
 @pytest.mark.distributed
-def test_a_server_generates_aborts_parks_updates_and_sleeps(verl: SimpleNamespace) -> None:
+def test_engine_server_generates_aborts_waits_updates_and_sleeps(verl: SimpleNamespace) -> None:
     server = import_module("rollout_verl.server").EngineServer(
         rollout_config(), directory(), RolloutMode.HYBRID
     )
@@ -301,7 +304,7 @@ class Method:
         self._received.append((tensors, global_steps))
 
 
-def test_the_leader_sends_all_tensors_and_other_ranks_gather(
+def test_server_adapter_of_the_leader_sends_all_tensors_and_other_ranks_gather(
     verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter_of = import_module("rollout_verl.adapter").ServerAdapter
@@ -328,7 +331,7 @@ def test_the_leader_sends_all_tensors_and_other_ranks_gather(
         asyncio.run(adapter.update_weights(pairs(), wire_format="delta_flush"))
 
 
-def test_a_leader_that_fails_gathers_on_with_the_other_ranks(
+def test_server_adapter_that_fails_keeps_gathering_with_the_other_ranks(
     verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -345,7 +348,7 @@ def test_a_leader_that_fails_gathers_on_with_the_other_ranks(
     assert gathered == ["a", "a", "b"]
 
 
-def test_the_self_check_says_what_is_missing(
+def test_python_m_rollout_verl_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = import_module("rollout_verl.__main__")
@@ -366,7 +369,7 @@ def test_the_self_check_says_what_is_missing(
 
 
 def recording_server(replica_rank: int, seed: int | None = 0) -> tuple[Any, list[int]]:
-    """A server of that replica whose requests go nowhere, and the seeds of those requests."""
+    """Return a server of that replica that records the seeds of its requests, and these seeds."""
     config = rollout_config(seed=seed)
     server = import_module("rollout_verl.server").EngineServer(
         config, directory(), RolloutMode.HYBRID, replica_rank
@@ -388,7 +391,7 @@ def recording_server(replica_rank: int, seed: int | None = 0) -> tuple[Any, list
 
 
 def seeds_of(replica_rank: int, steps: list[int], seed: int | None = 0) -> list[int]:
-    """Seeds of two requests in each of the trainer's `steps`."""
+    """Return the seeds of two requests in each of the trainer's `steps`."""
     server, seeds = recording_server(replica_rank, seed)
 
     async def run() -> None:
@@ -413,7 +416,7 @@ def test_replicas_of_one_seed_draw_differently_and_a_resumed_job_repeats_no_nois
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_seed_in_the_sampling_parameters_is_that_of_llm_generate(verl: SimpleNamespace) -> None:
+def test_seed_of_verls_sampling_parameters_equals_llm_generate(verl: SimpleNamespace) -> None:
     server, seeds = recording_server(3)
 
     async def run() -> None:

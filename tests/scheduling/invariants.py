@@ -23,9 +23,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The sequences with rows before a schedule, oldest first, and the number of plans in
-    flight.
-    """
+    """The sequences with rows before a schedule, oldest first, and the plans in flight."""
 
     active: list[Seen]
     num_plans: int
@@ -101,9 +99,7 @@ def _check_oldest(
 def _check_paused(
     scheduler: Scheduler, sizes: Sizes, before: Before, schedule: SchedulerOutput
 ) -> None:
-    """Paused requests fit their buffer unless none may be preempted; the newest is preempted
-    first.
-    """
+    """Paused requests fit their buffer, unless none may be preempted, newest first."""
     orders = {s.request_id: s.order for s in before.active}
     assert not any(s.is_in_flight for s in before.active if s.request_id in schedule.preempted)
     paused = [s for s in scheduler.running if s.phase is Phase.PAUSED]

@@ -1,6 +1,4 @@
-"""The naive model of a scheduler: each request runs alone, without sharing, pauses and
-preemption.
-"""
+"""The naive model of a scheduler: each request runs alone and is never preempted."""
 
 from __future__ import annotations
 

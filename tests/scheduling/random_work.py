@@ -81,9 +81,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NewVersion:
-    """Set a new version; KV older than `num_kept` versions is dropped, or all KV if
-    `recomputes`.
-    """
+    """Set a new version and drop KV older than `num_kept` versions, or all if `recomputes`."""
 
     num_kept: int | None
     recomputes: bool

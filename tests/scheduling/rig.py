@@ -243,9 +243,7 @@ class Rig:
         assert self.kv_cache_manager.used_blocks() == []
 
     def fail_step(self, *, after_writes: bool) -> None:
-        """A forward pass that raises, before anything was done or after everything was, and with it
-        all plans in flight.
-        """
+        """Let a forward pass raise, before or after its work, which ends all plans in flight."""
         if self.num_in_flight < self.sizes.depth:
             self.schedule()
         if not self.num_in_flight:

@@ -112,8 +112,8 @@ def test_again_runs_the_tests_of_the_list_alone_and_names_those_that_are_gone(
         "tests/contracts/test_ops.py::test_kernels[2]",
         "tests/contracts/test_ops.py::test_renamed[2]",
         "tests/contracts/test_memory.py::test_memory[4]",
-        "tests/walks/test_on_a_device.py::test_managed_memory[unified]",
-        "tests/walks/test_gone.py::test_it",
+        "tests/scenarios/test_on_a_device.py::test_managed_memory[unified]",
+        "tests/scenarios/test_gone.py::test_it",
     ]
     out = tmp_path / "out"
     out.mkdir()

@@ -390,13 +390,13 @@ def test_a_body_that_is_no_json_object_is_refused(served: Served, body: bytes) -
         (
             COMPLETION,
             {"temprature": 1},
-            "temprature is no field of this request; the nearest is te",
+            "temprature is not a field of this request; the nearest is te",
         ),
         (GENERATE, {"temperature": 1}, "the nearest is sampling_params.temperature"),
         (
             GENERATE,
             {"sampling_params": {"max_tokens": 1}},
-            "sampling_params.max_tokens is no field",
+            "sampling_params.max_tokens is not a field",
         ),
         (GENERATE, {"sampling_params": [{"topk": 1}]}, "the nearest is sampling_params.top_k"),
         (CHAT, {"stream_options": {"include_use": True}}, "stream_options.include_use is no"),

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from rollout import ServeConfig
+from rollout.serve.access import Access
 from rollout.serve.app import routes_of
 from rollout.serve.config import PROTOCOLS
-from rollout.serve.limits import Access
 from tests.serve.raw_client import connected, read_all
 from tests.serve.served import Served, served_directory
 

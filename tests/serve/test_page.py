@@ -19,8 +19,9 @@ from rollout.cli.main import main
 from rollout.control.commands import FleetResults, fleet_stats
 from rollout.control.reports import FleetStats
 from rollout.coordinator.client.streams import RequestFuture
-from rollout.serve.page import feed, recent
-from rollout.serve.page.feed import FleetFeed
+from rollout.serve.page import fleet as fleet_module
+from rollout.serve.page import recent
+from rollout.serve.page.fleet import FleetFeed
 from rollout.serve.page.recent import MAX_SAMPLES, RecentSamples
 from tests.apis.fleets import weights
 from tests.serve.chromium import PROGRAM, Tab, open_tab
@@ -145,7 +146,7 @@ class CountingFleet:
 
 
 def test_the_engines_are_asked_only_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "INTERVAL_S", 0.005)
+    monkeypatch.setattr(fleet_module, "INTERVAL_S", 0.005)
     fleet = CountingFleet()
 
     async def watch(counters: FleetFeed, num_snapshots: int) -> None:
@@ -173,7 +174,7 @@ def test_the_engines_are_asked_only_while_somebody_watches(monkeypatch: pytest.M
 
 
 def test_a_watcher_that_is_slow_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "INTERVAL_S", 0.005)
+    monkeypatch.setattr(fleet_module, "INTERVAL_S", 0.005)
     fleet = CountingFleet()
 
     async def run() -> None:

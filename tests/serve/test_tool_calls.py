@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rollout import ConfigError, SamplingParams, ServeConfig
 from rollout.generated_text import StreamedText
-from rollout.serve.tag_tokenizers import TagTokenizers
 from rollout.serve.token_texts import TokenTexts
 from rollout.text import as_tokenizer
 from rollout.tool_calls import (
@@ -112,7 +111,7 @@ def wrong_with_special_tokens(written: Written) -> list[str]:
     """Read a reply token by token whose tags are special tokens, which other texts leave out."""
     tokenizer = as_tokenizer(tokenizer_with(written.tags))
     reply_format = chosen(written)
-    tags = TagTokenizers(TokenTexts(tokenizer, 1000)).of(reply_format.markers)
+    tags = TokenTexts(tokenizer, 1000).showing(reply_format.markers)
     assert tags is not None
     special = tags.tags
     assert special == frozenset(written.tags) & reply_format.markers
@@ -181,7 +180,7 @@ def test_a_template_that_shows_no_format_is_read_as_tags_or_json_alone() -> None
 def test_an_unknown_parser_is_refused_by_name(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}='nope'"):
         ServeConfig(**{field: "nope"})
-    with pytest.raises(ConfigError, match=f"{field}='nope'.*known are"):
+    with pytest.raises(ConfigError, match=f"{field}='nope'.*give one of"):
         format_of(None, **{field: "nope"})
 
 

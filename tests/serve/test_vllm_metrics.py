@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout import AsyncLLM, ServeConfig
 from rollout.control.reports import EngineStats
 from rollout.control.state import EngineState
-from rollout.serve.vllm_metrics import VllmFamilies
+from rollout.serve.metrics import VllmFamilies
 from rollout.telemetry import RankUse
 from tests.apis.fleets import directory, weights
 from tests.serve.served import CONFIG, Answer, Served

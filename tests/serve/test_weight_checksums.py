@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rollout.control.reports import WeightChecksums
-from rollout.serve.control.checksums import weight_checksums
 from rollout.serve.errors import ApiError
+from rollout.serve.vllm.control import weight_checksums
 
 ALL = {f"w{i}": f"{i:016x}" for i in range(5)}
 

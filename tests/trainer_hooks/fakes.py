@@ -16,7 +16,7 @@ from rollout.sampling_params import SamplingParams
 
 
 class FakeLLM(testing.FakeLLM):
-    """rollout.testing.FakeLLM in a given state. `calls` begins there."""
+    """A rollout.testing.FakeLLM that starts in a given state, where its `calls` begin."""
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ def finished_request(
     status: Status = Status.COMPLETED,
     logprobs: Sequence[float] | None = None,
 ) -> DynamicInferenceRequest:
-    """A request whose token i was sampled under versions[i]; its KV was written one step later.
+    """Return a request whose token i was sampled under versions[i] and whose KV was written one
+    step later.
 
-    `kv_versions`: the mean context version of each token; the policy's own by default. Log-probs
+    `kv_versions`: mean context version of each token, by default the token's own version. Log-probs
     are -1, -2, ... by default.
     """
     fields: dict[str, Any] = {

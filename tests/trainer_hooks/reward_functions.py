@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lengths(completions: Sequence[str], **columns: Any) -> list[float]:
-    """TRL's way to name only what is wanted."""
+    """Return lengths, naming only one argument, as in TRL."""
     return [float(len(completion)) for completion in completions]
 
 
@@ -34,7 +34,7 @@ def compute_score(
 
 
 def unruly(completions: Sequence[str]) -> list[float]:
-    """Does what it is told."""
+    """Return, raise, exit or hang, as the completion says."""
     for completion in completions:
         if completion == "die":
             os._exit(3)
@@ -46,19 +46,19 @@ def unruly(completions: Sequence[str]) -> list[float]:
 
 
 def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
-    """verl's convention; it cannot judge an empty solution."""
+    """Return a score in verl's convention, or None for an empty solution."""
     if data_source == "detailed":
         return {"score": solution_str == ground_truth, "length": len(solution_str)}
     return float(solution_str.index(ground_truth))
 
 
 def misspelled(completions: Sequence[str]) -> list[float]:
-    """A typo, as users make them."""
+    """Raise for a typo, as users make them."""
     return [float(lenght(each)) for each in completions]  # type: ignore[name-defined] # noqa: F821
 
 
 def waits_for_file(completions: Sequence[str]) -> list[float]:
-    """1, once there is a file of the name that the completion is."""
+    """Return 1 once the file named by the completion exists."""
     while not all(map(os.path.exists, completions)):
         time.sleep(0.01)
     return [1.0] * len(completions)

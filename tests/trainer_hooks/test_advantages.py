@@ -1,4 +1,4 @@
-"""Advantages of groups, by hand."""
+"""Advantages: group_advantages, GAE and REINFORCE++ against values worked out by hand."""
 
 import math
 
@@ -21,18 +21,18 @@ from trainer_hooks.losses.advantages import whitened
 NAN = math.nan
 
 
-def test_std_divides_by_the_sample_deviation_of_the_group() -> None:
+def test_group_advantages_std_divides_by_the_sample_deviation() -> None:
     # mean 0.25; deviations 0.75, -0.25 x 3; variance (0.5625 + 3 * 0.0625) / 3 = 0.25
     advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     assert_close(advantages, torch.tensor([[1.5, -0.5, -0.5, -0.5]]), rtol=1e-5, atol=0.0)
 
 
-def test_none_only_subtracts_the_mean() -> None:
+def test_group_advantages_none_only_subtracts_the_mean() -> None:
     advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize="none")
     assert_close(advantages, torch.tensor([[0.75, -0.25, -0.25, -0.25]]))
 
 
-def test_a_failed_rollout_neither_gets_an_advantage_nor_moves_its_group() -> None:
+def test_group_advantages_ignore_failed_rollouts_and_give_them_zero() -> None:
     with_failure = group_advantages(torch.tensor([[1.0, NAN, 0.0, NAN]]))
     alone = group_advantages(torch.tensor([[1.0, 0.0]]))
     assert_close(with_failure, torch.tensor([[alone[0, 0], 0.0, alone[0, 1], 0.0]]))
@@ -40,35 +40,37 @@ def test_a_failed_rollout_neither_gets_an_advantage_nor_moves_its_group() -> Non
 
 @pytest.mark.parametrize("normalize", ["std", "none"])
 @pytest.mark.parametrize("row", [[0.1] * 7, [0.3, NAN, 0.3, NAN], [5.0, NAN], [NAN, NAN]])
-def test_a_group_without_spread_gives_exactly_zero(row: list[float], normalize: str) -> None:
+def test_group_advantages_without_reward_spread_are_exactly_zero(
+    row: list[float], normalize: str
+) -> None:
     advantages = group_advantages(torch.tensor([row]), normalize)  # type: ignore[arg-type]
     assert torch.equal(advantages, torch.zeros(1, len(row)))
 
 
-def test_integer_rewards_are_taken() -> None:
+def test_group_advantages_accept_integer_rewards() -> None:
     assert_close(group_advantages(torch.tensor([[0, 2]]), "none"), torch.tensor([[-1.0, 1.0]]))
 
 
 @given(st.lists(st.lists(st.floats(-100, 100), min_size=4, max_size=4), min_size=1, max_size=5))
-def test_advantages_of_a_group_add_up_to_zero(rewards: list[list[float]]) -> None:
+def test_group_advantages_add_up_to_zero(rewards: list[list[float]]) -> None:
     advantages = group_advantages(torch.tensor(rewards))
     assert_close(advantages.sum(dim=1), torch.zeros(len(rewards)), rtol=0.0, atol=1e-3)
 
 
 @given(st.lists(st.integers(0, 10), min_size=2, max_size=8), st.integers(1, 9), st.integers(-9, 9))
-def test_std_advantages_do_not_depend_on_the_scale_of_rewards(
+def test_group_advantages_std_do_not_depend_on_the_scale_of_rewards(
     rewards: list[int], scale: int, shift: int
 ) -> None:
     row = torch.tensor([rewards], dtype=torch.float32)
     assert_close(group_advantages(row * scale + shift), group_advantages(row), rtol=1e-3, atol=1e-4)
 
 
-def test_spread_is_judged_without_the_failed_rollouts() -> None:
+def test_has_reward_spread_ignores_failed_rollouts() -> None:
     rewards = torch.tensor([[1.0, 0.0, NAN], [1.0, 1.0, NAN], [NAN, NAN, NAN]])
     assert has_reward_spread(rewards).tolist() == [True, False, False]
 
 
-def test_bad_input_is_refused_by_name() -> None:
+def test_group_advantages_refuse_bad_input_by_name() -> None:
     with pytest.raises(ConfigError, match=r"normalize='mean'.*'std', 'none'"):
         group_advantages(torch.zeros(1, 2), "mean")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"\(4,\).*\[P, G\]"):
@@ -77,7 +79,7 @@ def test_bad_input_is_refused_by_name() -> None:
         group_advantages(torch.tensor([[1.0, math.inf]]))
 
 
-def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+def test_leave_one_out_subtracts_the_mean_of_the_other_rollouts() -> None:
     advantages = group_advantages(
         torch.tensor([[1.0, 0.0, 0.5, NAN]]), "none", baseline="leave_one_out"
     )
@@ -85,7 +87,7 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
 
 
 @given(st.lists(st.integers(-9, 9) | st.none(), min_size=1, max_size=8))
-def test_failed_rollouts_are_passed_over_by_every_baseline(rewards: list[int | None]) -> None:
+def test_every_baseline_ignores_failed_rollouts(rewards: list[int | None]) -> None:
     row = [math.nan if reward is None else float(reward) for reward in rewards]
     kept = [reward for reward in row if not math.isnan(reward)]
     for baseline in ("mean", "leave_one_out"):
@@ -97,14 +99,14 @@ def test_failed_rollouts_are_passed_over_by_every_baseline(rewards: list[int | N
             assert_close(advantages[0, ~failed], alone[0])
 
 
-def test_overlong_penalty_falls_to_minus_one() -> None:
+def test_overlong_penalties_fall_to_minus_one() -> None:
     penalties = overlong_penalties(torch.tensor([10, 80, 90, 100, 130]), 100, 20)
     assert_close(penalties, torch.tensor([0.0, 0.0, -0.5, -1.0, -1.0]))
     with pytest.raises(ConfigError, match="cache_length=0"):
         overlong_penalties(torch.tensor([1]), 100, 0)
 
 
-def test_gae_of_two_steps() -> None:
+def test_gae_advantages_of_two_steps() -> None:
     # delta_1 = 1 - 0.5 = 0.5; delta_0 = 0.9 * 0.5 - 0.2 = 0.25; A_0 = 0.25 + 0.9 * 0.8 * 0.5
     advantages, returns = gae_advantages(
         torch.tensor([[0.0, 1.0]]),
@@ -117,7 +119,7 @@ def test_gae_of_two_steps() -> None:
     assert_close(returns, torch.tensor([[0.81, 1.0]]))
 
 
-def test_gae_bootstraps_a_rollout_that_was_cut_off() -> None:
+def test_gae_advantages_bootstrap_a_truncated_rollout() -> None:
     advantages, _ = gae_advantages(
         torch.zeros(2, 1),
         torch.zeros(2, 1),
@@ -131,7 +133,7 @@ def test_gae_bootstraps_a_rollout_that_was_cut_off() -> None:
 def gae_by_loop(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> torch.Tensor:
-    """The recursion of the paper, over the trained tokens of one rollout."""
+    """Return GAE by the paper's recursion over the trained tokens of one rollout."""
     advantages, advantage, next_value = torch.zeros_like(rewards), 0.0, 0.0
     for position in reversed(mask.nonzero().flatten().tolist()):
         delta = float(rewards[position]) + gamma * next_value - float(values[position])
@@ -146,7 +148,7 @@ def gae_by_loop(
     gamma=st.sampled_from([0.0, 0.9, 1.0]),
     lam=st.sampled_from([0.0, 0.95, 1.0]),
 )
-def test_gae_is_the_recursion_over_trained_tokens(
+def test_gae_advantages_equal_the_recursion_over_trained_tokens(
     seed: int, num_positions: int, gamma: float, lam: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -160,21 +162,21 @@ def test_gae_is_the_recursion_over_trained_tokens(
     assert_close(returns, (advantages + values).masked_fill(~mask, 0.0))
 
 
-def test_gae_of_a_failed_rollout_is_zero() -> None:
+def test_gae_advantages_of_a_failed_rollout_are_zero() -> None:
     advantages, _ = gae_advantages(
         torch.tensor([[0.0, NAN], [0.0, 1.0]]), torch.zeros(2, 2), torch.ones(2, 2), lam=1.0
     )
     assert_close(advantages, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
 
 
-def test_bad_input_of_gae_is_refused_by_name() -> None:
+def test_gae_advantages_refuse_bad_input_by_name() -> None:
     with pytest.raises(ConfigError, match=r"lam=1\.5"):
         gae_advantages(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), lam=1.5)
     with pytest.raises(ConfigError, match="one shape"):
         gae_advantages(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2))
 
 
-def test_reinforce_plus_plus_whitens_returns_over_all_tokens_that_count() -> None:
+def test_reinforce_plus_plus_advantages_whiten_returns_over_all_trained_tokens() -> None:
     mask_BT = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)
     rewards_BT = torch.zeros(3, 5)
     rewards_BT[0, 4], rewards_BT[1, 2], rewards_BT[2, 3] = 1.0, -2.0, math.nan
@@ -189,7 +191,9 @@ def test_reinforce_plus_plus_whitens_returns_over_all_tokens_that_count() -> Non
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4, 16_777_216.0, 1e30, 3e38])
 @pytest.mark.parametrize("normalize", ["std", "none"])
-def test_rewards_that_differ_by_rounding_alone_give_zero(size: float, normalize: str) -> None:
+def test_group_advantages_of_rewards_equal_up_to_rounding_are_zero(
+    size: float, normalize: str
+) -> None:
     reward = torch.tensor(size)
     above = torch.nextafter(reward, torch.tensor(math.inf))
     rewards = torch.stack([reward, above, reward, reward])[None]

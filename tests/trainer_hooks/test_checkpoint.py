@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, exact, and loadable by transformers."""
+"""save_checkpoint and load_checkpoint: complete or absent, exact, loadable by transformers."""
 
 import os
 import random
@@ -23,7 +23,7 @@ from trainer_hooks.checkpoint import read_own_state, read_trainer_state, restore
 
 
 class SavedPolicy(torch.nn.Linear):
-    """A module that writes itself as save_pretrained does; `fails` stands for a kill halfway."""
+    """A module with save_pretrained; `fails` makes it raise halfway, as a kill would."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__(2, 2)
@@ -50,7 +50,7 @@ def save(root: Path, step: int, policy: SavedPolicy | None = None, keep: int = 2
     return save_checkpoint(root, state, policy, trained(policy), keep=keep)
 
 
-def test_state_optimizer_and_random_numbers_come_back(tmp_path: Path) -> None:
+def test_load_checkpoint_restores_state_optimizer_and_random_numbers(tmp_path: Path) -> None:
     policy = SavedPolicy()
     optimizer = trained(policy)
     state = TrainerState(step=7, weights_version=9, prompts={"unfinished": [4]})
@@ -68,15 +68,15 @@ def test_state_optimizer_and_random_numbers_come_back(tmp_path: Path) -> None:
     assert restored.param_groups[0]["lr"] == 0.1
 
 
-def test_a_checkpoint_of_a_run_with_other_parameters_is_refused(tmp_path: Path) -> None:
+def test_load_checkpoint_refuses_other_numbers_of_parameters(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     with_critic = [{"params": SavedPolicy().parameters()}, {"params": SavedPolicy().parameters()}]
     with pytest.raises(ConfigError, match=r"step_000001.*\[2\].*\[2, 2\].*settings of that run"):
         load_checkpoint(checkpoint, torch.optim.AdamW(with_critic))
 
 
-def test_a_checkpoint_of_other_shapes_or_another_optimizer_is_refused(tmp_path: Path) -> None:
-    """Of as many parameters; what is refused restores nothing."""
+def test_load_checkpoint_refuses_other_shapes_and_another_optimizer(tmp_path: Path) -> None:
+    """The number of parameters is the same. A refused load restores nothing."""
     checkpoint = save(tmp_path, 1)
     shapes = [parameter.shape for parameter in SavedPolicy().parameters()]
     wider = [torch.nn.Parameter(torch.zeros(*shape, 2)) for shape in shapes]
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_other_shapes_or_another_optimizer_is_refused(tmp_path: 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+def test_load_checkpoint_names_a_truncated_file(tmp_path: Path) -> None:
     policy = SavedPolicy()
     optimizer, state = trained(policy), TrainerState(step=1, weights_version=1)
     scheduler = SCHEDULERS["cosine"](optimizer)
@@ -120,7 +120,9 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
             WeightsVersionCounter(tmp_path / "version")
 
 
-def test_the_highest_step_is_found_and_older_ones_are_dropped(tmp_path: Path) -> None:
+def test_find_checkpoint_returns_the_highest_step_and_save_checkpoint_deletes_older_ones(
+    tmp_path: Path,
+) -> None:
     assert find_checkpoint(tmp_path / "missing") is None
     for step in (8, 9, 100):
         assert find_checkpoint(tmp_path) != save(tmp_path, step)
@@ -128,7 +130,7 @@ def test_the_highest_step_is_found_and_older_ones_are_dropped(tmp_path: Path) ->
     assert find_checkpoint(tmp_path) == tmp_path / "step_000100"
 
 
-def test_later_checkpoints_of_another_run_stay_and_do_not_count(tmp_path: Path) -> None:
+def test_save_checkpoint_keeps_checkpoints_of_later_steps(tmp_path: Path) -> None:
     for step in (90, 100):
         save(tmp_path, step)
     for step in (10, 11, 12):
@@ -137,7 +139,7 @@ def test_later_checkpoints_of_another_run_stay_and_do_not_count(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
-def test_one_is_the_least_that_can_be_kept(tmp_path: Path) -> None:
+def test_save_checkpoint_refuses_to_keep_none(tmp_path: Path) -> None:
     before = save(tmp_path, 1)
     with pytest.raises(ConfigError, match="keep=0 must be at least 1"):
         save(tmp_path, 2, keep=0)
@@ -146,7 +148,7 @@ def test_one_is_the_least_that_can_be_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [after]
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_kill_in_save_checkpoint_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     before = save(tmp_path, 1)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, SavedPolicy(fails=True))
@@ -156,19 +158,19 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
 
-def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+def test_save_checkpoint_replaces_a_checkpoint_of_the_same_step(tmp_path: Path) -> None:
     save(tmp_path, 1)
     again = save(tmp_path, 1)
     assert read_trainer_state(again).step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_another_directory_is_refused(tmp_path: Path) -> None:
+def test_read_trainer_state_refuses_another_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not a trainer's checkpoint.*trainer_state.json"):
         read_trainer_state(tmp_path)
 
 
-def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
+def test_from_pretrained_loads_a_checkpoint(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
         vocab_size=11,
@@ -200,7 +202,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
+def test_load_checkpoint_restores_a_scheduler(tmp_path: Path, kind: str) -> None:
     def rates(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         found = []
         for _ in range(6):
@@ -222,14 +224,14 @@ def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
     assert len(set(rates(scheduler, optimizer))) > 1 or kind == "milestones"
 
 
-def test_a_checkpoint_without_a_scheduler_is_refused_by_one(tmp_path: Path) -> None:
+def test_load_checkpoint_with_a_scheduler_refuses_a_checkpoint_without_one(tmp_path: Path) -> None:
     saved, policy = save(tmp_path, 1), SavedPolicy()
     optimizer = trained(policy)
     with pytest.raises(ConfigError, match="step_000001 was saved without a scheduler"):
         load_checkpoint(saved, optimizer, SCHEDULERS["cosine"](optimizer))
 
 
-def test_a_runs_own_state_comes_back(tmp_path: Path) -> None:
+def test_read_own_state_returns_the_saved_state(tmp_path: Path) -> None:
     policy = SavedPolicy()
     optimizer, state = trained(policy), TrainerState(step=1, weights_version=1)
     own = {"average": torch.arange(3.0), "best": 0.5, "names": ["a", None], "at": {2: (1, 2)}}
@@ -240,7 +242,7 @@ def test_a_runs_own_state_comes_back(tmp_path: Path) -> None:
     assert read_own_state(save(tmp_path, 2)) is None
 
 
-def test_objects_of_ones_own_classes_are_refused_before_the_checkpoint_is_there(
+def test_save_checkpoint_refuses_own_state_with_objects_of_other_classes(
     tmp_path: Path,
 ) -> None:
     policy, state = SavedPolicy(), TrainerState(step=1, weights_version=1)
@@ -249,7 +251,7 @@ def test_objects_of_ones_own_classes_are_refused_before_the_checkpoint_is_there(
     assert find_checkpoint(tmp_path) is None
 
 
-def test_a_kill_between_two_renames_loses_no_checkpoint(
+def test_restore_checkpoints_after_a_kill_between_two_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, replace = save(tmp_path, 1), os.replace
@@ -267,3 +269,23 @@ def test_a_kill_between_two_renames_loses_no_checkpoint(
         assert not first.exists()
         restore()
         assert read_trainer_state(first).step == 1
+
+
+def test_weights_version_counter_rises_by_one_from_the_floor(tmp_path: Path) -> None:
+    counter = WeightsVersionCounter(tmp_path / "version", floor=4)
+    assert [counter.reserve(), counter.reserve()] == [5, 6]
+    assert counter.highest == 6
+
+
+def test_weights_version_counter_continues_above_the_highest_version(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "version"
+    killed = WeightsVersionCounter(path)
+    for _ in range(12):
+        killed.reserve()
+    assert WeightsVersionCounter(path, floor=10).reserve() == 13
+
+
+def test_weights_version_counter_never_starts_below_its_floor(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    WeightsVersionCounter(path).reserve()
+    assert WeightsVersionCounter(path, floor=30).reserve() == 31

@@ -1,4 +1,4 @@
-"""Batches of rollouts: layout, lags, failed rollouts, and log-probs that do not match."""
+"""collate_rollouts: layout, lags, failed rollouts, and refused log-probs."""
 
 import math
 from typing import Any
@@ -32,14 +32,14 @@ def test_rows_are_prompt_then_completion_padded_on_the_right() -> None:
     assert len(batch) == 2
 
 
-def test_column_t_belongs_to_token_t() -> None:
+def test_collate_rollouts_column_t_belongs_to_token_t() -> None:
     batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
     assert batch.behaviour_logprobs_BT.tolist() == [[0, 0, -1, -2, -3], [0, -1, 0, 0, 0]]
     assert batch.policy_lag_BT.tolist() == [[0, 0, 2, 2, 1], [0, 1, 0, 0, 0]]
     assert batch.kv_lag_BT.tolist() == [[0, 0, 0, 0, 0.75], [0, 0, 0, 0, 0]]
 
 
-def test_kv_staleness_is_that_of_the_tokens_own_entry() -> None:
+def test_kv_staleness_is_the_age_of_the_tokens_own_kv_entry() -> None:
     # The KV of token i is written when token i + 1 is sampled, the last by nobody.
     batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
     assert batch.kv_staleness_BT.tolist() == [[0, 0, 2, 1, 1], [0, 1, 0, 0, 0]]
@@ -54,7 +54,7 @@ def test_a_failed_rollout_is_masked_out_and_has_no_reward(failed_reward: float |
     assert batch.policy_lag_BT[0].tolist() == [0, 0, 0, 0, 0]
 
 
-def test_a_request_that_failed_is_a_failed_rollout_whatever_it_scored() -> None:
+def test_failed_request_is_a_failed_rollout_whatever_its_reward() -> None:
     aborted = finished_request([1], [2, 3], versions=[0, 0], status=Status.FAILED)
     never_ran = finished_request([1], [], versions=[], status=Status.FAILED, logprobs=[])
     batch = collate_rollouts([aborted, never_ran], [1.0, 1.0], train_version=0)
@@ -63,7 +63,7 @@ def test_a_request_that_failed_is_a_failed_rollout_whatever_it_scored() -> None:
     assert batch.tokens_BT.tolist() == [[1, 2, 3], [1, 0, 0]]
 
 
-def test_select_keeps_the_rows_asked_for_and_drops_columns_of_padding() -> None:
+def test_select_keeps_the_given_rows_and_drops_columns_of_padding() -> None:
     batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
     chosen = batch.select(torch.tensor([1]))
     assert chosen.tokens_BT.tolist() == [[12, 23]]
@@ -72,7 +72,7 @@ def test_select_keeps_the_rows_asked_for_and_drops_columns_of_padding() -> None:
     assert batch.select(torch.tensor([True, False])).tokens_BT.shape == (1, 5)
 
 
-def test_truncated_rollouts_keep_their_rewards_and_are_not_trained_on() -> None:
+def test_without_truncated_masks_truncated_rollouts_and_keeps_their_rewards() -> None:
     rollouts = [finished_request([1], [2, 3], versions=[0, 0]) for _ in range(2)]
     rollouts[0].finish_reason, rollouts[1].finish_reason = "length", "stop"
     batch = collate_rollouts(rollouts, [0.25, 1.0], train_version=0)
@@ -101,7 +101,7 @@ def sampled(**fields: Any) -> SamplingParams:
         (sampled(top_p=1.0), 1.0, "processed"),
     ],
 )
-def test_logprobs_of_the_mode_that_is_asked_for_are_taken(
+def test_collate_rollouts_accepts_log_probs_of_the_given_logprobs_mode(
     params: SamplingParams, temperature: float, mode: Any
 ) -> None:
     check_logprobs_match(params, temperature, mode)
@@ -131,7 +131,7 @@ def test_logprobs_of_the_mode_that_is_asked_for_are_taken(
         (sampled(top_k=5), 1.0, "temperature", "'raw'.*top_k=5.*sample with.*'temperature'"),
     ],
 )
-def test_logprobs_of_another_distribution_are_refused_naming_both(
+def test_collate_rollouts_refuses_log_probs_of_another_distribution_naming_both(
     params: SamplingParams, temperature: float, mode: Any, named: str
 ) -> None:
     request = finished_request([1], [2], versions=[0], params=params)
@@ -141,7 +141,7 @@ def test_logprobs_of_another_distribution_are_refused_naming_both(
         )
 
 
-def test_without_a_mode_the_one_sampled_with_is_taken_and_never_two_in_a_batch() -> None:
+def test_collate_rollouts_without_logprobs_mode_takes_the_one_of_the_sampling() -> None:
     true, plain, other = (
         finished_request([1], [2], versions=[0], params=params)
         for params in (
@@ -156,7 +156,7 @@ def test_without_a_mode_the_one_sampled_with_is_taken_and_never_two_in_a_batch()
         collate_rollouts([true, other], [1.0, 1.0], train_version=0)
 
 
-def test_rollouts_without_logprobs_are_refused() -> None:
+def test_collate_rollouts_refuses_rollouts_without_log_probs() -> None:
     silent = finished_request([1], [2], versions=[0], params=SamplingParams())
     with pytest.raises(ConfigError, match="return_log_probs=True"):
         collate_rollouts([silent], [1.0], train_version=0)
@@ -165,20 +165,20 @@ def test_rollouts_without_logprobs_are_refused() -> None:
         collate_rollouts([torn], [1.0], train_version=0)
 
 
-def test_a_train_version_older_than_a_token_is_refused() -> None:
+def test_collate_rollouts_refuses_a_train_version_older_than_a_token() -> None:
     request = finished_request([1], [2], versions=[5], params=TRAINABLE)
     with pytest.raises(ConfigError, match=r"train_version=4.*version 5"):
         collate_rollouts([request], [1.0], train_version=4)
 
 
-def test_one_reward_per_request_is_wanted() -> None:
+def test_collate_rollouts_refuses_another_number_of_rewards() -> None:
     with pytest.raises(ConfigError, match="2 requests and 1 rewards"):
         collate_rollouts(two_rollouts(), [1.0], train_version=3)
     with pytest.raises(ConfigError, match="0 requests"):
         collate_rollouts([], [], train_version=3)
 
 
-def test_a_request_without_its_prompt_tokens_is_refused_by_name() -> None:
+def test_collate_rollouts_refuses_a_request_without_prompt_tokens() -> None:
     without = finished_request([10, 11], [20, 21], versions=[1, 1])
     without.prompt_tokens = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ConfigError, match=rf"request {without.request_id} has no prompt tokens.*"):

@@ -1,4 +1,4 @@
-"""The experts of rollouts as a padded tensor beside their tokens."""
+"""routing_BTLK of collate_rollouts: the experts of rollouts, beside their tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_LAYERS, TOP_K = 2, 2
 
 
 def rows(*ids: int) -> torch.Tensor:
-    """A row per id, which both layers chose first."""
+    """Return one row per id, which is the first choice of both layers."""
     return torch.tensor([[[i, i + 1]] * NUM_LAYERS for i in ids], dtype=torch.int16)
 
 
@@ -47,7 +47,7 @@ def first_ids(batch: RolloutBatch) -> list[list[int]]:
     return batch.routing_BTLK[:, :, 0, 0].tolist()
 
 
-def test_rows_stand_at_their_tokens_and_padding_is_unknown() -> None:
+def test_routing_rows_stand_at_their_tokens_and_padding_is_unknown() -> None:
     requests = [request_of([10, 11], [20, 21], [1, 2, 3]), request_of([12], [22], [4])]
     batch = collate_rollouts(requests, [1.0, 0.0], 0, routing=True)
     assert first_ids(batch) == [[1, 2, 3, -1], [4, -1, -1, -1]]
@@ -55,22 +55,24 @@ def test_rows_stand_at_their_tokens_and_padding_is_unknown() -> None:
     assert collate_rollouts(requests, [1.0, 0.0], 0).routing_BTLK is None
 
 
-def test_a_later_turn_adds_rows_from_the_last_token_of_the_turn_before() -> None:
-    """What a turn drew from is kept, also where the next turn computed it by other experts."""
+def test_routing_of_a_later_turn_starts_at_the_last_token_of_the_previous_turn() -> None:
+    """Experts recorded by a turn are kept, also if the next turn computed its tokens with
+    others.
+    """
     first = request_of([1, 2], [3, 4], [10, 11, 12])
     second = request_of([1, 2, 3, 4, 5], [6], [50, 51, 52, 53, 54])
     batch = collate_rollouts([Rollout([first, second])], [1.0], 0, routing=True)
     assert first_ids(batch) == [[10, 11, 12, 53, 54, -1]]
 
 
-def test_each_token_sequence_of_a_rollout_has_rows_of_its_own() -> None:
+def test_each_token_sequence_of_a_rollout_has_its_own_routing() -> None:
     first, second = request_of([1, 2], [3], [10, 11]), request_of([7], [8, 9], [20, 21])
     rollout = Rollout([first, second], sequence_starts=[0, 1])
     batch = collate_rollouts([rollout], [1.0], 0, routing=True)
     assert first_ids(batch) == [[10, 11, -1], [20, 21, -1]]
 
 
-def test_failed_rollouts_may_lack_rows_and_trained_ones_may_not() -> None:
+def test_collate_rollouts_refuses_trained_rollouts_without_routing() -> None:
     good = request_of([1, 2], [3], [10, 11])
     cut = request_of([1, 2], [], None, status=Status.FAILED, logprobs=[])
     batch = collate_rollouts([good, cut], [1.0, 0.0], 0, routing=True)
@@ -80,13 +82,13 @@ def test_failed_rollouts_may_lack_rows_and_trained_ones_may_not() -> None:
     assert collate_rollouts([cut], [0.0], 0, routing=True).routing_BTLK is None
 
 
-def test_a_rollout_that_never_ran_has_no_rows_to_lack() -> None:
+def test_rollout_without_turns_needs_no_routing() -> None:
     good, unrun = request_of([1, 2], [3], [10, 11]), request_of([1], [], None, logprobs=[])
     batch = collate_rollouts([good, unrun], [1.0, 0.0], 0, routing=True)
     assert first_ids(batch) == [[10, 11, -1], [-1, -1, -1]]
 
 
-def test_rollouts_of_two_models_are_refused() -> None:
+def test_collate_rollouts_refuses_routing_of_two_models() -> None:
     other = request_of([1], [2], [3])
     other.routing_indices = torch.zeros(1, 3, TOP_K, dtype=torch.int16)
     with pytest.raises(ConfigError, match=r"several shapes, \[\(2, 2\), \(3, 2\)\]"):
@@ -97,7 +99,7 @@ def test_rollouts_of_two_models_are_refused() -> None:
 
 
 def batch_of(model: Any, shift: int) -> RolloutBatch:
-    """Rollouts of unequal lengths whose experts are the model's own, each `shift` further."""
+    """Return rollouts of unequal lengths with the model's own experts, each shifted by `shift`."""
     requests = []
     for length in (2, 5, 9):
         tokens = torch.arange(3, 3 + length + 2)
@@ -108,7 +110,7 @@ def batch_of(model: Any, shift: int) -> RolloutBatch:
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-def test_passes_of_an_update_use_the_rollouts_experts(is_packed: bool) -> None:
+def test_compute_logprobs_uses_the_recorded_experts(is_packed: bool) -> None:
     model = tiny_mixture()
     settings = UpdateSettings(max_tokens=14, is_packed=is_packed, replay_routing=True)
     plain = UpdateSettings()
@@ -124,7 +126,7 @@ def test_passes_of_an_update_use_the_rollouts_experts(is_packed: bool) -> None:
     torch.testing.assert_close(logprobs(other, settings), expected, rtol=0, atol=1e-4)
 
 
-def test_a_reference_routes_by_itself() -> None:
+def test_reference_policy_does_not_replay_routing() -> None:
     model = tiny_mixture()
     batch, settings = batch_of(model, 1), UpdateSettings(replay_routing=True)
     logprobs_BT = ReferencePolicy.copy_of(model).logprobs(batch, settings)
@@ -132,7 +134,7 @@ def test_a_reference_routes_by_itself() -> None:
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "layers run again"])
-def test_gradients_are_those_of_the_rollouts_experts(is_checkpointed: bool) -> None:
+def test_accumulate_gradients_uses_the_recorded_experts(is_checkpointed: bool) -> None:
     model = tiny_mixture().train()
     batch, config = batch_of(model, 1), PolicyLossConfig(kind="grpo")
     columns = {"advantages_BT": torch.ones(batch.tokens_BT.shape)}
@@ -150,7 +152,7 @@ def test_gradients_are_those_of_the_rollouts_experts(is_checkpointed: bool) -> N
     torch.testing.assert_close(gradient_of(cut), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_replay_without_rows_or_without_a_module_is_refused() -> None:
+def test_replay_routing_without_routing_or_a_module_is_refused() -> None:
     model, settings = tiny_mixture(), UpdateSettings(replay_routing=True)
     without = collate_rollouts([request_of([1], [2], None)], [1.0], 0)
     with pytest.raises(ConfigError, match="routing=True for collate_rollouts"):
@@ -160,7 +162,7 @@ def test_replay_without_rows_or_without_a_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-def test_rollouts_that_all_failed_before_their_first_pass_route_by_themselves(
+def test_replay_routing_of_a_batch_without_any_turn_does_nothing(
     is_packed: bool,
 ) -> None:
     model = tiny_mixture()

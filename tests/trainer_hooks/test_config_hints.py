@@ -1,4 +1,4 @@
-"""Keys of TRL, verl and Megatron-LM are refused with the name of the setting here."""
+"""Keys of TRL, verl and Megatron-LM are refused with the name of our setting."""
 
 import inspect
 import re
@@ -37,7 +37,7 @@ pytestmark = needs("reasoning_gym")
         ("train_iters=9", "train_iters (Megatron-LM) is trainer.num_steps here"),
     ],
 )
-def test_a_key_of_another_system_is_refused_with_ours(argument: str, hint: str) -> None:
+def test_key_of_another_system_is_refused_with_our_name(argument: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(hint)):
         checked_overrides([argument], JobSettings)
 
@@ -50,12 +50,14 @@ def test_a_key_of_another_system_is_refused_with_ours(argument: str, hint: str) 
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type (TRL) is the kind of loss"),
     ],
 )
-def test_in_yaml_too(values: dict[str, Any], message: str) -> None:
+def test_yaml_key_of_another_system_is_refused_with_our_name(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_dataclass(ProducerSettings, values)
 
 
-def test_a_key_that_nobody_has_is_refused_with_the_nearest_of_ours() -> None:
+def test_unknown_key_is_refused_with_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.group_siz; did you mean algorithm\.group_s"):
         checked_overrides(["algorithm.group_siz=3"], JobSettings)
 
@@ -68,7 +70,7 @@ def all_keys(kind: Any, path: str = "") -> set[str]:
     return keys
 
 
-def test_the_hints_name_settings_that_exist() -> None:
+def test_hints_name_settings_that_exist() -> None:
     known = all_keys(JobSettings)
     parts = "algorithm|trainer|producer|logger"
     named = set(re.findall(rf'\b(?:{parts})\.[a-z_.]+(?=[" ,(=])', source_of_targets()))
@@ -77,7 +79,7 @@ def test_the_hints_name_settings_that_exist() -> None:
 
 
 def source_of_targets() -> str:
-    """What stands on the right-hand sides of the tables."""
+    """Return the right-hand sides of the hint tables."""
     source = inspect.getsource(config_loading)
     tables = source[source.index("_GROUP_SIZE = ") : source.index("def hint_for")]
     return re.sub(r'^ +"[\w.]+": ', "", tables, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""From mappings to dataclasses, and from command lines to overrides."""
+"""load_dataclass and checked_overrides, on small dataclasses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def load(**changes: Any) -> Outer:
     return load_dataclass(Outer, {**values, **changes})
 
 
-def test_nested_mappings_become_dataclasses() -> None:
+def test_load_dataclass_converts_nested_mappings() -> None:
     config = OmegaConf.create(
         {
             "seed": 3,
@@ -68,14 +68,14 @@ def test_nested_mappings_become_dataclasses() -> None:
         ({"engine": {"block_size_tokens": -4}}, "block_size_tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_full_name(
+def test_load_dataclass_refuses_unfit_values_by_their_full_names(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         load(**changes)
 
 
-def test_plain_overrides_of_known_keys_may_name_what_the_yaml_leaves_out() -> None:
+def test_checked_overrides_accepts_known_keys_that_no_yaml_lists() -> None:
     arguments = ["engine.enable_prefix_caching=true", "seed=1,2", "inner=small"]
     assert checked_overrides(arguments, Outer) == [
         "++engine.enable_prefix_caching=true",
@@ -84,7 +84,7 @@ def test_plain_overrides_of_known_keys_may_name_what_the_yaml_leaves_out() -> No
     ]
 
 
-def test_flags_and_keys_of_hydra_pass() -> None:
+def test_checked_overrides_passes_flags_and_hydra_keys() -> None:
     arguments = [
         "--multirun", "--config-name", "other", "hydra.run.dir=/tmp/x", "hydra/launcher=basic",
         "+new=1", "++a.b=2", "~inner.mode", "--config-dir=/tmp",
@@ -100,6 +100,6 @@ def test_flags_and_keys_of_hydra_pass() -> None:
         ("enable_prefix_caching=1", "did you mean engine.enable_prefix_caching?"),
     ],
 )
-def test_unknown_keys_are_refused_before_hydra_sees_them(argument: str, message: str) -> None:
+def test_checked_overrides_refuses_unknown_keys(argument: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked_overrides([argument], Outer)

@@ -1,4 +1,4 @@
-"""Histories of prompts, and curricula that draw by them: once per epoch, and again after a kill."""
+"""Curriculum and PromptHistory: draws by history, once per epoch, and equal after a kill."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def reward_of(ticket: PromptTicket) -> float:
 
 
 def train_batch(ledger: PromptLedger, num_prompts: int = 4) -> list[int]:
-    """One batch, the first group of which is filtered; returns the rows."""
+    """Train one batch, whose first group is filtered. Returns the rows."""
     tickets = issued(ledger, num_prompts)
     for number, ticket in enumerate(reversed(tickets)):
         ledger.consume(ticket, "trained" if number else "filtered", reward_of(ticket), version=3)
     return [ticket.index for ticket in tickets]
 
 
-def test_a_history_says_what_became_of_a_prompt() -> None:
+def test_prompt_history_counts_the_outcomes_of_a_prompt() -> None:
     ledger = PromptLedger([[1]], num_epochs=None)
     fates: list[tuple[str, float | None, int | None]] = [
         ("trained", 0.5, 2), ("filtered", 1.0, 4), ("failed", None, None), ("trained", 0.0, 7)
@@ -59,7 +59,7 @@ def test_a_history_says_what_became_of_a_prompt() -> None:
     assert ledger.history(0).num_issued == 6
 
 
-def test_the_prompts_seen_last_are_remembered() -> None:
+def test_prompt_histories_keep_the_prompts_seen_last() -> None:
     ledger = PromptLedger(PROMPTS, shuffle=False, max_histories=5)
     for _ in range(4):
         train_batch(ledger)
@@ -69,7 +69,7 @@ def test_the_prompts_seen_last_are_remembered() -> None:
     assert len(ledger.state_dict()["histories"]) == 5
 
 
-def test_last_groups_that_were_not_trained_yet_leave_no_trace_in_a_state() -> None:
+def test_state_leaves_out_outcomes_of_untrained_groups() -> None:
     ledger = PromptLedger(PROMPTS, seed=1)
     train_batch(ledger)
     before = ledger.state_dict()
@@ -87,7 +87,7 @@ def test_last_groups_that_were_not_trained_yet_leave_no_trace_in_a_state() -> No
     weights=st.lists(st.floats(0, 10), min_size=20, max_size=20),
     num_epochs=st.integers(1, 3),
 )
-def test_each_prompt_comes_once_per_epoch_whatever_the_weights(
+def test_curriculum_draws_each_prompt_once_per_epoch_whatever_the_weights(
     seed: int, weights: list[float], num_epochs: int
 ) -> None:
     curriculum = Curriculum(weight=lambda index, history: weights[index] * (history.num_issued < 2))
@@ -102,7 +102,7 @@ def test_each_prompt_comes_once_per_epoch_whatever_the_weights(
     assert trained == Counter((epoch, row) for epoch in range(num_epochs) for row in range(20))
 
 
-def test_heavier_prompts_come_earlier() -> None:
+def test_curriculum_draws_heavier_prompts_earlier() -> None:
     places = []
     for seed in range(50):
         curriculum = Curriculum(weight=lambda index, history: 10.0 if index == 3 else 1.0)
@@ -111,7 +111,7 @@ def test_heavier_prompts_come_earlier() -> None:
     assert sum(places) / 50 < 4.0  # 9.5 without weights
 
 
-def test_with_replacement_prompts_come_as_often_as_they_weigh() -> None:
+def test_curriculum_with_replacement_draws_in_proportion_to_weights() -> None:
     curriculum = Curriculum(
         weight=lambda index, history: float(index < 2) * (index + 1), with_replacement=True
     )
@@ -122,7 +122,7 @@ def test_with_replacement_prompts_come_as_often_as_they_weigh() -> None:
     assert 1.5 < drawn[1] / drawn[0] < 2.7
 
 
-def test_the_weights_are_those_of_the_histories_when_the_last_batch_was_trained() -> None:
+def test_curriculum_weights_follow_histories_up_to_the_last_trained_batch() -> None:
     """The order in which the groups of a batch finish changes nothing."""
     rows = []
     for order in (1, -1):
@@ -136,7 +136,7 @@ def test_the_weights_are_those_of_the_histories_when_the_last_batch_was_trained(
 
 @pytest.mark.parametrize("with_replacement", [False, True])
 @given(seed=st.integers(0, 1000), num_before=st.integers(0, 12), num_out=st.integers(0, 4))
-def test_a_resumed_run_draws_the_very_prompts_of_one_that_was_never_killed(
+def test_resumed_curriculum_draws_the_same_prompts_as_an_uninterrupted_one(
     with_replacement: bool, seed: int, num_before: int, num_out: int
 ) -> None:
     def new_ledger() -> PromptLedger:
@@ -153,7 +153,7 @@ def test_a_resumed_run_draws_the_very_prompts_of_one_that_was_never_killed(
     assert stored(whole.state_dict()) == stored(resumed.state_dict())
 
 
-def test_learnability_is_greatest_for_new_prompts_and_those_half_solved() -> None:
+def test_learnability_weight_is_greatest_for_new_and_half_solved_prompts() -> None:
     def weight(reward: float | None) -> float:
         return learnability_weight(0, PromptHistory(last_reward=reward))
 
@@ -162,13 +162,13 @@ def test_learnability_is_greatest_for_new_prompts_and_those_half_solved() -> Non
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused(bad: float) -> None:
+def test_curriculum_refuses_a_negative_or_infinite_weight(bad: float) -> None:
     curriculum = Curriculum(weight=lambda index, history: bad if index == 7 else 1.0)
     with pytest.raises(ConfigError, match=r"weight of row 7 is .*0 or more, and finite"):
         PromptLedger(PROMPTS, curriculum=curriculum)
 
 
-def test_a_curriculum_draws_the_order_and_a_state_of_another_order_is_refused() -> None:
+def test_prompt_ledger_refuses_a_state_with_another_curriculum() -> None:
     by_weight = Curriculum(weight=learnability_weight)
     with pytest.raises(ConfigError, match="shuffle=False with a curriculum"):
         PromptLedger(PROMPTS, shuffle=False, curriculum=by_weight)

@@ -1,4 +1,4 @@
-"""The dashboard in a terminal, without one, and as a picture."""
+"""Dashboard and its charts in a terminal, without one, and in the docs' pictures."""
 
 import io
 import math
@@ -23,7 +23,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "dashboard.svg"
 
 
 def made_up_rows(num_rows: int = 120) -> list[dict[str, Any]]:
-    """Rows of a run that never was: a reward that rises, and steps that mostly train."""
+    """Return rows of an invented run with a rising reward, whose steps mostly train."""
     rows = []
     for step in range(1, num_rows + 1):
         wait = 0.06 + 0.04 * math.sin(step / 7)
@@ -69,12 +69,12 @@ def text_of(dashboard: Dashboard, width: int = 110, height: int | None = None) -
 
 
 def words_of(picture: Path) -> list[str]:
-    """The text of an SVG, which depends less on the version of rich than its drawing does."""
+    """Return the text of an SVG, which depends less on rich's version than its drawing does."""
     texts = ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
     return " ".join(text.text or "" for text in texts).split()
 
 
-def test_a_terminal_shows_reward_staleness_time_engines_producer_and_rates() -> None:
+def test_dashboard_shows_reward_staleness_time_engines_producer_and_rates() -> None:
     output = io.StringIO()
     dashboard = Dashboard(Console(file=output, force_terminal=True, width=110))
     dashboard.start_stage("GRPO", NUM_STEPS)
@@ -92,7 +92,7 @@ def test_a_terminal_shows_reward_staleness_time_engines_producer_and_rates() -> 
     assert "weights version 2" in output.getvalue()
 
 
-def test_without_a_terminal_a_line_is_printed_at_its_interval(tmp_path: Path) -> None:
+def test_dashboard_without_a_terminal_prints_a_line_per_line_interval(tmp_path: Path) -> None:
     output = io.StringIO()
     dashboard = Dashboard(Console(file=output, width=200), line_interval=2)
     dashboard.start_stage("GRPO", 4)
@@ -104,7 +104,7 @@ def test_without_a_terminal_a_line_is_printed_at_its_interval(tmp_path: Path) ->
     assert "engines idle 3%" in lines[0]
 
 
-def test_a_histogram_that_got_shorter_leaves_no_old_bins() -> None:
+def test_dashboard_drops_old_bins_of_a_shorter_histogram() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.show({"policy_staleness/hist/0": 10, "policy_staleness/hist/1": 10})
     dashboard.show({"policy_staleness/hist/0": 10})
@@ -113,7 +113,7 @@ def test_a_histogram_that_got_shorter_leaves_no_old_bins() -> None:
     assert "100%" in text_of(dashboard)
 
 
-def test_a_count_that_a_row_lacks_is_zero_again() -> None:
+def test_dashboard_resets_counts_that_a_row_lacks() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.show({"rollouts/num_groups": 8, "rollouts/filtered/too_long": 3})
     assert "8 groups, 3 filtered: too long" in text_of(dashboard)
@@ -125,7 +125,7 @@ def test_a_count_that_a_row_lacks_is_zero_again() -> None:
     assert "filtered" not in text_of(dashboard)
 
 
-def test_a_batch_whose_rollouts_all_failed_has_no_reward_to_draw() -> None:
+def test_dashboard_draws_no_reward_of_a_failed_batch() -> None:
     dashboard = Dashboard(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     dashboard.show({"trainer/step": 1, "reward": math.nan})
     assert "no step yet" in text_of(dashboard)
@@ -135,14 +135,14 @@ def test_a_batch_whose_rollouts_all_failed_has_no_reward_to_draw() -> None:
     assert "now 0.250" in text_of(dashboard)
 
 
-def test_the_curve_of_a_resumed_run_goes_on() -> None:
+def test_dashboard_recall_continues_the_curve_of_a_resumed_run() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.recall([{"reward": 0.75}, {"reward": None}, {"eval/greedy_reward": 0.5}])
     dashboard.show({"trainer/step": 7, "reward": 0.25})
     assert "now 0.250   best 0.750   held out 0.500" in text_of(dashboard)
 
 
-def test_values_that_are_missing_or_none_are_left_out() -> None:
+def test_dashboard_leaves_missing_values_out() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.show({"trainer/step": 1, "reward": None, "timing_share/train": None})
     dashboard.show({"engine/num_running": 5, "engine/num_waiting": 2})
@@ -172,7 +172,7 @@ def long_samples() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("width", "height", "num_samples"), [(80, 23, 1), (80, 30, 2), (120, 39, 3), (200, 49, 3)]
 )
-def test_it_fits_the_terminal_and_gives_samples_the_lines_that_are_left(
+def test_dashboard_fits_the_terminal_and_gives_samples_the_remaining_lines(
     width: int, height: int, num_samples: int
 ) -> None:
     dashboard = Dashboard(Console(file=io.StringIO()), num_steps=NUM_STEPS)
@@ -192,7 +192,7 @@ def test_it_fits_the_terminal_and_gives_samples_the_lines_that_are_left(
     assert ("␛[2Jcleared" in shown) == (num_samples == 3), "the middle is left out"
 
 
-def test_many_engines_and_bins_are_counted_together_where_lines_are_few() -> None:
+def test_dashboard_sums_up_engines_and_bins_if_lines_are_few() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.show({"reward": 0.5, **{f"policy_staleness/hist/{age}": 10 for age in range(10)}})
     engine = made_up_engines()["0"]
@@ -204,7 +204,7 @@ def test_many_engines_and_bins_are_counted_together_where_lines_are_few() -> Non
     assert "and" not in text_of(dashboard).split("and producer")[1]
 
 
-def test_an_engine_shows_its_rate_and_how_full_its_cache_is() -> None:
+def test_dashboard_shows_an_engines_rate_and_kv_cache_use() -> None:
     now = [0.0]
     dashboard = Dashboard(Console(file=io.StringIO()), clock=lambda: now[0])
     first = replace(made_up_engines()["0"], num_blocks_used=30, num_blocks_total=40)
@@ -218,7 +218,7 @@ def test_an_engine_shows_its_rate_and_how_full_its_cache_is() -> None:
     assert " 500 " in text_of(dashboard), "1,000 tokens in two seconds"
 
 
-def test_a_curve_is_as_wide_as_asked_and_labelled_with_its_range() -> None:
+def test_curve_lines_have_the_given_width_and_a_scale() -> None:
     lines = curve_lines([float(i) for i in range(1000)], width=20, height=3)
     assert [len(line) for line in lines] == [28, 28, 28]
     assert lines[0].startswith("974.500")
@@ -227,7 +227,7 @@ def test_a_curve_is_as_wide_as_asked_and_labelled_with_its_range() -> None:
     assert curve_lines([0.5], width=20, height=2)[-1].endswith("▁")
 
 
-def test_a_bar_of_shares_has_one_width_whatever_the_shares() -> None:
+def test_share_bar_always_has_the_given_width() -> None:
     console = Console(file=io.StringIO(), width=200)
     for shares in ({"train": 1.0}, {"train": 1 / 3, "wait": 1 / 3, "other": 1 / 3}):
         console.print(share_bar(shares, 72))
@@ -235,7 +235,7 @@ def test_a_bar_of_shares_has_one_width_whatever_the_shares() -> None:
     assert [bar.count("█") for bar in bars] == [72, 72]
 
 
-def test_the_pictures_of_the_docs_are_of_this_dashboard_and_small() -> None:
+def test_pictures_of_the_docs_show_this_dashboard_and_are_small() -> None:
     # `scripts/run_pictures.py` draws them again.
     panels = "reward policy staleness, tokens time of a step engines, and producer samples"
     assert set(panels.split()) <= set(words_of(PICTURE))
@@ -244,7 +244,7 @@ def test_the_pictures_of_the_docs_are_of_this_dashboard_and_small() -> None:
         assert PICTURE.with_name(name).stat().st_size < 300_000, name
 
 
-def test_a_stage_shows_the_rollouts_of_the_next_batch_and_how_long_the_rest_takes() -> None:
+def test_dashboard_stage_shows_progress_of_the_next_batch_and_time_left() -> None:
     now = [100.0]
     dashboard = Dashboard(Console(file=io.StringIO()), clock=lambda: now[0])
     dashboard.start_stage("GRPO", 20)

@@ -1,4 +1,4 @@
-"""Evaluation: its numbers, and that it runs beside a producer and updates to its end."""
+"""evaluate: its metrics, and that it ends beside a producer and updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def no_reward(completion_ids: Any) -> list[None]:
 
 
 class CodePoints:
-    """A token per character."""
+    """A tokenizer with one token per character."""
 
     bos_id, eos_id, vocab_size = None, None, 256
 
@@ -47,7 +47,7 @@ class CodePoints:
 
 
 class LoggingLLM(FakeLLM):
-    """Keeps the prompts that it was given."""
+    """An LLM that records its prompts."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class LoggingLLM(FakeLLM):
         return await super().generate([1, 2], sampling_params, n)
 
 
-def test_a_reward_function_that_raises_fails_its_samples_once_it_has_succeeded() -> None:
+def test_evaluate_counts_samples_whose_reward_function_raises_as_failed() -> None:
     async def hates_three(completion_ids: Any, level: list[int]) -> list[float]:
         return [1.0 / (3 - each) for each in level]
 
@@ -68,7 +68,7 @@ def test_a_reward_function_that_raises_fails_its_samples_once_it_has_succeeded()
     assert metrics["eval/failed_fraction"] == 0.25
 
 
-def test_a_reward_function_that_never_succeeds_is_an_error() -> None:
+def test_evaluate_raises_if_the_reward_function_never_succeeds() -> None:
     async def misspelled(completion_ids: Any) -> list[float]:
         return [float(lenght(ids)) for ids in completion_ids]  # type: ignore[name-defined] # noqa: F821
 
@@ -89,7 +89,7 @@ def test_failed_samples_count_in_the_failed_fraction_alone() -> None:
     assert metrics["eval/seconds"] == 3.0
 
 
-def test_an_update_under_way_shows_in_the_versions() -> None:
+def test_evaluate_reports_the_versions_of_an_update_in_progress() -> None:
     async def work() -> dict[str, float]:
         llm = FakeLLM()
         running = asyncio.ensure_future(evaluate(llm, PROMPTS, by_level, max_concurrent=1))
@@ -102,7 +102,7 @@ def test_an_update_under_way_shows_in_the_versions() -> None:
     assert metrics["eval/seconds"] == 12.0, "one after the other"
 
 
-def test_a_deadline_aborts_everything() -> None:
+def test_evaluate_timeout_aborts_all_requests() -> None:
     async def work() -> None:
         llm = FakeLLM()
         with pytest.raises(TimeoutError, match=r"timeout_s=2\.0"):
@@ -112,7 +112,7 @@ def test_a_deadline_aborts_everything() -> None:
     run_virtually(work())
 
 
-def test_text_is_encoded_for_an_llm_without_a_tokenizer_alone() -> None:
+def test_evaluate_encodes_text_only_for_an_llm_without_a_tokenizer() -> None:
     tokenizer = CodePoints()
 
     def given_to(llm: LoggingLLM) -> list[Any]:
@@ -123,13 +123,13 @@ def test_text_is_encoded_for_an_llm_without_a_tokenizer_alone() -> None:
     assert given_to(LoggingLLM(tokenizer)) == ["1+2="]
 
 
-def test_no_sample_at_all_is_nan_and_not_zero() -> None:
+def test_evaluate_of_failed_samples_alone_is_nan() -> None:
     metrics = run_virtually(evaluate(FakeLLM(), PROMPTS, no_reward))
     assert math.isnan(metrics["eval/reward"])
     assert metrics["eval/failed_fraction"] == 1.0
 
 
-def test_evaluation_beside_a_producer_and_updates_comes_to_an_end() -> None:
+def test_evaluate_ends_beside_a_producer_and_updates() -> None:
     params = SamplingParams(
         num_tokens_to_generate=16, return_log_probs=True, logprobs_mode="temperature"
     )
@@ -169,7 +169,7 @@ def test_evaluation_beside_a_producer_and_updates_comes_to_an_end() -> None:
     with_fleet(2 if IS_LONG else 1, work)
 
 
-def test_pass_at_k_and_the_majority_are_of_the_samples_of_each_prompt() -> None:
+def test_evaluate_pass_at_k_and_majority_are_per_prompt() -> None:
     async def first_of_four(completion_ids: Any, level: list[int]) -> list[float | None]:
         # Successes of 4 samples: 1, 2, 0, and 0 where all fail.
         wins = {0: 1, 1: 2, 2: 0}
@@ -197,12 +197,12 @@ def test_pass_at_k_and_the_majority_are_of_the_samples_of_each_prompt() -> None:
     assert metrics["eval/odd/num_prompts"] == 2
 
 
-def test_more_samples_than_are_drawn_cannot_pass() -> None:
+def test_evaluate_refuses_pass_at_above_n() -> None:
     with pytest.raises(ConfigError, match=r"pass_at=\[8\] must be from 1 to n=4"):
         run_virtually(evaluate(FakeLLM(), PROMPTS, by_level, n=4, pass_at=(8,)))
 
 
-def test_turns_of_different_prompts_have_different_seeds() -> None:
+def test_evaluate_gives_turns_of_different_prompts_different_seeds() -> None:
     async def two_turns(llm: RolloutLLM, prompt: Any) -> Rollout:
         first = await llm.generate(prompt)
         second = await llm.generate([*prompt, *first.generated_tokens])
@@ -217,10 +217,10 @@ def test_turns_of_different_prompts_have_different_seeds() -> None:
 
 
 @pytest.mark.parametrize("num_right", range(7))
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(
+def test_pass_at_k_equals_the_share_over_all_choices_of_k_samples(
     num_right: int,
 ) -> None:
-    """The unbiased estimator, beside the product that its source computes it by.
+    """The unbiased estimator is also compared with the product in its source's code.
 
     Chen et al. 2021, arXiv 2107.03374, eq. 1 and fig. 3.
     """

@@ -1,4 +1,4 @@
-"""FileWeightTransfer against a small server with the endpoints of vLLM's control plane."""
+"""FileWeightTransfer against a small server with the endpoints of vLLM's control API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_hooks.weight_sync.weight_files import STABLE_FILE
 
 
 class FakeServer:
-    """Keeps what it was asked, and the weights that lay in the directories."""
+    """Records its requests, and the weights in the directories that they name."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -73,7 +73,7 @@ def named_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_an_update_brings_all_tensors_between_pause_and_resume(
+def test_file_weight_transfer_sends_all_tensors_between_pause_and_resume(
     fake: FakeServer, url: str, tmp_path: Path
 ) -> None:
     transfer = FileWeightTransfer(url, tmp_path, admin_key="master", max_shard_bytes=90)
@@ -94,7 +94,7 @@ def test_an_update_brings_all_tensors_between_pause_and_resume(
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
-def test_what_the_server_refuses_is_told_and_leaves_nothing(
+def test_file_weight_transfer_raises_the_servers_reason_and_leaves_no_file(
     fake: FakeServer, url: str, tmp_path: Path
 ) -> None:
     fake.refusal = "'lm_head.weight' is missing"
@@ -107,7 +107,7 @@ def test_what_the_server_refuses_is_told_and_leaves_nothing(
     assert fake.calls[-1] == "/resume", "a job that ends leaves no frozen server"
 
 
-def test_what_cannot_be_written_is_named_and_the_rest_is_still_gathered(
+def test_send_weights_names_an_unwritable_tensor_and_gathers_the_rest(
     fake: FakeServer, url: str, tmp_path: Path
 ) -> None:
     gathered = []
@@ -128,13 +128,13 @@ def test_what_cannot_be_written_is_named_and_the_rest_is_still_gathered(
     assert "/update_weights" not in fake.calls
 
 
-def test_a_server_that_is_not_there_is_named_after_the_wait() -> None:
+def test_init_weight_transfer_names_a_missing_server_after_the_timeout() -> None:
     transfer = FileWeightTransfer("http://127.0.0.1:9", start_timeout_s=0.0)
     with pytest.raises(WeightUpdateError, match=r"GET http://127\.0\.0\.1:9/health got no answer"):
         transfer.init_weight_transfer()
 
 
-def test_it_has_the_methods_of_trls_protocol() -> None:
+def test_file_weight_transfer_has_the_methods_of_trls_protocol() -> None:
     trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     protocol = trainer.WeightTransferProtocol
     names = [name for name in vars(protocol) if not name.startswith("_")]

@@ -1,4 +1,4 @@
-"""A gradient of NaN or infinity reaches neither the policy nor its optimizer."""
+"""GuardedStep: a NaN or infinite gradient reaches neither the policy nor its optimizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from trainer_hooks.weight_sync.trainer_ranks import TrainerRanks
 
 
 class BadElsewhere(TrainerRanks):
-    """Two ranks, of which the other one has a gradient that is not finite."""
+    """Two ranks; the gradient of the other one is not finite."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor + 1
 
 
 def trained(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW after one good step, so that it has a state, and what must not change."""
+    """Return AdamW after one good step, so that it has a state, and a copy of what must not
+    change.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with_gradients(model, 1.0)
     optimizer.step()
@@ -59,7 +61,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_step_without_a_finite_gradient_is_skipped_logged_and_kept(
+def test_guarded_step_skips_logs_and_saves_a_step_without_a_finite_gradient(
     value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, batch = nn.Linear(4, 4), random_batch()
@@ -80,7 +82,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_logged_and_kept(
     assert not same(snapshot(model, optimizer), before)
 
 
-def test_a_second_model_counts_and_a_resumed_run_overwrites_no_batch(tmp_path: Path) -> None:
+def test_guarded_step_checks_all_models_and_overwrites_no_saved_batch(tmp_path: Path) -> None:
     policy, critic, batch = nn.Linear(2, 2), nn.Linear(2, 1), random_batch()
     optimizer = torch.optim.SGD([*policy.parameters(), *critic.parameters()], lr=0.1)
     for _ in range(2):  # each run with a guard of its own
@@ -90,7 +92,7 @@ def test_a_second_model_counts_and_a_resumed_run_overwrites_no_batch(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["skipped_1.pt", "skipped_2.pt"]
 
 
-def test_all_ranks_skip_what_one_of_them_cannot_do(tmp_path: Path) -> None:
+def test_guarded_step_skips_on_all_ranks_if_one_gradient_is_not_finite(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer, before = trained(model)
     ranks = BadElsewhere(rank=1, size=2)
@@ -101,7 +103,7 @@ def test_all_ranks_skip_what_one_of_them_cannot_do(tmp_path: Path) -> None:
     assert not (tmp_path / "skipped").exists()  # rank 0 has the batch, too
 
 
-def test_so_many_skipped_steps_in_a_row_are_an_error_and_a_good_one_starts_anew() -> None:
+def test_guarded_step_raises_after_max_skipped_successive_steps() -> None:
     model = nn.Linear(4, 4)
     optimizer, _ = trained(model)
     guard = GuardedStep(optimizer, 1.0, max_skipped=3)

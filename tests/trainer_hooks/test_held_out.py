@@ -1,4 +1,4 @@
-"""Prompts that are held out are never trained on, for all mixtures and repeated prompts."""
+"""split_sources: held-out prompts are never trained on, for all mixtures and repeated prompts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prompts_of(rows: Any) -> list[str]:
     st.integers(0, 40),
     st.integers(0, 20),
 )
-def test_no_prompt_of_a_mixture_is_both_held_out_and_trained_on(
+def test_no_prompt_of_data_sources_is_both_held_out_and_trained_on(
     sources: dict[str, tuple[list[int], float]], num_held_out: int, num_repeated: int
 ) -> None:
     prompts = {
@@ -67,9 +67,7 @@ def test_no_prompt_of_a_mixture_is_both_held_out_and_trained_on(
     assert all(10 * count <= len(set(prompts[name])) for name, count in names.items())
 
 
-def test_a_mixture_that_repeats_a_small_source_holds_out_the_prompts_of_each_by_its_weight() -> (
-    None
-):
+def test_split_sources_holds_out_prompts_of_each_source_by_its_weight() -> None:
     # Mixed before it is split, the small source's rows come nine times each.
     prompts = {
         "many": [f"many {i}" for i in range(300)],
@@ -84,7 +82,7 @@ def test_a_mixture_that_repeats_a_small_source_holds_out_the_prompts_of_each_by_
     assert {item.columns["data_source"] for item in split.held_out[:4]} == {"many", "few"}
 
 
-def test_one_source_holds_out_every_nth_row_and_all_rows_of_the_same_prompt() -> None:
+def test_split_sources_holds_out_every_nth_prompt_with_all_its_rows() -> None:
     rows = checked([f"p{i}" for i in range(40)] + ["p0", "p20", "p20"])
     data = DataSettings(kind="jsonl", path="p", num_held_out=2)
     split = split_sources({"data": rows}, data)
@@ -92,14 +90,14 @@ def test_one_source_holds_out_every_nth_row_and_all_rows_of_the_same_prompt() ->
     assert prompts_of(split.train) == [f"p{i}" for i in range(40) if i not in (0, 20)]
 
 
-def test_a_source_of_one_repeated_prompt_holds_out_nothing() -> None:
+def test_split_sources_holds_out_nothing_of_one_repeated_prompt() -> None:
     split = split_sources(
         {"data": checked(["same"] * 50)}, DataSettings(kind="jsonl", path="p", num_held_out=8)
     )
     assert (len(split.held_out), len(split.train)) == (0, 50)
 
 
-def test_a_source_whose_prompts_are_all_held_out_is_refused_with_the_remedy() -> None:
+def test_without_prompts_refuses_a_source_that_is_all_held_out() -> None:
     source = checked(["a", "b"])
     with pytest.raises(ConfigError, match=r"'warm-up' is held out.*lower data\.num_held_out"):
         without_prompts(source, frozenset(source.keys), "warm-up")

@@ -1,4 +1,4 @@
-"""What a terminal shows while a step is under way."""
+"""watch_step: what a terminal shows while a step is in progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_hooks.train import Dashboard, watch_step
 
 
 class WatchedLLM(FakeLLM):
-    """Its two rollouts of a prompt take a second for each of ten tokens."""
+    """A fake LLM whose two rollouts of a prompt take ten seconds each, one per token."""
 
     def __init__(self) -> None:
         super().__init__(num_tokens=10)
@@ -48,7 +48,7 @@ def shown_during_a_batch(is_terminal: bool) -> tuple[list[tuple[int, int]], str,
     return progress, output.getvalue(), llm
 
 
-def test_a_terminal_moves_while_a_batch_is_made() -> None:
+def test_watch_step_refreshes_a_terminal_while_a_batch_is_generated() -> None:
     progress, shown, llm = shown_during_a_batch(is_terminal=True)
     assert progress == [(0, 6), (0, 6)], "after the batch comes the next one"
     assert "0 of 6 rollouts" in shown
@@ -56,12 +56,12 @@ def test_a_terminal_moves_while_a_batch_is_made() -> None:
     assert llm.num_asked >= 2
 
 
-def test_without_a_terminal_nobody_is_asked() -> None:
+def test_watch_step_without_a_terminal_asks_no_engine() -> None:
     _, shown, llm = shown_during_a_batch(is_terminal=False)
     assert (shown, llm.num_asked) == ("", 0)
 
 
-def test_engines_that_cannot_answer_end_the_view_and_not_the_run() -> None:
+def test_watch_step_survives_engines_that_do_not_answer() -> None:
     async def fails() -> Any:
         raise RuntimeError("gone")
 

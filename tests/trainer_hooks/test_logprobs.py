@@ -1,4 +1,4 @@
-"""Log-probs a trainer recomputes."""
+"""token_logprobs and token_entropies, which a trainer recomputes."""
 
 import math
 
@@ -8,21 +8,21 @@ from torch.testing import assert_close
 from trainer_hooks import token_entropies, token_logprobs
 
 
-def test_column_t_is_the_log_prob_of_token_t() -> None:
+def test_token_logprobs_column_t_belongs_to_token_t() -> None:
     # Position 0 predicts token 1 with odds 3 : 1, position 1 predicts token 2 with 1 : 1.
     logits = torch.tensor([[[math.log(3.0), 0.0], [5.0, 5.0], [9.0, -9.0]]])
     logprobs = token_logprobs(logits, torch.tensor([[1, 0, 1]]))
     assert_close(logprobs, torch.tensor([[0.0, math.log(0.75), math.log(0.5)]]))
 
 
-def test_temperature_divides_the_logits() -> None:
+def test_token_logprobs_divide_the_logits_by_temperature() -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     expected = torch.log_softmax(logits / 0.5, dim=-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     assert_close(token_logprobs(logits, tokens, 0.5)[:, 1:], expected.squeeze(-1))
 
 
-def test_entropies_are_those_of_the_whole_distribution_and_have_its_gradient() -> None:
+def test_token_logprobs_return_entropy_of_the_whole_distribution_with_a_gradient() -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(2, 5, 7, requires_grad=True), torch.randint(7, (2, 5))
     logprobs, entropies = token_logprobs(logits, tokens, 0.7, return_entropy=True)

@@ -29,7 +29,9 @@ from trainer_hooks.losses import POLICY_LOSS_KINDS
         ({"kind": "dr_grpo", "max_completion_length": 0}, "max_completion_length=0"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_policy_loss_config_refuses_settings_that_cannot_work(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         PolicyLossConfig(**fields)
 
@@ -51,13 +53,15 @@ def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], message: s
         ),
     ],
 )
-def test_a_correction_that_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_off_policy_correction_refuses_settings_that_cannot_work(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         OffPolicyCorrection(**fields)
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSS_KINDS)
-def test_every_kind_works_with_its_own_constants(kind: str) -> None:
+def test_policy_loss_config_accepts_every_kind_with_its_own_constants(kind: str) -> None:
     logprobs = torch.full((2, 3), -1.0, requires_grad=True)
     loss, _ = policy_loss(
         logprobs,
@@ -76,7 +80,7 @@ def test_every_kind_works_with_its_own_constants(kind: str) -> None:
     ("fields", "message"),
     [({"lag_decay": 0.5}, "policy_lag_BT is missing"), ({"max_kv_lag": 1.0}, "needs kv_lag_BT")],
 )
-def test_a_correction_by_lag_asks_for_the_lags(fields: dict[str, float], message: str) -> None:
+def test_lag_decay_and_max_kv_lag_need_the_lags(fields: dict[str, float], message: str) -> None:
     zeros, correction = torch.zeros(1, 2), OffPolicyCorrection(mode="truncate", **fields)
     with pytest.raises(ConfigError, match=message):
         policy_loss(
@@ -84,7 +88,7 @@ def test_a_correction_by_lag_asks_for_the_lags(fields: dict[str, float], message
         )
 
 
-def test_a_denominator_of_zero_is_refused() -> None:
+def test_aggregation_denominator_of_zero_is_refused() -> None:
     zeros = torch.zeros(1, 2)
     with pytest.raises(ConfigError, match=r"aggregation_denominator=0\.0 must be above"):
         policy_loss(zeros, zeros, zeros, zeros, aggregation_denominator=0.0)

@@ -1,4 +1,4 @@
-"""Weights of old tokens, and the diagnostics by lag, against values worked out by hand."""
+"""correction_weights and the metrics by lag, against values worked out by hand."""
 
 import math
 from typing import Any
@@ -31,18 +31,18 @@ def weights_of(ratios: list[list[float]], mask: Any = None, **fields: Any) -> to
     return correction_weights(log_ratio_BT, mask_BT, OffPolicyCorrection(**fields), **lags)[0]
 
 
-def test_truncation_caps_each_token() -> None:
+def test_truncate_caps_the_weight_of_each_token() -> None:
     assert_close(weights_of([[0.1, 1.0, 3.0]], mode="truncate"), torch.tensor([[0.1, 1.0, 2.0]]))
     raised = weights_of([[0.1, 1.0, 3.0]], mode="truncate", low=0.5, high=4.0)
     assert_close(raised, torch.tensor([[0.5, 1.0, 3.0]]))
 
 
-def test_masking_drops_tokens_outside_the_band_and_keeps_the_weight_of_the_others() -> None:
+def test_mask_drops_tokens_outside_the_band_and_keeps_other_weights() -> None:
     weights = weights_of([[0.4, 0.6, 4.0, 6.0]], mode="mask")
     assert_close(weights, torch.tensor([[0.0, 0.6, 4.0, 0.0]]))
 
 
-def test_a_rollout_weighs_by_the_product_or_the_geometric_mean_of_its_trained_tokens() -> None:
+def test_correction_level_weighs_by_the_product_or_the_geometric_mean_of_trained_tokens() -> None:
     ratios, mask = [[2.0, 2.0, 0.5], [4.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]]
     product = weights_of(ratios, mask, mode="truncate", level="sequence", high=3.0)
     assert_close(product[:, :2], torch.tensor([[2.0, 2.0], [3.0, 3.0]]))
@@ -50,7 +50,7 @@ def test_a_rollout_weighs_by_the_product_or_the_geometric_mean_of_its_trained_to
     assert_close(mean[:, :2], torch.tensor([[2.0 ** (1 / 3)] * 2, [0.0, 0.0]]))
 
 
-def test_the_band_narrows_with_the_lag() -> None:
+def test_lag_decay_narrows_the_band_with_the_lag() -> None:
     # lag 3 + 1 = 4, d = 0.25: power 1 / 2, so the cap of 4 becomes 2 and the floor of 1/4 1/2
     options = {"policy_lag_BT": [[0, 3, 3]], "kv_lag_BT": [[0.0, 1.0, 1.0]]}
     band = {"low": 0.25, "high": 4.0, "lag_decay": 0.25}
@@ -60,13 +60,15 @@ def test_the_band_narrows_with_the_lag() -> None:
     assert_close(weights, torch.tensor([[3.0, 0.0, 0.6]]))
 
 
-def test_tokens_on_too_old_kv_are_dropped() -> None:
+def test_max_kv_lag_drops_tokens_with_older_kv() -> None:
     weights = weights_of([[1.0, 3.0]], mode="truncate", max_kv_lag=1.0, kv_lag_BT=[[1.5, 1.0]])
     assert_close(weights, torch.tensor([[0.0, 2.0]]))
 
 
 def gradient_of(ratio: float, mode: Any, proximal: float | None) -> float:
-    """Of one token with A = 1, `ratio` times as likely as when it was sampled."""
+    """Return the gradient of one token with A = 1, `ratio` times as likely as when it was
+    sampled.
+    """
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     loss, _ = policy_loss(
         logprobs,
@@ -96,13 +98,13 @@ def test_a_correction_without_proximal_logprobs_is_refused(mode: str) -> None:
         gradient_of(3.0, mode, None)
 
 
-def test_a_token_that_was_old_already_is_weighed_and_not_clipped() -> None:
+def test_token_older_than_the_proximal_policy_is_weighed_and_not_clipped() -> None:
     # All of the ratio of 3 is age: r = 1 and w = 3, truncated at 2.
     assert gradient_of(3.0, "truncate", 3.0) == pytest.approx(-2.0)
     assert gradient_of(3.0, "mask", 3.0) == pytest.approx(-3.0)
 
 
-def test_mode_none_ignores_the_age_of_the_rollouts() -> None:
+def test_correction_mode_none_ignores_the_age_of_rollouts() -> None:
     loss, metrics = policy_loss(
         torch.zeros(1, 1),
         torch.full((1, 1), -5.0),
@@ -115,23 +117,6 @@ def test_mode_none_ignores_the_age_of_the_rollouts() -> None:
     assert metrics["rollout_corr/kl"] == -5.0
 
 
-@pytest.mark.parametrize("gap", [200.0, -200.0])
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "gspo", "cispo", "rloo"])
-def test_ratios_beyond_all_bounds_leave_loss_and_gradient_finite(kind: str, gap: float) -> None:
-    logprobs = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]], requires_grad=True)
-    loss, metrics = policy_loss(
-        logprobs,
-        logprobs.detach() - gap,
-        torch.tensor([[1.0], [-1.0]]),
-        torch.ones(2, 2),
-        PolicyLossConfig(kind=kind),
-    )
-    loss.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.isfinite().all()
-    assert all(math.isfinite(value) for value in metrics.values())
-
-
 def test_effective_sample_size_of_equal_weights_is_one() -> None:
     mask = torch.tensor([[True, True, True, False]])
     assert float(effective_sample_size(torch.full((1, 4), 0.3), mask)) == pytest.approx(1.0)
@@ -141,7 +126,7 @@ def test_effective_sample_size_of_equal_weights_is_one() -> None:
     assert float(effective_sample_size(torch.zeros(1, 4), mask)) == 0.0
 
 
-def test_metrics_come_by_cells_of_policy_lag_and_kv_lag() -> None:
+def test_by_lag_metrics_come_by_cells_of_policy_lag_and_kv_lag() -> None:
     # A = 1, clipped above 1.28; cells (0, 0): ratios 1 and 2; (2-3, 1-up): ratio 1/2
     _, metrics = policy_loss(
         torch.tensor([[1.0, 2.0, 0.5, 9.0]]).log(),

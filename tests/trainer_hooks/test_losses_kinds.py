@@ -1,4 +1,4 @@
-"""Kinds and aggregations against values worked out by hand, gradients included."""
+"""Kinds and aggregations of policy_loss against values worked out by hand, with gradients."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ def loss_and_gradient(
     mask: list[list[int]] | None = None,
     **fields: Any,
 ) -> tuple[float, torch.Tensor]:
-    """Behaviour log-probs are 0, so log pi = log ratio."""
+    """Return policy_loss and its gradient. Behaviour log-probs are 0, so log pi = log ratio."""
     logprobs = torch.tensor(ratios).log().requires_grad_()
     mask_BT = torch.ones(logprobs.shape) if mask is None else torch.tensor(mask)
     loss, _ = policy_loss(
@@ -100,13 +100,13 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
         ("seq-mean-token-mean", (2 + 10) / 2),
     ],
 )
-def test_aggregation(aggregation: Any, expected: float) -> None:
+def test_aggregation_by_hand(aggregation: Any, expected: float) -> None:
     values = torch.tensor([[1.0, 2.0, 3.0], [10.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
     assert float(aggregate(values, mask, aggregation)) == pytest.approx(expected)
 
 
-def test_value_loss_holds_values_near_the_old_ones() -> None:
+def test_value_loss_clips_values_near_the_old_ones() -> None:
     # V - R: 1 - 0 free; 0.5 from old 0, clipped to 0.2: max(0.25, 0.64) / 2, no gradient
     values = torch.tensor([[1.0, 0.5, math.nan]], requires_grad=True)
     loss, metrics = value_loss(

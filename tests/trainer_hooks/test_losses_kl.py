@@ -15,7 +15,7 @@ OLDER = torch.tensor([0.1, -0.2, 0.4, 0.3]).log_softmax(0)
 
 
 def exact_gradient(reverse: bool = True) -> torch.Tensor:
-    """Of KL(pi || reference) to the logits, or of KL(reference || pi)."""
+    """Return the gradient to the logits of KL(pi || reference), or of KL(reference || pi)."""
     logits = LOGITS.clone().requires_grad_()
     log_pi = logits.log_softmax(0)
     kl = (log_pi.exp() * (log_pi - REFERENCE)).sum()
@@ -25,7 +25,7 @@ def exact_gradient(reverse: bool = True) -> torch.Tensor:
 
 
 def expected_gradient(behaviour: torch.Tensor, estimator: Any, weighted: bool) -> torch.Tensor:
-    """The KL term's gradient to the logits through policy_loss, averaged over `behaviour`."""
+    """Return the gradient of policy_loss's KL term to the logits, averaged over `behaviour`."""
     logits = LOGITS.clone().requires_grad_()
     gradients = []
     for token in range(len(LOGITS)):

@@ -1,4 +1,4 @@
-"""What holds for every loss, whatever the batch."""
+"""Properties of policy_loss that hold for every kind and every batch."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def run(
 
 
 def changed(batch: Batch, change: Any) -> Batch:
-    """`change(name, value)` on every tensor of [B, T]."""
+    """Return the batch with `change(name, value)` applied to every tensor of [B, T]."""
     values = dict(vars(batch).items())
     wide = {name: change(name, value) for name, value in values.items() if value.shape[1] > 1}
     return Batch(**{**values, **wide})
 
 
 @given(seed=seeds, config=configs, proximal=st.booleans())
-def test_what_is_outside_the_mask_does_not_matter(
+def test_policy_loss_does_not_depend_on_values_outside_the_mask(
     seed: int, config: PolicyLossConfig, proximal: bool
 ) -> None:
     batch = random_batch(seed)
@@ -98,7 +98,7 @@ def test_what_is_outside_the_mask_does_not_matter(
 
 
 @given(seed=seeds, config=configs, proximal=st.booleans(), width=st.integers(1, 7))
-def test_padding_does_not_matter(
+def test_policy_loss_does_not_depend_on_padding(
     seed: int, config: PolicyLossConfig, proximal: bool, width: int
 ) -> None:
     batch = random_batch(seed)
@@ -110,7 +110,7 @@ def test_padding_does_not_matter(
 
 
 @given(seed=seeds, config=configs, proximal=st.booleans())
-def test_the_order_of_rollouts_does_not_matter(
+def test_policy_loss_does_not_depend_on_the_order_of_rollouts(
     seed: int, config: PolicyLossConfig, proximal: bool
 ) -> None:
     batch = random_batch(seed)
@@ -123,7 +123,7 @@ def test_the_order_of_rollouts_does_not_matter(
 
 
 @given(seed=seeds, config=configs, proximal=st.booleans(), cut=st.integers(1, 5))
-def test_parts_with_the_denominator_of_the_whole_add_up_to_it(
+def test_policy_losses_of_parts_with_the_denominator_of_the_batch_add_up(
     seed: int, config: PolicyLossConfig, proximal: bool, cut: int
 ) -> None:
     batch = random_batch(seed)
@@ -144,7 +144,7 @@ def test_parts_with_the_denominator_of_the_whole_add_up_to_it(
     correction=st.sampled_from(CORRECTIONS),
     proximal=st.booleans(),
 )
-def test_on_policy_every_correction_does_nothing(
+def test_corrections_have_no_effect_on_policy(
     seed: int, kind: str, correction: OffPolicyCorrection, proximal: bool
 ) -> None:
     batch = random_batch(seed)
@@ -182,7 +182,7 @@ def test_gradient_is_that_worked_out_by_hand(seed: int, kind: str) -> None:
 
 
 class SyncingCalls(TorchDispatchMode):
-    """Collects the operations that would make a device wait for the host, or the reverse."""
+    """Collects the operations that make a device wait for the host, or the host for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class SyncingCalls(TorchDispatchMode):
 
 
 @given(config=configs, proximal=st.booleans())
-def test_no_operation_waits_for_values_of_the_batch(
+def test_policy_loss_calls_nothing_that_synchronizes_with_the_device(
     config: PolicyLossConfig, proximal: bool
 ) -> None:
     batch = random_batch(0)
@@ -208,7 +208,7 @@ def test_no_operation_waits_for_values_of_the_batch(
 
 
 @given(seed=seeds, high=st.floats(1.0, 5.0), lag=st.integers(0, 8))
-def test_the_weight_of_a_token_never_grows_with_its_lag(seed: int, high: float, lag: int) -> None:
+def test_correction_weight_never_grows_with_the_lag(seed: int, high: float, lag: int) -> None:
     batch = random_batch(seed)
     weights = []
     for policy_lag in (lag, lag + 1):
@@ -271,7 +271,7 @@ def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("value", EXTREMES)
 @pytest.mark.parametrize("reference", EXTREMES)
-def test_kl_in_the_reward_is_finite(estimator: Any, value: float, reference: float) -> None:
+def test_token_rewards_are_finite(estimator: Any, value: float, reference: float) -> None:
     mask_BT = torch.ones(1, 2, dtype=torch.bool)
     rewards_BT = token_rewards(
         torch.ones(1), torch.full((1, 2), value), torch.full((1, 2), reference), mask_BT, 0.1,

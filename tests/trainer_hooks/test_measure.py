@@ -1,4 +1,4 @@
-"""The metrics of a step under other systems' names, and the page that lists them."""
+"""rollout_metrics and step_metrics, and the page docs/metrics.md that lists all metrics."""
 
 import fnmatch
 import math
@@ -51,7 +51,7 @@ def two_groups() -> RolloutBatch:
     return collate_rollouts(requests, [1.0, 0.5, 0.25, 0.25], train_version=2)
 
 
-def test_lengths_cut_rollouts_and_flat_groups_by_hand() -> None:
+def test_rollout_metrics_of_lengths_truncation_and_flat_groups_by_hand() -> None:
     reasons = ["length", "stop", "stop", "stop"]
     metrics = rollout_metrics(two_groups(), 2, finish_reasons=reasons, entropy=1.25)
     assert metrics["frac_reward_zero_std"] == 0.5
@@ -65,26 +65,28 @@ def test_lengths_cut_rollouts_and_flat_groups_by_hand() -> None:
 
 
 def batch_with_a_tool() -> RolloutBatch:
-    """One rollout, of 3 generated tokens with 50 of a tool's between them, and one that failed."""
+    """Return one rollout of 3 generated tokens and 50 tokens of tool output, and one failed
+    rollout.
+    """
     first = finished_request([1, 2], [10], versions=[0])
     second = finished_request([1, 2, 10, *[9] * 50], [11, 12], versions=[0, 0])
     failed = finished_request([1, 2], [10, 11], versions=[0, 0])
     return collate_rollouts([Rollout([first, second]), failed], [1.0, None], train_version=0)
 
 
-def test_what_a_tool_said_is_not_counted_as_generated() -> None:
+def test_rollout_metrics_do_not_count_tool_output_as_generated() -> None:
     metrics = rollout_metrics(batch_with_a_tool(), 2, finish_reasons=["length", "stop"])
     assert metrics["completions/mean_length"] == metrics["completions/max_length"] == 3.0
     assert metrics["completions/num_tokens"] == 3 + 2
     assert metrics["prompts/num_tokens"] == 2 + 2
 
 
-def test_what_a_tool_said_makes_no_completion_overlong() -> None:
+def test_overlong_penalties_do_not_count_tool_output() -> None:
     lengths_B = batch_with_a_tool().completion_lengths_B
     assert overlong_penalties(lengths_B, max_length=20, cache_length=10).tolist() == [0.0, 0.0]
 
 
-def test_failed_rollouts_are_in_no_group_statistics() -> None:
+def test_rollout_metrics_leave_failed_rollouts_out_of_group_statistics() -> None:
     batch = collate_rollouts(
         [finished_request([1], [2], versions=[0]) for _ in range(4)],
         [None, None, 0.5, math.nan],
@@ -96,25 +98,25 @@ def test_failed_rollouts_are_in_no_group_statistics() -> None:
     assert metrics["completions/clipped_ratio"] == 0.0
 
 
-def test_a_batch_in_which_no_rollout_has_a_turn_has_metrics() -> None:
+def test_rollout_metrics_of_a_batch_without_any_turn() -> None:
     rollouts = [Rollout([], failure="reset_error") for _ in range(2)]
     metrics = rollout_metrics(collate_rollouts(rollouts, [None, None], 3), 2)
     assert metrics["failed_fraction"] == 1.0
     assert metrics["policy_staleness/num_mixed_rollouts"] == 0
 
 
-def test_equal_rewards_that_floats_cannot_hold_are_flat_all_the_same() -> None:
+def test_frac_reward_zero_std_counts_rewards_equal_up_to_rounding() -> None:
     requests = [finished_request([1], [2], versions=[0]) for _ in range(7)]
     metrics = rollout_metrics(collate_rollouts(requests, [0.1] * 7, train_version=0), 7)
     assert metrics["frac_reward_zero_std"] == 1.0
 
 
-def test_finish_reasons_are_one_per_rollout() -> None:
+def test_rollout_metrics_refuse_another_number_of_finish_reasons() -> None:
     with pytest.raises(ConfigError, match="1 finish reasons for 4 rollouts"):
         rollout_metrics(two_groups(), 2, finish_reasons=["stop"])
 
 
-def test_lag_histograms_count_every_token_and_can_be_read_back() -> None:
+def test_read_histogram_returns_the_counts_of_all_tokens() -> None:
     metrics = rollout_metrics(two_groups(), 2)
     assert read_histogram(metrics, "policy_staleness") == {0: 4, 1: 1, 2: 3}
     assert read_histogram(metrics, "kv_lag") == {0: 7, 1: 1}
@@ -122,7 +124,7 @@ def test_lag_histograms_count_every_token_and_can_be_read_back() -> None:
     assert metrics["kv_lag/max"] == 1.0
 
 
-def test_the_last_bin_of_a_histogram_is_open_and_no_values_have_none() -> None:
+def test_histogram_columns_have_an_open_last_bin_and_none_without_values() -> None:
     columns = histogram_columns("lag", torch.tensor([0, 3, NUM_BINS, 500]))
     assert columns["lag/hist/16+"] == 2
     assert columns["lag/hist/1"] == 0
@@ -131,7 +133,7 @@ def test_the_last_bin_of_a_histogram_is_open_and_no_values_have_none() -> None:
     assert histogram_columns("lag", torch.tensor([])) == {}
 
 
-def test_rates_are_by_the_wall_of_the_step() -> None:
+def test_step_metrics_divide_tokens_by_the_wall_time_of_the_step() -> None:
     ticks = iter([0.0, 4.0])
     times = TimeAccount(clock=lambda: next(ticks)).take()
     metrics = step_metrics(times, num_generated_tokens=100, num_trained_tokens=40)
@@ -140,7 +142,7 @@ def test_rates_are_by_the_wall_of_the_step() -> None:
     assert metrics["timing_share/other"] == 1.0
 
 
-def test_generated_tokens_are_counted_by_the_time_of_generation_where_there_is_some() -> None:
+def test_step_metrics_divide_generated_tokens_by_the_time_of_generation() -> None:
     ticks = iter([0.0, 1.0, 3.0, 4.0])
     account = TimeAccount(clock=lambda: next(ticks))
     with account.spend("generate"):
@@ -150,7 +152,7 @@ def test_generated_tokens_are_counted_by_the_time_of_generation_where_there_is_s
     assert metrics["train/tokens_per_s"] == 10.0
 
 
-def test_every_metric_of_a_step_is_on_the_page() -> None:
+def test_metrics_page_lists_every_metric_of_a_step() -> None:
     use = EngineUse()
     use.take(stats_of(0.0, 0))
     rollout = as_rollout(finished_request([1], [2], versions=[0]))

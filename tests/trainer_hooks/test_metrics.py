@@ -1,4 +1,4 @@
-"""Metrics of a step, and the sinks they go to."""
+"""MetricsLogger and its sinks: JSONL file, wandb run and view."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from trainer_hooks.metrics.wandb_run import declare_axes
 
 
 class FakeWandbRun:
-    """What a run was told."""
+    """Records the calls of a wandb run."""
 
     def __init__(self) -> None:
         self.axes: dict[str, str | None] = {}
@@ -65,13 +65,13 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["kv_cache_staleness/max"] == 1.0
 
 
-def test_rows_that_are_not_whole_groups_are_refused() -> None:
+def test_rollout_metrics_refuse_rows_that_are_not_whole_groups() -> None:
     batch = collate_rollouts([finished_request([1], [2], versions=[0])], [1.0], train_version=0)
     with pytest.raises(ConfigError, match=r"1 rollouts.*group_size=2"):
         rollout_metrics(batch, group_size=2)
 
 
-def test_a_stage_has_a_view_of_its_own_and_the_same_files(tmp_path: Path) -> None:
+def test_shown_by_replaces_the_view_of_a_stage_and_keeps_the_files(tmp_path: Path) -> None:
     outputs = {name: io.StringIO() for name in ("run", "stage")}
     views = {
         name: ProgressView(Console(file=output, width=100), line_interval=1)
@@ -88,7 +88,7 @@ def test_a_stage_has_a_view_of_its_own_and_the_same_files(tmp_path: Path) -> Non
     assert outputs["run"].getvalue().startswith("GRPO 2/2")
 
 
-def test_numbers_that_are_not_finite_and_what_json_lacks_leave_a_row_readable(
+def test_jsonl_writer_writes_null_for_numbers_that_are_not_finite(
     tmp_path: Path,
 ) -> None:
     writer = JsonlWriter(tmp_path / "m.jsonl")
@@ -96,7 +96,7 @@ def test_numbers_that_are_not_finite_and_what_json_lacks_leave_a_row_readable(
     assert read_jsonl(tmp_path / "m.jsonl") == [{"a": None, "b": {"c": [None, 1.0]}, "d": "x"}]
 
 
-def test_a_row_goes_to_every_sink_with_its_axes(tmp_path: Path) -> None:
+def test_metrics_logger_sends_each_row_to_every_sink_with_its_axes(tmp_path: Path) -> None:
     run, output = FakeWandbRun(), io.StringIO()
     view = ProgressView(Console(file=output, width=100), line_interval=1, clock=lambda: 0.0)
     view.start_stage("GRPO", 2)
@@ -109,7 +109,7 @@ def test_a_row_goes_to_every_sink_with_its_axes(tmp_path: Path) -> None:
     assert run.exit_code == 0
 
 
-def test_a_view_alone_is_a_logger_and_nothing_at_all_is_none() -> None:
+def test_metrics_logger_needs_at_least_one_sink() -> None:
     text = io.StringIO()
     with MetricsLogger(console=ProgressView(Console(file=text))) as logger:
         logger.log({"reward": 0.5}, step=10)
@@ -118,7 +118,7 @@ def test_a_view_alone_is_a_logger_and_nothing_at_all_is_none() -> None:
         MetricsLogger()
 
 
-def test_the_engine_can_write_to_a_logger_and_its_rows_take_the_latest_axes(tmp_path: Path) -> None:
+def test_metrics_logger_gives_the_engines_rows_the_latest_axes(tmp_path: Path) -> None:
     with MetricsLogger(jsonl=tmp_path / "m.jsonl") as logger:
         assert isinstance(logger, MetricsWriter)
         logger.log({"reward": 0.5}, step=4, version=6)
@@ -130,14 +130,16 @@ def test_the_engine_can_write_to_a_logger_and_its_rows_take_the_latest_axes(tmp_
     }
 
 
-def test_an_exception_closes_the_sinks_and_marks_the_wandb_run(tmp_path: Path) -> None:
+def test_metrics_logger_closes_its_sinks_and_marks_the_wandb_run_after_an_exception(
+    tmp_path: Path,
+) -> None:
     run = FakeWandbRun()
     with pytest.raises(RuntimeError), MetricsLogger(jsonl=tmp_path / "m.jsonl", wandb=run):
         raise RuntimeError
     assert run.exit_code == 1
 
 
-def test_rows_are_on_the_disk_at_once_and_are_valid_json(tmp_path: Path) -> None:
+def test_jsonl_writer_flushes_each_row_as_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "run" / "m.jsonl"
     logger = MetricsLogger(jsonl=path)
     logger.log({"loss": math.nan, "reward": math.inf, "step": 2})
@@ -149,7 +151,7 @@ def test_rows_are_on_the_disk_at_once_and_are_valid_json(tmp_path: Path) -> None
     logger.close()
 
 
-def test_a_new_run_starts_the_file_anew_and_a_resumed_one_keeps_its_steps(tmp_path: Path) -> None:
+def test_jsonl_writer_starts_a_new_file_or_keeps_rows_up_to_resume_step(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with MetricsLogger(jsonl=path) as logger:
         logger.log({"warmup/step": 1})
@@ -165,7 +167,7 @@ def test_a_new_run_starts_the_file_anew_and_a_resumed_one_keeps_its_steps(tmp_pa
     assert read_jsonl(path) == []
 
 
-def test_both_axes_are_declared_and_staleness_is_drawn_over_versions() -> None:
+def test_declare_axes_draws_staleness_over_versions() -> None:
     run = FakeWandbRun()
     declare_axes(run)
     assert run.axes["trainer/step"] is run.axes["rollout/version"] is None
@@ -173,7 +175,7 @@ def test_both_axes_are_declared_and_staleness_is_drawn_over_versions() -> None:
     assert run.axes["policy_staleness/*"] == "rollout/version"
 
 
-def test_a_terminal_gets_one_live_bar_with_the_latest_values() -> None:
+def test_progress_view_shows_one_live_bar_with_the_latest_values() -> None:
     output = io.StringIO()
     view = ProgressView(Console(file=output, force_terminal=True, width=120))
     view.start_stage("GRPO", 2)
@@ -186,7 +188,7 @@ def test_a_terminal_gets_one_live_bar_with_the_latest_values() -> None:
     assert "reward 0.500  1,234 tokens/s" in last
 
 
-def test_without_a_terminal_a_step_is_printed_once_at_its_interval_and_at_the_end() -> None:
+def test_progress_view_without_a_terminal_prints_each_interval_and_the_end() -> None:
     output = io.StringIO()
     view = ProgressView(Console(file=output, width=100), line_interval=2)
     view.start_stage("GRPO", 3)

@@ -1,4 +1,4 @@
-"""Micro-batches, packed or padded, have the gradients of the plain loss on the whole batch."""
+"""update_policy by micro-batches, packed or padded, has the gradients of the whole batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def policy() -> Any:
 
 
 def random_batch() -> RolloutBatch:
-    """Eight rollouts of long-tailed lengths; one failed, one was cut."""
+    """Return eight rollouts of long-tailed lengths, of which one failed and one was truncated."""
     generator = torch.Generator().manual_seed(run_seed())
 
     def ids(count: int) -> list[int]:
@@ -94,7 +94,7 @@ WAYS = (
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("max_tokens", [None, 33, 60])
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "gspo", "sapo"])
-def test_loss_and_gradient_are_those_of_the_whole_batch(
+def test_accumulate_gradients_gives_loss_and_gradient_of_the_whole_batch(
     policy: Any, kind: str, max_tokens: int | None, way: dict[str, bool]
 ) -> None:
     batch = random_batch().without_truncated()
@@ -113,7 +113,9 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_metrics_are_those_of_the_whole_batch(policy: Any, way: dict[str, bool]) -> None:
+def test_accumulate_gradients_returns_the_metrics_of_the_whole_batch(
+    policy: Any, way: dict[str, bool]
+) -> None:
     batch, columns = random_batch().without_truncated(), columns_of(random_batch())
     generator = torch.Generator().manual_seed(run_seed() + 2)
     shape = batch.tokens_BT.shape
@@ -133,7 +135,7 @@ def test_metrics_are_those_of_the_whole_batch(policy: Any, way: dict[str, bool])
     assert any(name.startswith("by_lag/policy_2-3") for name in found[0])
 
 
-def test_iterations_are_passes_over_the_batch_around_the_same_old_log_probs(policy: Any) -> None:
+def test_update_policy_iterates_over_the_batch_around_the_same_log_probs(policy: Any) -> None:
     batch, config = random_batch(), PolicyLossConfig(kind="grpo", kl_coefficient=0.1)
     plain, ours = copy.deepcopy(policy), copy.deepcopy(policy)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
@@ -152,7 +154,7 @@ def test_iterations_are_passes_over_the_batch_around_the_same_old_log_probs(poli
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_reference_log_probs_are_those_of_the_copy_however_the_batch_is_cut(
+def test_reference_log_probs_do_not_depend_on_micro_batches(
     policy: Any, way: dict[str, bool]
 ) -> None:
     batch, settings = random_batch(), UpdateSettings(max_tokens=40, **way)
@@ -170,7 +172,7 @@ def test_reference_log_probs_are_those_of_the_copy_however_the_batch_is_cut(
     assert not torch.allclose(own_BT[batch.mask_BT], values_BT[batch.mask_BT])
 
 
-def test_a_reference_may_be_the_policy_with_its_adapter_off(policy: Any) -> None:
+def test_reference_policy_without_adapter_is_the_base_model(policy: Any) -> None:
     class Adapted:
         is_on = True
 
@@ -196,7 +198,7 @@ def test_a_reference_may_be_the_policy_with_its_adapter_off(policy: Any) -> None
     room=st.integers(0, 60),
     is_packed=st.booleans(),
 )
-def test_each_row_is_in_one_part_and_no_part_is_above_the_budget(
+def test_split_micro_batches_puts_each_row_into_one_part_within_max_tokens(
     lengths: list[int], room: int, is_packed: bool
 ) -> None:
     max_tokens = max(lengths) + room
@@ -207,13 +209,15 @@ def test_each_row_is_in_one_part_and_no_part_is_above_the_budget(
         assert (sum(own) if is_packed else len(own) * max(own)) <= max_tokens
 
 
-def test_a_rollout_that_is_longer_than_the_budget_is_refused() -> None:
+def test_split_micro_batches_refuses_a_rollout_longer_than_max_tokens() -> None:
     with pytest.raises(ConfigError, match="max_tokens=8 is less than the 9 tokens of a rollout"):
         split_micro_batches(torch.tensor([3, 9]), 8)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rollouts_without_a_turn_cost_no_pass(policy: Any, way: dict[str, bool]) -> None:
+def test_split_micro_batches_leaves_out_rollouts_without_a_turn(
+    policy: Any, way: dict[str, bool]
+) -> None:
     failed = Rollout([], failure="step_timeout")
     turn = finished_request([1, 2], [3, 4, 5], versions=[0] * 3, logprobs=[-4.0] * 3)
     batch = collate_rollouts([failed, turn, failed], [None, 1.0, None], train_version=0)
@@ -222,8 +226,8 @@ def test_rollouts_without_a_turn_cost_no_pass(policy: Any, way: dict[str, bool])
     assert (logprobs_BT != 0.0).sum(dim=1).tolist() == [0, 3, 0]
 
 
-def test_minibatches_are_of_rollouts_with_a_trained_token(policy: Any) -> None:
-    """The others have no gradient: their steps would be of the optimizer's momentum alone."""
+def test_split_rollouts_leaves_out_rollouts_without_a_trained_token(policy: Any) -> None:
+    """Without a gradient, a step would only follow the optimizer's momentum."""
     batch = random_batch().without_truncated()  # the first failed, the last was cut
     parts = batch.split_rollouts(3)
     assert sorted(torch.cat(parts).tolist()) == [1, 2, 3, 4, 5, 6]
@@ -240,7 +244,7 @@ def test_minibatches_are_of_rollouts_with_a_trained_token(policy: Any) -> None:
     max_tokens=st.one_of(st.none(), st.integers(20, 60)),
     is_packed=st.booleans(),
 )
-def test_ranks_share_all_rows_and_make_as_many_passes_each(
+def test_split_among_ranks_divides_all_rows_into_equal_numbers_of_passes(
     lengths: list[int], num_ranks: int, max_tokens: int | None, is_packed: bool
 ) -> None:
     settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed)

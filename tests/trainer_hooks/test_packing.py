@@ -1,4 +1,4 @@
-"""Models that let packed rollouts attend to each other are refused, whatever they are called."""
+"""is_packed: models that let packed rollouts attend to each other are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gpt_oss() -> Any:
     return tiny_model("gpt_oss", std=0.5).train()
 
 
-def test_gpt_oss_is_refused_packed_and_taken_padded() -> None:
+def test_is_packed_refuses_gpt_oss_which_is_accepted_padded() -> None:
     policy, batch = gpt_oss(), random_batch()
     with pytest.raises(ConfigError, match=r"is_packed=True with GptOssForCausalLM .*is_packed=F"):
         compute_logprobs(policy, batch, PACKED)
@@ -40,7 +40,7 @@ def test_gpt_oss_is_refused_packed_and_taken_padded() -> None:
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "mpt"])
-def test_other_families_whose_mask_takes_no_position_ids_are_refused(family: str) -> None:
+def test_is_packed_refuses_families_whose_mask_ignores_position_ids(family: str) -> None:
     config = AutoConfig.for_model(
         family, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         ffn_dim=48, word_embed_proj_dim=32,
@@ -54,7 +54,9 @@ def test_other_families_whose_mask_takes_no_position_ids_are_refused(family: str
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_models_that_pack_right_are_taken(family: str, attention: str, dtype: torch.dtype) -> None:
+def test_is_packed_accepts_models_that_separate_rollouts(
+    family: str, attention: str, dtype: torch.dtype
+) -> None:
     policy, batch = tiny_model(family, std=0.2).to(dtype).train(), random_batch()
     policy.set_attn_implementation(attention)
     packed, padded = (compute_logprobs(policy, batch, how) for how in (PACKED, PADDED))
@@ -63,7 +65,7 @@ def test_models_that_pack_right_are_taken(family: str, attention: str, dtype: to
     assert torch.allclose(packed[batch.mask_BT], padded[batch.mask_BT], atol=wide)
 
 
-def test_a_model_is_asked_once() -> None:
+def test_is_packed_checks_each_model_once() -> None:
     policy, batch, calls = tiny_model("qwen3", std=0.2), random_batch(), []
     policy.register_forward_hook(lambda *_: calls.append(1))
     compute_logprobs(policy, batch, PACKED)
@@ -72,7 +74,7 @@ def test_a_model_is_asked_once() -> None:
     assert len(calls) - num_first == num_first - 3
 
 
-def test_a_function_that_mixes_rollouts_is_refused() -> None:
+def test_is_packed_refuses_a_function_that_mixes_rollouts() -> None:
     def mixes(input_ids: torch.Tensor, position_ids: Any = None, **rest: Any) -> Any:
         return SimpleNamespace(logits=input_ids.cumsum(1)[..., None] * torch.linspace(0, 1, 64))
 

@@ -1,4 +1,4 @@
-"""Generation phases: commands in order, from every state, with exceptions, with awaitables."""
+"""generation_phase: commands in order, from every state, with exceptions, with awaitables."""
 
 import asyncio
 
@@ -26,7 +26,9 @@ WEIGHTS = {"w": torch.ones(2)}
         (RUNNING, ["pause", "update_weights", "unpause"]),
     ],
 )
-def test_weights_are_pushed_before_the_engine_runs(before: EngineState, entry: list[str]) -> None:
+def test_generation_phase_pushes_weights_before_the_engine_runs(
+    before: EngineState, entry: list[str]
+) -> None:
     llm = FakeLLM(before, weights_version=4)
     with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, version=9) as phase:
         assert llm.calls == entry
@@ -41,7 +43,9 @@ def test_weights_are_pushed_before_the_engine_runs(before: EngineState, entry: l
 @pytest.mark.parametrize(
     ("before", "entry"), [(SUSPENDED, ["resume", "unpause"]), (PAUSED, ["unpause"]), (RUNNING, [])]
 )
-def test_without_weights_the_engine_just_runs(before: EngineState, entry: list[str]) -> None:
+def test_generation_phase_without_weights_only_runs_the_engine(
+    before: EngineState, entry: list[str]
+) -> None:
     llm = FakeLLM(before)
     with generation_phase(llm) as phase:
         assert llm.calls == entry
@@ -50,7 +54,7 @@ def test_without_weights_the_engine_just_runs(before: EngineState, entry: list[s
 
 
 @pytest.mark.parametrize("release", [("kv_cache", "weights"), ("weights",), ("kv_cache",)])
-def test_released_weights_come_back_before_the_push_and_the_rest_after_it(
+def test_generation_phase_restores_released_weights_before_the_push(
     release: tuple[str, ...],
 ) -> None:
     llm = FakeLLM(SUSPENDED, released=release)
@@ -68,7 +72,7 @@ def test_released_weights_come_back_before_the_push_and_the_rest_after_it(
     assert phase.resume_report.restored_by_owner == dict.fromkeys(release, 1)
 
 
-def test_a_refused_push_gives_the_memory_of_the_weights_back() -> None:
+def test_generation_phase_releases_the_weights_after_a_refused_push() -> None:
     both = "kv_cache", "weights"
 
     async def use(llm: FakeAsyncLLM) -> None:
@@ -87,7 +91,7 @@ def test_a_refused_push_gives_the_memory_of_the_weights_back() -> None:
 
 
 @pytest.mark.parametrize("release", [("kv_cache", "weights"), ("weights",)])
-def test_phases_of_an_engine_that_releases_its_weights_follow_each_other(
+def test_generation_phases_that_release_weights_can_follow_each_other(
     release: tuple[str, ...],
 ) -> None:
     policy, greedy = tiny_model(), SamplingParams(temperature=0.0, num_tokens_to_generate=3)
@@ -104,13 +108,13 @@ def test_phases_of_an_engine_that_releases_its_weights_follow_each_other(
         assert phase.resume_report.restored_by_owner["weights"] > 0
 
 
-def test_version_none_is_the_next_one() -> None:
+def test_generation_phase_with_version_none_pushes_the_next_version() -> None:
     llm = FakeLLM(SUSPENDED, weights_version=4)
     with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS):
         assert llm.weights_version == 5
 
 
-def test_an_exception_in_the_block_leaves_the_engine_suspended() -> None:
+def test_generation_phase_suspends_the_engine_after_an_exception() -> None:
     llm = FakeLLM(SUSPENDED)
     with pytest.raises(KeyboardInterrupt), generation_phase(llm):
         raise KeyboardInterrupt
@@ -118,7 +122,7 @@ def test_an_exception_in_the_block_leaves_the_engine_suspended() -> None:
 
 
 @pytest.mark.parametrize("before", [RUNNING, PAUSED, SUSPENDED])
-def test_a_refused_push_leaves_the_engine_suspended_and_never_enters(before: EngineState) -> None:
+def test_generation_phase_is_not_entered_after_a_refused_push(before: EngineState) -> None:
     llm = FakeLLM(before, weights_version=4)
     broken = {"w": torch.tensor([float("nan")])}
     with (
@@ -130,7 +134,7 @@ def test_a_refused_push_leaves_the_engine_suspended_and_never_enters(before: Eng
     assert llm.weights_version == 4
 
 
-def test_a_phase_can_follow_a_refused_one() -> None:
+def test_generation_phase_can_follow_a_refused_one() -> None:
     llm = FakeLLM(SUSPENDED)
     with pytest.raises(WeightUpdateError):
         generation_phase(llm, InProcessWeightSync(llm), {"w": torch.tensor([1e40])}).__enter__()
@@ -139,7 +143,7 @@ def test_a_phase_can_follow_a_refused_one() -> None:
 
 
 @pytest.mark.parametrize("inside", [["pause"], ["pause", "suspend"]])
-def test_a_block_that_stops_the_engine_itself_is_taken_on_from_there(inside: list[str]) -> None:
+def test_generation_phase_accepts_a_block_that_stops_the_engine(inside: list[str]) -> None:
     llm = FakeLLM(SUSPENDED)
     with generation_phase(llm):
         for command in inside:
@@ -148,7 +152,7 @@ def test_a_block_that_stops_the_engine_itself_is_taken_on_from_there(inside: lis
     assert llm.calls.count("pause") == llm.calls.count("suspend") == 1
 
 
-def test_mode_is_that_of_the_suspend() -> None:
+def test_generation_phase_passes_mode_to_the_suspend() -> None:
     llm = FakeLLM(SUSPENDED)
     with generation_phase(llm, mode=KVCacheManagementMode.RECOMPUTE) as phase:
         assert phase.suspend_report is None
@@ -156,7 +160,7 @@ def test_mode_is_that_of_the_suspend() -> None:
     assert phase.suspend_report.mode == "recompute"
 
 
-def test_timings_cover_all_parts() -> None:
+def test_generation_phase_timings_cover_all_parts() -> None:
     llm = FakeLLM(SUSPENDED)
     with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS) as phase:
         pass
@@ -184,7 +188,7 @@ def test_async_with_awaits_every_command() -> None:
 
 
 @pytest.mark.parametrize("before", [RUNNING, PAUSED, SUSPENDED])
-def test_a_plain_with_on_an_asynchronous_llm_is_refused_at_its_entry(before: EngineState) -> None:
+def test_plain_with_on_an_asynchronous_llm_is_refused(before: EngineState) -> None:
     llm = fake_async_llm(before)
     for push in ((), (InProcessWeightSync(llm), WEIGHTS)):
         with (
@@ -207,7 +211,7 @@ def test_async_with_takes_a_synchronous_llm_and_survives_exceptions() -> None:
     assert llm.state is SUSPENDED
 
 
-def test_half_of_a_push_is_refused() -> None:
+def test_generation_phase_refuses_weight_sync_without_parameters() -> None:
     llm = FakeLLM()
     with pytest.raises(ConfigError, match="pass both"):
         generation_phase(llm, InProcessWeightSync(llm))
@@ -217,7 +221,7 @@ def test_half_of_a_push_is_refused() -> None:
         generation_phase(llm, version=3)
 
 
-def test_the_phase_ends_with_the_suspend_that_was_asked_for() -> None:
+def test_generation_phase_ends_with_the_requested_suspend() -> None:
     llm = FakeLLM(SUSPENDED)
     with generation_phase(llm, mode=KVCacheManagementMode.OFFLOAD, release=["weights"]):
         pass

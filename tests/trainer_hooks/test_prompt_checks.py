@@ -1,4 +1,4 @@
-"""All rows of a source are checked before a job begins: refused by name, or skipped and counted."""
+"""check_rows and PromptCheck: all rows are checked before a job, refused by name or skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_hooks.train.task import prompt_check
 
 
 def letters(texts: Sequence[str]) -> list[list[int]]:
-    """One token for each letter."""
+    """Return one token per letter."""
     return [[ord(letter) - ord("a") for letter in text.replace(" ", "")] for text in texts]
 
 
@@ -37,12 +37,12 @@ BAD_LINES = [
     ('{"prompt": [-1]}', r"token ids must be in \[0, 26\)"),
     ('{"prompt": "a", "answer": "\\ud83d"}', "half a surrogate pair"),
     ('{"prompt": "a"', "is not JSON"),
-    ("[]", "is a list; an object is wanted"),
+    ("[]", "is a list; it must be an object"),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_row_is_named_by_file_and_line_at_load_time(
+def test_check_rows_names_a_bad_row_by_file_and_line(
     tmp_path: Path, line: str, message: str
 ) -> None:
     path = write_lines(tmp_path / "p.jsonl", '{"prompt": "abc"}\n', "\n", line + "\n")
@@ -51,7 +51,7 @@ def test_a_bad_row_is_named_by_file_and_line_at_load_time(
         check_rows(JsonlPrompts(path), CHECK, "refuse", "data")
 
 
-def test_bad_rows_are_skipped_and_counted_where_the_settings_say_so(
+def test_on_bad_row_skip_skips_and_counts_bad_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = [line for bad, _ in BAD_LINES for line in (bad + "\n", '{"prompt": "good"}\n')]
@@ -67,12 +67,12 @@ def test_bad_rows_are_skipped_and_counted_where_the_settings_say_so(
     assert place_of(checked.rows, 2) == f"{path}, line 6"
 
 
-def test_a_source_without_a_good_row_is_refused_also_where_rows_are_skipped() -> None:
+def test_check_rows_refuses_a_source_without_a_good_row() -> None:
     with pytest.raises(ConfigError, match="data has no row to train on, all 2 are bad: row 0"):
         check_rows(["", ""], CHECK, "skip", "data")
 
 
-def test_good_rows_are_read_as_they_are() -> None:
+def test_check_rows_leaves_good_rows_as_they_are() -> None:
     rows = ["a", {"prompt": [1, 2], "answer": None}]
     checked = check_rows(rows, CHECK, "refuse", "data")
     assert (checked.rows, checked.num_skipped) == (rows, 0)
@@ -80,7 +80,7 @@ def test_good_rows_are_read_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, True, ["17"], {"value": 17}])
-def test_the_answers_of_a_warm_up_are_texts_or_numbers(answer: Any) -> None:
+def test_answer_column_must_hold_texts_or_numbers(answer: Any) -> None:
     check = PromptCheck(encode_all=letters, answer_column="answer")
     rows = [{"prompt": "a", "answer": good} for good in ("17", 17, 1.5)]
     assert check_rows(rows, check, "refuse", "data").num_skipped == 0
@@ -90,7 +90,7 @@ def test_the_answers_of_a_warm_up_are_texts_or_numbers(answer: Any) -> None:
         check_rows([*rows, {"prompt": "a", "hint": ""}], check, "refuse", "data")
 
 
-def test_rows_that_a_program_makes_are_checked_when_read_and_replaced_by_the_next_good_one(
+def test_checked_when_read_replaces_a_bad_row_by_the_next_good_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows = CheckedWhenRead(["a", "", "abcdefgh", "b"], CHECK)
@@ -99,11 +99,11 @@ def test_rows_that_a_program_makes_are_checked_when_read_and_replaced_by_the_nex
     assert "row 2 of the prompts: a prompt of 8 tokens" in caplog.text
     with pytest.raises(IndexError):
         rows[4]
-    with pytest.raises(ConfigError, match="2 rows in turn are bad: row 0 of the prompts"):
+    with pytest.raises(ConfigError, match="2 successive rows are bad: row 0 of the prompts"):
         CheckedWhenRead(["", ""], CHECK)[0]
 
 
-def test_checks_encode_prompts_in_batches() -> None:
+def test_check_rows_encodes_prompts_in_batches() -> None:
     calls = []
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -117,7 +117,7 @@ def test_checks_encode_prompts_in_batches() -> None:
     assert check.faults([as_prompt_item([1, 2])]) == [None]
 
 
-def test_a_prompt_check_counts_the_tokens_that_the_engine_makes_of_a_prompt(
+def test_prompt_check_counts_the_engines_tokens_of_a_prompt(
     tmp_path: Path,
 ) -> None:
     LAYOUTS["llama bpe with bos"](tmp_path)

@@ -1,4 +1,4 @@
-"""Each prompt once per epoch, whatever is killed, resumed or given back."""
+"""PromptLedger: each prompt once per epoch, across kills, resumes and prompts given back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(state))
 
 
-def test_an_epoch_is_a_seeded_permutation_and_the_next_another_one() -> None:
+def test_prompt_ledger_draws_another_seeded_permutation_each_epoch() -> None:
     tickets = issue_all(PromptLedger(WORDS * 10, seed=3, num_epochs=2))
     first, second = tickets[:70], tickets[70:]
     for epoch in (first, second):
@@ -40,18 +40,18 @@ def test_an_epoch_is_a_seeded_permutation_and_the_next_another_one() -> None:
     assert tickets == sorted(tickets)
 
 
-def test_the_shuffled_order_is_pinned() -> None:
+def test_prompt_ledger_shuffled_order_is_pinned() -> None:
     # A changed order would make checkpoints of earlier releases repeat and skip prompts.
     indices = [ticket.index for ticket in issue_all(PromptLedger(WORDS, seed=0, num_epochs=1))]
     assert indices == [5, 3, 1, 0, 6, 4, 2]
 
 
-def test_without_shuffling_the_order_is_that_of_the_source() -> None:
+def test_prompt_ledger_without_shuffle_keeps_the_order_of_the_source() -> None:
     tickets = issue_all(PromptLedger(WORDS, shuffle=False, num_epochs=1))
     assert [ticket.index for ticket in tickets] == list(range(7))
 
 
-def test_a_prompt_given_back_is_the_next_one_issued() -> None:
+def test_give_back_makes_a_prompt_the_next_one_issued() -> None:
     ledger = PromptLedger(WORDS, num_epochs=1)
     first, second, third = (ledger.issue() for _ in range(3))
     ledger.give_back(third, "stale")
@@ -67,7 +67,7 @@ def test_a_prompt_given_back_is_the_next_one_issued() -> None:
     assert ledger.is_exhausted
 
 
-def test_a_ticket_is_taken_in_once() -> None:
+def test_consume_refuses_a_ticket_that_is_not_out() -> None:
     ledger = PromptLedger(WORDS)
     ticket = ledger.issue()
     ledger.consume(ticket)
@@ -76,7 +76,7 @@ def test_a_ticket_is_taken_in_once() -> None:
             act(ticket, "late")
 
 
-def test_what_was_not_consumed_at_the_checkpoint_is_issued_again_in_order() -> None:
+def test_load_state_dict_issues_unconsumed_prompts_again_in_order() -> None:
     ledger = PromptLedger(WORDS * 3, seed=1)
     tickets = [ledger.issue() for _ in range(6)]
     for i in (0, 2, 3):
@@ -90,7 +90,7 @@ def test_what_was_not_consumed_at_the_checkpoint_is_issued_again_in_order() -> N
     assert resumed.consumed == {"trained": 3}
 
 
-def test_a_batch_that_the_weights_do_not_know_yet_can_be_left_out_of_the_state() -> None:
+def test_state_dict_can_leave_out_an_untrained_batch() -> None:
     ledger = PromptLedger(WORDS, seed=1)
     tickets = [ledger.issue() for _ in range(4)]
     for ticket in tickets:
@@ -102,7 +102,7 @@ def test_a_batch_that_the_weights_do_not_know_yet_can_be_left_out_of_the_state()
     assert [resumed.issue(), resumed.issue()] == tickets[2:]
 
 
-def test_the_state_does_not_grow_with_the_prompts() -> None:
+def test_state_dict_does_not_grow_with_the_number_of_prompts() -> None:
     ledger = PromptLedger(range_of_prompts(50_000), max_histories=0)
     for _ in range(30_000):
         ticket = ledger.issue()
@@ -125,12 +125,12 @@ def range_of_prompts(count: int) -> list[list[int]]:
         (PromptLedger(WORDS, seed=1, shuffle=False), "shuffle=True instead of False"),
     ],
 )
-def test_a_state_of_other_prompts_is_refused(other: PromptLedger, named: str) -> None:
+def test_load_state_dict_refuses_a_state_of_other_prompts(other: PromptLedger, named: str) -> None:
     with pytest.raises(ConfigError, match=f"state is that of other prompts.*{named}"):
         other.load_state_dict(PromptLedger(WORDS, seed=1).state_dict())
 
 
-def test_a_state_is_not_loaded_while_prompts_are_out() -> None:
+def test_load_state_dict_refuses_while_prompts_are_out() -> None:
     ledger = PromptLedger(WORDS)
     state = ledger.state_dict()
     ledger.issue()
@@ -146,7 +146,7 @@ class ReadAgain:
 
 
 class ReadByNumber:
-    """A dataset whose rows are made when they are read."""
+    """A dataset that makes its rows when they are read."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -159,7 +159,7 @@ class ReadByNumber:
         return {"prompt": f"{index} + 1 =", "answer": index + 1}
 
 
-def test_prompts_come_as_rows_items_texts_ids_and_things_that_are_iterated_again() -> None:
+def test_prompt_ledger_accepts_rows_items_texts_ids_and_iterables() -> None:
     sources: list[Any] = [
         ["a"],
         [[1, 2]],
@@ -176,7 +176,7 @@ def test_prompts_come_as_rows_items_texts_ids_and_things_that_are_iterated_again
     assert len(PromptLedger(ReadAgain())) == 7
 
 
-def test_a_datasets_rows_are_read_when_they_are_needed() -> None:
+def test_prompt_ledger_reads_rows_of_a_dataset_when_issued() -> None:
     dataset = ReadByNumber()
     ledger = PromptLedger(dataset)
     assert dataset.num_read <= 64, "those of the fingerprint"
@@ -195,7 +195,7 @@ def test_a_datasets_rows_are_read_when_they_are_needed() -> None:
         ([""], "row 0"),
     ],
 )
-def test_sources_that_cannot_be_accounted_for_are_refused(source: Any, named: str) -> None:
+def test_prompt_ledger_refuses_sources_that_cannot_be_resumed(source: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         PromptLedger(source)
 
@@ -206,7 +206,7 @@ def test_sources_that_cannot_be_accounted_for_are_refused(source: Any, named: st
     num_epochs=st.integers(1, 3),
     kill_rate=st.floats(0.0, 0.3),
 )
-def test_through_kills_and_resumes_each_prompt_is_consumed_once_per_epoch(
+def test_prompt_ledger_consumes_each_prompt_once_per_epoch_across_kills(
     seed: int, num_prompts: int, num_epochs: int, kill_rate: float
 ) -> None:
     rng = random.Random(seed)

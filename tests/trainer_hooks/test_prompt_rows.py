@@ -1,4 +1,4 @@
-"""Rows of files and datasets as prompts: bytes, surrogates, messages, templates that refuse."""
+"""as_item: rows of files and datasets as prompts: bytes, surrogates, messages, chat templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONVERSATIONS = [
 
 
 def as_json(messages: Any) -> str:
-    """A template that shows all that a message has."""
+    """Render messages as JSON: a template that shows everything in a message."""
     return json.dumps(messages)
 
 
@@ -44,7 +44,7 @@ def as_json(messages: Any) -> str:
         (b'{"prompt": "a", "\\ud83d": 1}\n', "line 1 holds half a surrogate pair"),
     ],
 )
-def test_jsonl_that_is_no_utf_8_text_is_refused_with_its_line_and_the_remedy(
+def test_jsonl_prompts_refuse_a_line_that_is_not_utf_8(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     (tmp_path / "p.jsonl").write_bytes(content)
@@ -52,7 +52,7 @@ def test_jsonl_that_is_no_utf_8_text_is_refused_with_its_line_and_the_remedy(
         list(JsonlPrompts(tmp_path / "p.jsonl"))
 
 
-def test_jsonl_with_a_byte_order_mark_and_whole_surrogate_pairs_is_read(tmp_path: Path) -> None:
+def test_jsonl_prompts_accept_a_byte_order_mark_and_surrogate_pairs(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "\\ud83d\\ude00"}\r\n{"prompt": "\xc3\xa9"}\r\n')
     assert [item.prompt for item in JsonlPrompts(path)] == ["😀", "é"]
@@ -60,7 +60,9 @@ def test_jsonl_with_a_byte_order_mark_and_whole_surrogate_pairs_is_read(tmp_path
     assert [item.prompt for item in JsonlPrompts(path)] == ["a"]
 
 
-def test_parts_of_text_become_the_content_and_other_parts_are_refused(tmp_path: Path) -> None:
+def test_text_parts_of_a_message_become_its_content_and_other_parts_are_refused(
+    tmp_path: Path,
+) -> None:
     parts = [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 2"}]
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}]}))
@@ -76,7 +78,7 @@ def test_parts_of_text_become_the_content_and_other_parts_are_refused(tmp_path: 
         JsonlPrompts(path, chat_template=joined)[0]
 
 
-def test_messages_of_arrow_have_the_keys_of_their_own_row_alone(tmp_path: Path) -> None:
+def test_arrow_messages_have_only_the_keys_of_their_own_row(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": messages, "answer": "x"} for messages in CONVERSATIONS]
     path = tmp_path / "p.jsonl"
@@ -101,7 +103,7 @@ def test_messages_of_arrow_have_the_keys_of_their_own_row_alone(tmp_path: Path) 
         assert own == expected
 
 
-def test_arguments_of_a_tool_call_as_json_text_become_an_object_with_its_nulls(
+def test_tool_call_arguments_as_json_text_keep_their_nulls(
     tmp_path: Path,
 ) -> None:
     call = {"function": {"name": "weather", "arguments": '{"city": "Bonn", "unit": null}'}}
@@ -121,7 +123,7 @@ def test_arguments_of_a_tool_call_as_json_text_become_an_object_with_its_nulls(
         {"role": "assistant", "content": "", "reasoning_content": None},
     ],
 )
-def test_a_row_and_a_request_with_one_message_have_one_text(
+def test_prompt_row_and_chat_request_of_one_message_have_the_same_text(
     tmp_path: Path, message: dict[str, Any]
 ) -> None:
     source = "{% for m in messages %}{{ m.content }}|{{ m | tojson }}{% endfor %}"
@@ -142,7 +144,7 @@ def test_a_row_and_a_request_with_one_message_have_one_text(
     )
 
 
-def test_a_template_that_refuses_a_row_is_named_with_file_and_line(tmp_path: Path) -> None:
+def test_chat_template_error_names_file_and_line(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 
@@ -164,7 +166,7 @@ def test_a_template_that_refuses_a_row_is_named_with_file_and_line(tmp_path: Pat
 # ---- IterableDataset
 
 
-def test_an_iterable_dataset_is_read_once_and_resumed_as_a_list_of_its_rows() -> None:
+def test_dataset_prompts_read_an_iterable_dataset_once() -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"p{i}", "answer": i} for i in range(20)]
     streams = [
@@ -185,7 +187,7 @@ def test_an_iterable_dataset_is_read_once_and_resumed_as_a_list_of_its_rows() ->
             assert [resumed.issue() for _ in range(5)] == orders[0][25:]
 
 
-def test_an_iterable_dataset_that_may_never_end_is_refused_with_the_remedy(
+def test_dataset_prompts_refuse_an_iterable_dataset_that_may_never_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -202,7 +204,7 @@ def test_an_iterable_dataset_that_may_never_end_is_refused_with_the_remedy(
     assert len(DatasetPrompts(stream.take(5))) == 5
 
 
-def test_splits_of_a_dataset_in_memory_are_chosen_by_name() -> None:
+def test_dataset_prompts_choose_a_split_by_name() -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": "a"}])
     for splits in (

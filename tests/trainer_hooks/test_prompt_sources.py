@@ -1,4 +1,4 @@
-"""Prompts from files and generators: what they hold, how they are read, and what is refused."""
+"""Prompt sources: their rows, how they are read, and what they refuse."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def joined(messages: Sequence[Any]) -> str:
 # ---- JSONL
 
 
-def test_a_line_is_a_prompt_and_its_columns(tmp_path: Path) -> None:
+def test_jsonl_prompts_give_the_prompt_and_columns_of_a_line(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": 1}, {"prompt": [5, 6], "answer": 2, "tags": ["x"]}]
     prompts = JsonlPrompts(write_rows(tmp_path / "p.jsonl", rows))
     assert list(prompts) == [
@@ -69,7 +69,7 @@ def test_a_line_is_a_prompt_and_its_columns(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_are_read_at_random_across_files_without_empty_ones(tmp_path: Path) -> None:
+def test_jsonl_prompts_read_any_line_across_files_without_empty_lines(tmp_path: Path) -> None:
     first = write_lines(tmp_path / "a.jsonl", "\n", {"q": "ä0"}, "\n", "  \n", {"q": "1"})
     empty = write_lines(tmp_path / "b.jsonl")
     second = write_lines(tmp_path / "c.jsonl", {"q": "2"}, "\n", {"q": "3"}, "\n")
@@ -83,7 +83,7 @@ def test_lines_are_read_at_random_across_files_without_empty_ones(tmp_path: Path
         prompts[4]
 
 
-def test_messages_become_text_through_a_callable_or_a_tokenizer(tmp_path: Path) -> None:
+def test_chat_template_renders_messages_by_a_callable_or_a_tokenizer(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{"prompt": MESSAGES}])
     assert JsonlPrompts(path, chat_template=joined)[0].prompt == "<user>2 + 2<assistant>"
 
@@ -95,7 +95,7 @@ def test_messages_become_text_through_a_callable_or_a_tokenizer(tmp_path: Path) 
     assert JsonlPrompts(path, chat_template=Tokenizer())[0].prompt == "<user>2 + 2<assistant>"
 
 
-def test_a_transformers_tokenizer_writes_the_template(tmp_path: Path) -> None:
+def test_chat_template_of_a_transformers_tokenizer_is_used(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 
@@ -112,7 +112,7 @@ def test_a_transformers_tokenizer_writes_the_template(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": ', r"p\.jsonl, line 2 is not JSON"),
-        ("[1]", r"line 2 is a list; an object is wanted"),
+        ("[1]", r"line 2 is a list; it must be an object"),
         ('{"question": "a", "answer": 1}', r"line 2 has no column 'prompt'; it has question, ans"),
         ('{"prompt": null}', r"line 2, column 'prompt' is None; text, token ids or messages"),
         ('{"prompt": ""}', r"line 2, column 'prompt' is ''"),
@@ -120,14 +120,16 @@ def test_a_transformers_tokenizer_writes_the_template(tmp_path: Path) -> None:
         (json.dumps({"prompt": MESSAGES}), r"line 2, column 'prompt' holds chat.*chat_template"),
     ],
 )
-def test_a_bad_line_is_named_when_it_is_read(tmp_path: Path, line: str, message: str) -> None:
+def test_jsonl_prompts_name_a_bad_line_when_it_is_read(
+    tmp_path: Path, line: str, message: str
+) -> None:
     prompts = JsonlPrompts(write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}\n', line, "\n"))
     assert prompts[0].prompt == "a"
     with pytest.raises(ConfigError, match=message):
         prompts[1]
 
 
-def test_a_file_that_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
+def test_jsonl_prompts_refuse_a_missing_or_changed_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read: No such file"):
         JsonlPrompts(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="no file"):
@@ -139,7 +141,7 @@ def test_a_file_that_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
         prompts[0]
 
 
-def test_what_is_no_template_is_refused(tmp_path: Path) -> None:
+def test_chat_template_of_another_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chat_template='chatml'"):
         JsonlPrompts(write_rows(tmp_path / "p", [{"prompt": "a"}]), chat_template="chatml")
 
@@ -147,7 +149,7 @@ def test_what_is_no_template_is_refused(tmp_path: Path) -> None:
 # ---- parquet
 
 
-def test_verls_columns_come_with_the_ground_truth_beside_them(tmp_path: Path) -> None:
+def test_parquet_prompts_give_ground_truth_of_verls_columns(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", [verl_row(i) for i in range(8)])
     prompts = ParquetPrompts(path, chat_template=joined)
     assert len(prompts) == 8
@@ -158,7 +160,7 @@ def test_verls_columns_come_with_the_ground_truth_beside_them(tmp_path: Path) ->
     assert (item.columns["data_source"], item.columns["ability"]) == ("made/up", "math")
 
 
-def test_rows_are_read_at_random_across_row_groups_and_files(tmp_path: Path) -> None:
+def test_parquet_prompts_read_any_row_across_row_groups_and_files(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}", "answer": i, "unread": "x"} for i in range(10)]
     paths = [
         write_parquet(tmp_path / "a.parquet", rows[:7]),
@@ -169,7 +171,7 @@ def test_rows_are_read_at_random_across_row_groups_and_files(tmp_path: Path) -> 
         assert prompts[index] == PromptItem(f"p{index}", {"answer": index})
 
 
-def test_a_parquet_without_the_column_a_prompt_or_sense_is_refused(tmp_path: Path) -> None:
+def test_parquet_prompts_refuse_a_missing_column_or_prompt_and_a_bad_file(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": None}])
     with pytest.raises(ConfigError, match=r"p\.parquet has no column 'question'; it has prompt"):
         ParquetPrompts(path, prompt_column="question")
@@ -184,7 +186,7 @@ def test_a_parquet_without_the_column_a_prompt_or_sense_is_refused(tmp_path: Pat
         ParquetPrompts(tmp_path / "none.parquet")
 
 
-def test_parquet_without_pyarrow_says_what_to_install(
+def test_parquet_prompts_without_pyarrow_name_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -195,7 +197,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
 # ---- reasoning-gym
 
 
-def test_reasoning_gym_items_carry_what_their_verifier_wants() -> None:
+def test_reasoning_gym_prompts_have_the_columns_of_their_verifier() -> None:
     pytest.importorskip("reasoning_gym")
     prompts = ReasoningGymPrompts("palindrome_generation", size=4, seed=1, max_length=5)
     item = prompts[3]
@@ -206,7 +208,7 @@ def test_reasoning_gym_items_carry_what_their_verifier_wants() -> None:
     assert ReasoningGymPrompts(prompts.dataset)[3] == item
 
 
-def test_reasoning_gym_refusals_name_the_dataset_and_its_settings() -> None:
+def test_reasoning_gym_prompts_name_the_dataset_and_settings_of_an_error() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match=r"'nope'.*not registered"):
         ReasoningGymPrompts("nope", size=1)
@@ -227,7 +229,7 @@ class RoleTokenizer:
         return joined(messages).upper() if shout else joined(messages)
 
 
-def test_a_chat_format_takes_text_and_messages_below_a_system_prompt(tmp_path: Path) -> None:
+def test_chat_format_accepts_text_and_messages_after_a_system_prompt(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "mine"}, *MESSAGES]
     path = write_rows(tmp_path / "p.jsonl", [{"prompt": p} for p in ("2 + 2", MESSAGES, own)])
     prompts = JsonlPrompts(path, chat_template=ChatFormat(RoleTokenizer(), "be brief"))
@@ -239,12 +241,12 @@ def test_a_chat_format_takes_text_and_messages_below_a_system_prompt(tmp_path: P
     assert loud[0].prompt == "<USER>2 + 2<ASSISTANT>"
 
 
-def test_a_tokenizer_without_a_template_is_no_chat_format() -> None:
+def test_chat_format_refuses_a_tokenizer_without_a_template() -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         ChatFormat(object())
 
 
-def test_a_dataset_on_disk_is_read_by_split_and_column(tmp_path: Path) -> None:
+def test_dataset_prompts_read_a_directory_by_split_and_column(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"question": str(i), "answer": i} for i in range(3)])
     rows.save_to_disk(tmp_path / "one")
@@ -264,7 +266,7 @@ def test_a_dataset_on_disk_is_read_by_split_and_column(tmp_path: Path) -> None:
             DatasetPrompts(path, column)
 
 
-def test_a_mixture_shows_every_row_and_sources_by_weight() -> None:
+def test_mixed_prompts_give_every_row_and_sources_by_weight() -> None:
     few = [{"prompt": "f", "data_source": "own"}]
     many = [{"prompt": str(i)} for i in range(6)]
     mixed = MixedPrompts({"many": (many, 3.0), "few": (few, 1.0)})

@@ -1,4 +1,4 @@
-"""A reference that stays, and one that follows the policy, as TRL's does."""
+"""ReferencePolicy: one that does not move, and one that follows the policy as in TRL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_hooks import (
 
 
 def weights(reference: ReferencePolicy) -> torch.Tensor:
-    """Those of the reference, read by its state; [2, 2]."""
+    """Return the reference's weights [2, 2], read from its state."""
     return reference.state_dict()["weight"]
 
 
@@ -32,7 +32,7 @@ def changed(policy: nn.Linear) -> nn.Linear:
     return policy
 
 
-def test_a_reference_stays_unless_it_is_told_to_follow() -> None:
+def test_reference_policy_does_not_move_without_sync_interval() -> None:
     policy = nn.Linear(2, 2)
     reference = ReferencePolicy.copy_of(policy)
     assert not any(reference.follow(changed(policy), step) for step in range(1, 5))
@@ -40,7 +40,7 @@ def test_a_reference_stays_unless_it_is_told_to_follow() -> None:
 
 
 @pytest.mark.parametrize(("interval", "weight"), [(3, 0.6), (2, 1.0), (1, 0.05)])
-def test_a_reference_follows_as_trls_does(interval: int, weight: float) -> None:
+def test_reference_policy_follows_as_in_trl(interval: int, weight: float) -> None:
     pytest.importorskip("trl")
     from trl.trainer.callbacks import SyncRefModelCallback
 
@@ -56,7 +56,7 @@ def test_a_reference_follows_as_trls_does(interval: int, weight: float) -> None:
         assert_close(weights(reference), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_reference_that_follows_goes_on_where_a_checkpoint_left_it() -> None:
+def test_reference_policy_continues_from_a_checkpoint() -> None:
     policy, settings = nn.Linear(2, 2), ReferenceSettings(sync_interval=1, sync_weight=0.3)
     reference = ReferencePolicy.copy_of(policy, settings)
     reference.follow(changed(policy), 1)
@@ -78,19 +78,21 @@ def test_a_reference_that_follows_goes_on_where_a_checkpoint_left_it() -> None:
         ({"sync_weight": 0.5}, "sync_weight=0.5 without sync_interval"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(values: dict[str, float], message: str) -> None:
+def test_reference_settings_that_cannot_work_are_refused(
+    values: dict[str, float], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ReferenceSettings(**values)  # type: ignore[arg-type]
 
 
-def test_the_policy_without_its_adapter_cannot_follow_it() -> None:
+def test_reference_policy_without_adapter_refuses_to_follow() -> None:
     policy = nn.Linear(2, 2)
     settings = ReferenceSettings(sync_interval=1)
     with pytest.raises(ConfigError, match=r"base model cannot follow the policy.*copy_of"):
         ReferencePolicy(policy, torch.no_grad, settings)
 
 
-def test_a_peft_models_reference_is_its_base() -> None:
+def test_reference_policy_of_a_peft_model_is_its_base() -> None:
     import peft
 
     base = tiny_model("qwen3", std=0.05)

@@ -1,4 +1,4 @@
-"""Routers of live transformers models choose what is replayed, and weigh it by their own scores."""
+"""replay_routing: routers of live transformers models choose the recorded experts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TOKENS_BT = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 
 
 def other_routing(model: Any) -> torch.Tensor:
-    """Distinct ids that are nowhere what the routers would choose together."""
+    """Return distinct ids that differ everywhere from the routers' own choices."""
     return (own_routing(model, TOKENS_BT) + 1) % NUM_EXPERTS
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_replay_of_a_models_own_choice_changes_nothing(family: str) -> None:
+def test_replay_routing_of_a_models_own_choice_changes_nothing(family: str) -> None:
     model = tiny_mixture(family)
     with torch.no_grad():
         expected = model(input_ids=TOKENS_BT).logits
@@ -43,8 +43,8 @@ def test_replay_of_a_models_own_choice_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_model_with_other_routers_computes_what_the_recorded_one_did(family: str) -> None:
-    """Only the choice differs: with it replayed, the weights are equal where the scores are."""
+def test_replay_routing_computes_with_the_experts_of_another_model(family: str) -> None:
+    """Only the choice differs: with it replayed, equal scores give equal weights."""
     model, other = tiny_mixture(family), tiny_mixture(family)
     wanted = other_routing(model)
     with routing_of(model) as chosen, replay_routing(model, wanted):
@@ -61,7 +61,7 @@ def test_a_model_with_other_routers_computes_what_the_recorded_one_did(family: s
         )
 
 
-def test_weights_are_the_scores_of_the_replayed_experts() -> None:
+def test_replay_routing_weighs_experts_by_the_routers_own_scores() -> None:
     model = tiny_mixture("glm4_moe")
     (router,) = find_routers(model)
     x_NE = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
@@ -74,7 +74,7 @@ def test_weights_are_the_scores_of_the_replayed_experts() -> None:
     assert torch.equal(ids, routing)
 
 
-def test_unknown_rows_route_themselves() -> None:
+def test_replay_routing_leaves_unknown_rows_to_the_router() -> None:
     model = tiny_mixture()
     own, routing = own_routing(model, TOKENS_BT), other_routing(model)
     routing[0, 0] = -1  # the first layer's input does not depend on the routing
@@ -88,7 +88,7 @@ def test_unknown_rows_route_themselves() -> None:
     assert bool((chosen_BTLK >= 0).all())
 
 
-def test_packed_rows_are_those_of_the_padded_batch() -> None:
+def test_replay_routing_of_a_packed_batch_equals_the_padded_batch() -> None:
     model = tiny_mixture()
     routing = other_routing(model)
     positions_1N = torch.arange(6).repeat(2)[None]
@@ -110,7 +110,9 @@ def gradients(model: Any, routing: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_replays_when_layers_run_again(use_reentrant: bool) -> None:
+def test_replay_routing_with_gradient_checkpointing_replays_repeated_layers(
+    use_reentrant: bool,
+) -> None:
     model = tiny_mixture().train()
     routing = other_routing(model)
     expected = gradients(model, routing)
@@ -123,7 +125,7 @@ def test_gradient_checkpointing_replays_when_layers_run_again(use_reentrant: boo
         torch.testing.assert_close(gradient, wanted)
 
 
-def test_a_backward_pass_outside_of_the_block_is_refused_where_layers_run_again() -> None:
+def test_replay_routing_refuses_a_checkpointed_backward_pass_outside_the_block() -> None:
     model = tiny_mixture().train()
     checkpoint_activations(model, use_reentrant=False)
     # With the model's own routing nothing else would tell.
@@ -133,7 +135,7 @@ def test_a_backward_pass_outside_of_the_block_is_refused_where_layers_run_again(
         loss.backward()
 
 
-def test_a_backward_pass_outside_of_the_block_is_right_where_nothing_runs_again() -> None:
+def test_replay_routing_allows_a_plain_backward_pass_outside_the_block() -> None:
     model = tiny_mixture().train()
     routing = other_routing(model)
     expected = gradients(model, routing)
@@ -160,7 +162,9 @@ def test_a_backward_pass_outside_of_the_block_is_right_where_nothing_runs_again(
     ],
     ids=["experts", "layers", "dimensions", "tokens", "unknown expert", "duplicates"],
 )
-def test_misshaped_rows_are_refused_and_the_model_stays(change: Any, message: str) -> None:
+def test_replay_routing_refuses_misshaped_rows_and_leaves_the_model(
+    change: Any, message: str
+) -> None:
     model = tiny_mixture()
     expected = model(input_ids=TOKENS_BT).logits
     with (
@@ -171,7 +175,7 @@ def test_misshaped_rows_are_refused_and_the_model_stays(change: Any, message: st
     assert torch.equal(model(input_ids=TOKENS_BT).logits, expected)
 
 
-def test_a_dense_model_is_refused() -> None:
+def test_replay_routing_refuses_a_dense_model() -> None:
     with (
         pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no \.\.\.TopKRouter"),
         replay_routing(tiny_model(), torch.zeros(1, 1, 1, 1)),
@@ -180,7 +184,7 @@ def test_a_dense_model_is_refused() -> None:
 
 
 class GateOfTheirs(nn.Module):
-    """A router that chooses among 4 experts, by a name and a way of its own."""
+    """A router among 4 experts, with a name and a method that replay_routing does not know."""
 
     def __init__(self, *, is_greedy: bool = False) -> None:
         super().__init__()
@@ -195,23 +199,23 @@ class GateOfTheirs(nn.Module):
 
 
 class BlockExperts(nn.Module):
-    """Named as transformers names the experts of a layer."""
+    """Experts of a layer, named as in transformers."""
 
 
 class Block(nn.Module):
-    """A layer with a router that nobody knows."""
+    """A layer with a router that replay_routing does not know."""
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()
         self.gate, self.experts = gate, BlockExperts()
 
 
-def test_an_unknown_router_is_named() -> None:
+def test_replay_routing_names_an_unknown_router() -> None:
     with pytest.raises(ConfigError, match=r"Block has no router .*GateOfTheirs.*routers="):
         find_routers(Block(GateOfTheirs()))
 
 
-def test_routers_of_your_own_are_replayed_if_they_choose_by_topk() -> None:
+def test_replay_routing_accepts_given_routers_that_choose_by_topk() -> None:
     gate, x_NE = GateOfTheirs(), torch.arange(8.0).view(2, 4)
     with replay_routing(Block(gate), torch.tensor([1, -1]).view(1, 2, 1, 1), routers=[gate]):
         _, weights, ids = gate(x_NE)
@@ -225,7 +229,7 @@ def test_routers_of_your_own_are_replayed_if_they_choose_by_topk() -> None:
         greedy(x_NE)
 
 
-def test_a_block_without_a_forward_pass_is_refused() -> None:
+def test_replay_routing_refuses_a_block_without_a_forward_pass() -> None:
     model = tiny_mixture()
     with (
         pytest.raises(ConfigError, match=r"2 of 2 routers \(Qwen3MoeTopKRouter\) were not called"),
@@ -234,7 +238,7 @@ def test_a_block_without_a_forward_pass_is_refused() -> None:
         pass
 
 
-def test_an_error_inside_leaves_the_routers_as_they_were() -> None:
+def test_replay_routing_restores_the_routers_after_an_error() -> None:
     model = tiny_mixture()
     routing = own_routing(model, TOKENS_BT)
     with pytest.raises(KeyError), replay_routing(model, routing):

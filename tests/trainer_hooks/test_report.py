@@ -1,4 +1,4 @@
-"""The HTML report of a run: what is on the page, and how a browser shows it."""
+"""report.html of a run: its contents, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_hooks.train.svg_charts import line_chart, stacked_chart, ticks
 
 
 def sample(step: int = 2, **changed: Any) -> dict[str, Any]:
-    """A row of completions.jsonl: two versions and a tool wrote it."""
+    """Return a row of completions.jsonl that two versions and a tool wrote."""
     spans = [[3, "let me see "], [None, "<result>42</result>"], [5, "so 42"]]
     return {
         "trainer/step": step,
@@ -69,7 +69,7 @@ def write_run(directory: Path, num_steps: int = 2) -> None:
 
 
 def parsed(page: str) -> ElementTree.Element:
-    """The page as a tree; it must be well-formed."""
+    """Return the page as a tree; it must be well-formed."""
     return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
 
 
@@ -81,7 +81,7 @@ def titles(page: str) -> list[str | None]:
     return [caption.text for caption in parsed(page).iter("figcaption")]
 
 
-def test_a_report_has_curves_ages_times_and_samples(
+def test_report_page_has_curves_ages_times_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path)
@@ -111,7 +111,7 @@ def test_a_report_has_curves_ages_times_and_samples(
     assert "<script" not in page
 
 
-def test_a_killed_run_whose_last_lines_are_torn_has_a_report_too(tmp_path: Path) -> None:
+def test_write_report_reads_files_of_a_killed_run_with_torn_lines(tmp_path: Path) -> None:
     write_run(tmp_path)
     for name in ("metrics.jsonl", "completions.jsonl"):
         path = tmp_path / name
@@ -119,7 +119,7 @@ def test_a_killed_run_whose_last_lines_are_torn_has_a_report_too(tmp_path: Path)
     assert "step 2" in words(write_report(tmp_path).read_text())
 
 
-def test_a_run_that_ended_in_its_warm_up_shows_this(tmp_path: Path) -> None:
+def test_report_page_of_a_run_that_ended_in_its_warm_up(tmp_path: Path) -> None:
     row = {"trainer/step": 0, "warmup/step": 5, "warmup/loss": 1.0, "warmup/reward": None}
     page = report_page([row, {**row, "warmup/step": 6}], [], "run")
     assert titles(page) == ["warm-up: loss"]
@@ -127,7 +127,7 @@ def test_a_run_that_ended_in_its_warm_up_shows_this(tmp_path: Path) -> None:
     parsed(report_page([], [], "nothing yet"))
 
 
-def test_evaluations_have_a_chart_per_metric_and_a_line_per_source() -> None:
+def test_report_page_has_a_chart_per_evaluation_metric_and_a_line_per_source() -> None:
     rows = [
         {
             "trainer/step": step,
@@ -145,20 +145,20 @@ def test_evaluations_have_a_chart_per_metric_and_a_line_per_source() -> None:
     assert "allsums数学" in words(page).replace(" ", "")
 
 
-def test_ten_thousand_steps_stay_a_small_page() -> None:
+def test_report_page_of_ten_thousand_steps_stays_small() -> None:
     page = report_page(metric_rows(10_000), [sample(step) for step in range(1, 200)], "run")
     assert len(page) < 300_000
     parsed(page)
 
 
-def test_a_spike_does_not_flatten_a_curve_and_is_named() -> None:
+def test_line_chart_names_a_spike_instead_of_flattening_the_curve() -> None:
     line = [(float(step), 1.0 + step % 7) for step in range(500)]
     chart = line_chart({"norm": [*line, (500.0, 1e12)]})
     assert "values from 1 to 1e+12" in chart
     assert "values from" not in line_chart({"norm": line})
 
 
-def test_charts_of_one_step_and_of_a_flat_line_are_drawn() -> None:
+def test_line_chart_draws_one_step_and_a_flat_line() -> None:
     assert 'points="50.0' in stacked_chart([3.0], {"train": [0.5], "wait": [0.5]})
     assert "<circle" in line_chart({"reward": [(1.0, 0.0)]})
     assert "nothing recorded" in stacked_chart([], {})
@@ -172,7 +172,7 @@ def test_ticks_are_round_numbers(low: float, high: float, expected: list[float])
     assert ticks(low, high) == pytest.approx(expected)
 
 
-def test_a_sample_names_its_versions_and_tells_tool_output_from_generated_text() -> None:
+def test_samples_section_names_versions_and_marks_tool_output() -> None:
     page = f"<div>{samples_section([sample(state={'files': ['a<b']})])}</div>"
     spans = {
         "".join(span.itertext()): span.get("class")
@@ -184,7 +184,7 @@ def test_a_sample_names_its_versions_and_tells_tool_output_from_generated_text()
     assert "a&lt;b" in page
 
 
-def test_hostile_and_long_texts_neither_break_the_page_nor_swell_it() -> None:
+def test_report_page_escapes_hostile_texts_and_cuts_long_ones() -> None:
     text = "\x00\x1b[31m</pre><script>alert(1)</script> 想 مرحبا " + "x" * 200_000
     page = report_page([], [sample(spans=[[5, text]], prompt=text, finish_reason="<b>")], "run")
     assert "<script" not in page
@@ -193,7 +193,7 @@ def test_hostile_and_long_texts_neither_break_the_page_nor_swell_it() -> None:
     assert "想 مرحبا" in words(page)
 
 
-def test_of_each_step_the_best_the_worst_and_one_between_are_shown() -> None:
+def test_chosen_samples_are_the_best_the_worst_and_one_between() -> None:
     rewards: dict[int, list[float | None]] = {0: [0.0, 2.0], 1: [1.0, 0.5, 0.7], 2: [1.0, None]}
     samples = [sample(group=g, reward=r) for g, each in rewards.items() for r in each]
     assert [chosen["reward"] for chosen in chosen_samples(samples, 3)] == [2.0, 0.5, None]
@@ -202,7 +202,7 @@ def test_of_each_step_the_best_the_worst_and_one_between_are_shown() -> None:
     assert steps.index("step 100") < steps.index("step 1<")
 
 
-def test_a_report_of_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_write_report_refuses_a_directory_without_metrics(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no metrics"):
         write_report(tmp_path)
 
@@ -232,7 +232,7 @@ CONTRAST = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
-def test_a_browser_shows_it_without_scrolling_sideways_and_with_enough_contrast(
+def test_report_page_in_a_browser_fits_its_width_with_enough_contrast(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"

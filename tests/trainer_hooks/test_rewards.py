@@ -1,4 +1,4 @@
-"""Reward functions of several conventions, and what their failures are."""
+"""RewardRunner: reward functions of several conventions, and the meaning of their failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(given: Sequence[float], wanted: Sequence[float]) -> bool:
     ]
 
 
-def test_a_function_gets_the_columns_that_it_names() -> None:
+def test_reward_function_gets_the_columns_that_it_names() -> None:
     assert same(score(matches), [1.0, 0.0, math.nan])
     assert score(lengths) == [1.0, 1.0, 0.0]
     seen = {}
@@ -63,12 +63,12 @@ def test_a_function_gets_the_columns_that_it_names() -> None:
     assert sorted(seen) == ["answer", "completion_ids", "completions", "level", "prompts"]
 
 
-def test_other_names_go_by_position() -> None:
+def test_reward_function_with_other_names_gets_arguments_by_position() -> None:
     assert score(lambda p, c, ids: [i[0] for i in ids]) == [1.0, 1.0, 0.0]
     assert score(lambda p, c, ids, level: level) == [1.0, 2.0, 3.0]
 
 
-def test_an_async_function_is_awaited_and_so_is_a_partial_of_one() -> None:
+def test_reward_runner_awaits_async_functions_and_partials_of_them() -> None:
     async def slow(completions: Sequence[str], bonus: float = 0.0) -> list[float]:
         await asyncio.sleep(0.001)
         return [bonus + len(completion) for completion in completions]
@@ -78,11 +78,11 @@ def test_an_async_function_is_awaited_and_so_is_a_partial_of_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
-def test_no_number_is_a_failed_rollout_and_never_zero(bad: float | None) -> None:
+def test_reward_of_none_or_nan_is_a_failed_rollout_and_never_zero(bad: float | None) -> None:
     assert same(score(lambda completions: [bad, 1, 0.5]), [math.nan, 1.0, 0.5])
 
 
-def test_a_function_that_raises_or_takes_too_long_fails_its_rollouts() -> None:
+def test_reward_function_that_raises_or_takes_too_long_fails_its_rollouts() -> None:
     def breaks(completions: Sequence[str]) -> list[float]:
         raise ZeroDivisionError("of the user")
 
@@ -107,13 +107,15 @@ def test_a_function_that_raises_or_takes_too_long_fails_its_rollouts() -> None:
         (lambda completions, difficulty: [], "needs difficulty; the prompts' columns are: answer"),
     ],
 )
-def test_a_wrong_function_is_no_failed_rollout(wrong: Callable[..., Any], named: str) -> None:
+def test_reward_function_with_wrong_columns_or_results_is_a_config_error(
+    wrong: Callable[..., Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         score(wrong)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, TypeError])
-def test_what_a_function_yields_is_made_in_its_thread(error: type[Exception]) -> None:
+def test_reward_generator_runs_in_its_thread(error: type[Exception]) -> None:
     threads = []
 
     def generates(completions: Sequence[str]) -> Iterator[float]:
@@ -128,7 +130,7 @@ def test_what_a_function_yields_is_made_in_its_thread(error: type[Exception]) ->
     assert threading.main_thread() not in threads
 
 
-def test_a_blocking_function_blocks_no_event_loop_and_runs_once_at_a_time() -> None:
+def test_blocking_reward_function_blocks_no_event_loop_and_runs_one_call_at_a_time() -> None:
     num_inside, most, loop_has_turned = 0, 0, threading.Event()
 
     def blocks(completions: Sequence[str]) -> list[float]:
@@ -154,7 +156,7 @@ def test_a_blocking_function_blocks_no_event_loop_and_runs_once_at_a_time() -> N
     assert most == 1
 
 
-def test_workers_outlive_what_functions_do_to_them() -> None:
+def test_reward_workers_are_replaced_when_they_die_or_hang() -> None:
     async def work() -> None:
         with RewardRunner(unruly, workers=1, timeout_s=5.0, max_attempts=1) as runner:
 
@@ -180,7 +182,7 @@ def test_workers_outlive_what_functions_do_to_them() -> None:
     asyncio.run(work())
 
 
-def test_workers_want_functions_that_travel_and_block() -> None:
+def test_reward_workers_refuse_async_functions_and_unpicklable_ones() -> None:
     async def waits(completions: Sequence[str]) -> list[float]:
         return []
 
@@ -192,7 +194,7 @@ def test_workers_want_functions_that_travel_and_block() -> None:
         RewardRunner(lengths, workers=-1)
 
 
-def test_several_functions_are_summed_by_weight_without_those_that_give_nothing() -> None:
+def test_weighted_rewards_sum_functions_and_ignore_none() -> None:
     both = WeightedRewards([matches, lengths], [2.0, 0.5])
     assert score(both) == [2.5, 0.5, 0.0]
     assert same(score(WeightedRewards([matches])), [1.0, 0.0, math.nan])
@@ -208,14 +210,14 @@ def test_several_functions_are_summed_by_weight_without_those_that_give_nothing(
         (lambda completions: None, "not iterable"),
     ],
 )
-def test_a_wrong_function_among_several_is_no_failed_rollout(
+def test_weighted_rewards_with_a_wrong_function_are_a_config_error(
     wrong: Callable[..., Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         score(WeightedRewards([lengths, wrong]))
 
 
-def test_verls_compute_score_judges_one_sample_at_a_time() -> None:
+def test_verl_reward_calls_compute_score_per_sample() -> None:
     rows = {
         "data_source": ["detailed", "plain", "plain"],
         "reward_model": [{"style": "rule", "ground_truth": word} for word in "abc"],
@@ -228,14 +230,14 @@ def test_verls_compute_score_judges_one_sample_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, "none", {"length": 1}, {"score": None}])
-def test_a_sample_whose_verl_score_is_no_number_leaves_the_others_theirs(wrong: Any) -> None:
+def test_verl_reward_without_a_number_leaves_other_samples_their_scores(wrong: Any) -> None:
     def says(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
         return wrong if solution_str == "x" else 0.5
 
     assert same(score(VerlReward(says), columns={"ground_truth": ["a"] * 3}), [0.5, math.nan, 0.5])
 
 
-def test_a_weighted_reward_keeps_its_terms_through_the_runner_and_a_pickle() -> None:
+def test_weighted_reward_keeps_its_terms_through_the_runner_and_a_pickle() -> None:
     rewards = score(WeightedRewards([matches, lengths], [2.0, 0.5], ["right", "long"]))
     assert [reward.terms for reward in rewards] == [  # type: ignore[attr-defined]
         {"right": 1.0, "long": 1.0},
@@ -251,7 +253,7 @@ def test_a_weighted_reward_keeps_its_terms_through_the_runner_and_a_pickle() -> 
     assert reward_metrics([1.0]) == {}
 
 
-def test_async_functions_are_summed_with_the_others() -> None:
+def test_weighted_rewards_sum_async_functions_with_others() -> None:
     async def slow(completions: Sequence[str]) -> list[float]:
         await asyncio.sleep(0)
         return [10.0] * len(completions)
@@ -261,7 +263,7 @@ def test_async_functions_are_summed_with_the_others() -> None:
         RewardRunner(WeightedRewards([slow]), workers=1)
 
 
-def test_a_conversational_function_gets_messages() -> None:
+def test_conversational_reward_passes_messages() -> None:
     def judge_chat(prompts: Any, completions: Any) -> list[float]:
         assert prompts == [[{"role": "user", "content": "?"}]] * 3
         assert {message["role"] for (message,) in completions} == {"assistant"}
@@ -278,11 +280,11 @@ def test_ready_made_rewards_of_length_and_format() -> None:
     think = FormatReward()
     assert think(["<think>a\nb</think>4", "4", "<think>a", "x <think></think>"]) == [1, 0, 0, 0]
     assert FormatReward(r"\d+")(["12", "12."]) == [1, 0]
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         FormatReward("(")
 
 
-def test_a_batched_reward_computes_waiting_groups_together() -> None:
+def test_batched_reward_computes_waiting_groups_together() -> None:
     sizes = []
 
     def judge_batch(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:

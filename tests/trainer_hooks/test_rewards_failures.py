@@ -1,4 +1,4 @@
-"""Reward functions that raise: what is tried again, what ends the run, and what is said of it."""
+"""RewardRunner with functions that raise: further attempts, errors that end the run, the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def score_one(runner: RewardRunner, completion: str = "x") -> float:
 
 
 def error_of(reward_fn: Callable[..., Any], **options: Any) -> RewardFunctionError:
-    """What ends the run of a function that never succeeds; two scores may fail."""
+    """Return the error of a function that never succeeds; two scores may fail before it."""
 
     async def work() -> RewardFunctionError:
         with RewardRunner(reward_fn, max_attempts=2, max_first_failures=3, **options) as runner:
@@ -35,7 +35,7 @@ def error_of(reward_fn: Callable[..., Any], **options: Any) -> RewardFunctionErr
     return asyncio.run(work())
 
 
-def test_a_call_that_fails_is_made_again_with_the_same_completions() -> None:
+def test_max_attempts_repeats_a_failed_call_with_the_same_completions() -> None:
     seen = []
 
     def fails_twice(completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> Any:
@@ -48,7 +48,7 @@ def test_a_call_that_fails_is_made_again_with_the_same_completions() -> None:
     assert seen == [(["x"], [[1]])] * 3
 
 
-def test_a_function_that_never_succeeds_is_an_error_with_its_own_traceback() -> None:
+def test_reward_function_that_never_succeeds_raises_with_its_own_traceback() -> None:
     error = error_of(misspelled)
     text = "".join(traceback.format_exception(error))
     assert isinstance(error.__cause__, NameError)
@@ -56,14 +56,14 @@ def test_a_function_that_never_succeeds_is_an_error_with_its_own_traceback() -> 
     assert "in misspelled\n    return [float(lenght(each))" in text
 
 
-def test_the_traceback_comes_from_a_process_too() -> None:
+def test_reward_function_error_in_a_process_has_its_traceback() -> None:
     error = error_of(misspelled, workers=1)
     text = "".join(traceback.format_exception(error))
     assert "NameError: name 'lenght' is not defined" in str(error)
     assert "in misspelled\n    return [float(lenght(each))" in text
 
 
-def test_a_function_that_has_succeeded_may_fail_for_ever() -> None:
+def test_reward_function_that_has_succeeded_may_fail_any_number_of_times() -> None:
     is_broken = False
 
     def breaks(completions: Sequence[str]) -> list[float]:
@@ -79,7 +79,7 @@ def test_a_function_that_has_succeeded_may_fail_for_ever() -> None:
     asyncio.run(work())
 
 
-def test_an_error_is_told_once_with_its_traceback_and_then_counted(
+def test_failure_log_logs_an_error_once_with_its_traceback_and_then_counts_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def moody(completions: Sequence[str]) -> list[float]:
@@ -109,7 +109,7 @@ def test_an_error_is_told_once_with_its_traceback_and_then_counted(
     assert "of another kind" in told[3]
 
 
-def test_a_compute_score_that_raises_for_every_sample_is_not_hidden() -> None:
+def test_verl_reward_raises_if_compute_score_raises_for_every_sample() -> None:
     def broken(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return float(solution_string == ground_truth)  # type: ignore[name-defined] # noqa: F821
 
@@ -118,7 +118,7 @@ def test_a_compute_score_that_raises_for_every_sample_is_not_hidden() -> None:
     assert "in broken\n" in "".join(traceback.format_exception(error))
 
 
-def test_a_compute_score_that_raises_for_one_sample_says_so(
+def test_verl_reward_logs_a_compute_score_that_raises_for_one_sample(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fussy(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any) -> float:
@@ -133,7 +133,7 @@ def test_a_compute_score_that_raises_for_one_sample_says_so(
     assert record.exc_info is not None
 
 
-def test_a_compute_score_without_an_opinion_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_verl_reward_accepts_a_compute_score_of_none(caplog: pytest.LogCaptureFixture) -> None:
     assert VerlReward(lambda **sample: None)(["x"], ground_truth=["a"]) == [None]
     assert VerlReward(lambda **sample: {"score": None})(["x"], ground_truth=["a"]) == [None]
     assert not caplog.records

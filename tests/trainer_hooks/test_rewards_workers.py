@@ -1,4 +1,4 @@
-"""Reward functions in processes: what they return, who asks, and how they end."""
+"""RewardRunner with workers: results, event loops, and the end of its processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.trainer_hooks.reward_functions import lengths, unruly, waits_for_file
 from trainer_hooks.rewards import RewardRunner
 
 
-def told(answer: Sequence[Any]) -> Any:
-    """What the column says, returned, yielded or raised."""
+def obey_column(answer: Sequence[Any]) -> Any:
+    """Return, yield or raise what the column says."""
     if isinstance(answer[0], Exception):
         raise answer[0]
     return (each for each in answer) if answer[0] == "yield" else answer[0]
@@ -29,9 +29,9 @@ async def score_one(runner: RewardRunner, completion: str, **columns: Any) -> fl
     return rewards[0]
 
 
-def test_a_wrong_function_in_a_process_is_no_failed_rollout() -> None:
+def test_reward_function_with_wrong_results_in_a_process_is_a_config_error() -> None:
     async def work() -> None:
-        with RewardRunner(told, workers=1, max_attempts=1) as runner:
+        with RewardRunner(obey_column, workers=1, max_attempts=1) as runner:
             assert await score_one(runner, "x", answer=[0.5]) == 0.5
             for wrong, named in (
                 (None, "returned None"),
@@ -41,13 +41,13 @@ def test_a_wrong_function_in_a_process_is_no_failed_rollout() -> None:
             ):
                 with pytest.raises(ConfigError, match=named):
                     await score_one(runner, "x", answer=wrong)
-            assert math.isnan(await score_one(runner, "x", answer=ValueError("told to")))
+            assert math.isnan(await score_one(runner, "x", answer=ValueError("as the column says")))
             assert runner.num_failed_calls == 1
 
     asyncio.run(work())
 
 
-def test_processes_serve_one_event_loop_after_another() -> None:
+def test_reward_workers_serve_one_event_loop_after_another() -> None:
     async def epoch() -> list[float]:
         return await asyncio.gather(*[score_one(runner, "x" * i) for i in range(3)])
 
@@ -56,7 +56,7 @@ def test_processes_serve_one_event_loop_after_another() -> None:
 
 
 def children() -> set[int]:
-    """Of this process, those alive."""
+    """Return the living child processes of this process."""
     pids = set()
     for pid in (name for name in os.listdir("/proc") if name.isdigit()):
         with suppress(OSError):
@@ -66,7 +66,7 @@ def children() -> set[int]:
     return pids
 
 
-def test_a_closed_runner_starts_no_process_for_those_who_waited() -> None:
+def test_closed_reward_runner_starts_no_process_for_waiting_calls() -> None:
     async def work() -> None:
         before = children()
         runner = RewardRunner(unruly, workers=1)
@@ -83,7 +83,7 @@ def test_a_closed_runner_starts_no_process_for_those_who_waited() -> None:
     asyncio.run(work())
 
 
-def test_a_call_that_hangs_in_a_process_is_named(
+def test_warn_after_s_names_a_hanging_call_in_a_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def hang() -> list[float]:

@@ -1,4 +1,4 @@
-"""Samples of several turns: one row of tokens, each as it was sampled."""
+"""Rollout: samples of several turns as rows of tokens, each where it was sampled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOOL = [70, 71]
 
 
 def three_turns() -> list[DynamicInferenceRequest]:
-    """Versions move on between turns and within the second."""
+    """Return three turns; versions rise between turns and within the second."""
     return [
         finished_request([1, 2, 3], [10, 11], versions=[0, 0]),
         finished_request([1, 2, 3, 10, 11, *TOOL], [20], versions=[1]),
@@ -29,7 +29,7 @@ def three_turns() -> list[DynamicInferenceRequest]:
     ]
 
 
-def test_a_rollouts_tokens_are_those_of_its_last_turn() -> None:
+def test_rollout_tokens_are_the_tokens_of_its_last_turn() -> None:
     rollout = Rollout(three_turns())
     assert rollout.tokens_T.tolist() == [1, 2, 3, 10, 11, *TOOL, 20, 30, 31, 32]
     assert rollout.num_prompt_tokens == 3
@@ -38,7 +38,7 @@ def test_a_rollouts_tokens_are_those_of_its_last_turn() -> None:
     assert rollout.policy_versions.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_the_mask_is_on_the_generated_tokens_of_all_turns_and_on_nothing_else() -> None:
+def test_mask_covers_exactly_the_generated_tokens_of_all_turns() -> None:
     batch = collate_rollouts([Rollout(three_turns())], [1.0], train_version=2)
     assert batch.mask_BT[0].int().tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
     assert batch.behaviour_logprobs_BT[0].tolist() == [0, 0, 0, -1, -2, 0, 0, -1, -1, -2, -3]
@@ -48,7 +48,7 @@ def test_the_mask_is_on_the_generated_tokens_of_all_turns_and_on_nothing_else() 
     assert [int(each_B[0]) for each_B in lengths] == [3, 6, 11]
 
 
-def test_kv_staleness_is_that_of_the_turn_that_generated_the_token() -> None:
+def test_kv_staleness_comes_from_the_turn_that_generated_the_token() -> None:
     # Turn 1 wrote the KV of turn 0's tokens anew, or found it: its own sampling used that of 0.
     turns = three_turns()
     batch = collate_rollouts([Rollout(turns)], [1.0], train_version=5)
@@ -66,7 +66,7 @@ def test_rollouts_of_one_turn_and_of_several_share_a_batch() -> None:
     assert as_rollout(single).requests == [single]
 
 
-def test_one_failed_turn_fails_the_rollout() -> None:
+def test_rollout_with_a_failed_turn_has_failed() -> None:
     turns = three_turns()
     turns[-1] = finished_request(
         turns[-1].prompt_tokens.tolist(), [30], versions=[1], status=Status.FAILED
@@ -79,12 +79,12 @@ def test_one_failed_turn_fails_the_rollout() -> None:
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [
-        ([1, 2, 3, 10, 99, *TOOL], "token 99 at position 4, where the turn before has 11"),
-        ([1, 2, 3, 10], "ends at position 4, the turn before has 5 tokens"),
-        ([7], "token 7 at position 0, where the turn before has 1"),
+        ([1, 2, 3, 10, 99, *TOOL], "token 99 at position 4, where the previous turn has 11"),
+        ([1, 2, 3, 10], "ends at position 4, the previous turn has 5 tokens"),
+        ([7], "token 7 at position 0, where the previous turn has 1"),
     ],
 )
-def test_a_turn_that_was_encoded_again_is_refused_naming_the_position(
+def test_rollout_refuses_a_re_encoded_turn_naming_the_position(
     prompt: list[int], named: str
 ) -> None:
     first = finished_request([1, 2, 3], [10, 11], versions=[0, 0])
@@ -93,7 +93,7 @@ def test_a_turn_that_was_encoded_again_is_refused_naming_the_position(
         Rollout([first, second])
 
 
-def test_a_rollout_has_a_turn() -> None:
+def test_rollout_without_turns_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one request"):
         Rollout([])
 
@@ -102,7 +102,7 @@ def test_a_rollout_has_a_turn() -> None:
 
 
 def with_thinking_dropped() -> Rollout:
-    """Two turns of one token sequence, and a third that begins another."""
+    """Return two turns of one token sequence, and a third that starts another."""
     turns = [
         finished_request([1, 2, 3], [10, 11], versions=[0, 0]),
         finished_request([1, 2, 3, 10, 11, *TOOL], [20], versions=[1]),
@@ -111,7 +111,7 @@ def with_thinking_dropped() -> Rollout:
     return Rollout(turns, sequence_starts=(0, 2))
 
 
-def test_each_token_sequence_is_a_row_with_its_own_mask_and_log_probs() -> None:
+def test_sequence_starts_make_rows_with_their_own_mask_and_log_probs() -> None:
     single = finished_request([5], [6], versions=[2])
     batch = collate_rollouts([with_thinking_dropped(), single], [1.0, 0.5], train_version=2)
     assert batch.rollout_index_B.tolist() == [0, 0, 1]
@@ -128,7 +128,7 @@ def test_each_token_sequence_is_a_row_with_its_own_mask_and_log_probs() -> None:
     assert batch.per_rollout(batch.completion_lengths_B).tolist() == [5, 1]
 
 
-def test_rewards_of_several_sequences_are_grouped_by_rollout_and_never_by_row() -> None:
+def test_rewards_B_is_refused_for_rollouts_of_several_rows() -> None:
     # Four rows would view as two groups of two, which the rollouts are not.
     rollouts = [with_thinking_dropped(), with_thinking_dropped()]
     batch = collate_rollouts(rollouts, [1.0, 0.0], train_version=2)
@@ -140,7 +140,7 @@ def test_rewards_of_several_sequences_are_grouped_by_rollout_and_never_by_row() 
         batch.per_row(torch.zeros(4))
 
 
-def test_selected_rows_keep_the_rewards_of_their_rollouts() -> None:
+def test_select_keeps_the_rewards_of_the_rows_rollouts() -> None:
     single = finished_request([5], [6], versions=[2])
     batch = collate_rollouts([with_thinking_dropped(), single], [1.0, 0.5], train_version=2)
     part = batch.select(torch.tensor([2, 1]))
@@ -148,7 +148,7 @@ def test_selected_rows_keep_the_rewards_of_their_rollouts() -> None:
     assert part.first_row_R.tolist() == [1, 0]
 
 
-def test_a_rollout_that_its_environment_failed_is_a_row_without_trained_tokens() -> None:
+def test_rollout_with_a_failure_is_a_row_without_trained_tokens() -> None:
     failed = [Rollout([], failure="reset_error"), Rollout(three_turns(), failure="step_timeout")]
     batch = collate_rollouts([*failed, *three_turns()[:1]], [1.0, 1.0, 1.0], train_version=2)
     assert batch.lengths_B.tolist() == [0, 11, 5]
@@ -157,7 +157,7 @@ def test_a_rollout_that_its_environment_failed_is_a_row_without_trained_tokens()
 
 
 @pytest.mark.parametrize("starts", [(), (1,), (0, 0), (0, 3), (0, 2, 1)])
-def test_starts_are_turns_in_order(starts: tuple[int, ...]) -> None:
+def test_sequence_starts_must_be_turns_in_order(starts: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="indices of turns in order, 0 first"):
         Rollout(three_turns(), sequence_starts=starts)
 
@@ -170,7 +170,7 @@ def scored(rollouts: list[Rollout], reward: RewardRunner | None = None) -> list[
     return asyncio.run(score_rollouts(reward, item, rollouts, None))
 
 
-def test_a_rollouts_own_reward_is_its_score_and_keeps_its_terms() -> None:
+def test_score_rollouts_takes_a_rollouts_own_reward_with_its_terms() -> None:
     own = Rollout(three_turns(), reward=1.5, reward_terms={"found": 1.0, "steps": 0.5})
     failed = Rollout(three_turns(), reward=2.0, failure="step_error")
     nothing = Rollout(three_turns(), reward=math.nan)
@@ -180,7 +180,7 @@ def test_a_rollouts_own_reward_is_its_score_and_keeps_its_terms() -> None:
     assert [math.isnan(reward) for reward in rewards] == [False, True, True]
 
 
-def test_the_reward_function_adds_to_a_rollouts_own_and_sees_its_columns() -> None:
+def test_score_rollouts_adds_the_functions_reward_to_the_rollouts_own() -> None:
     def by_columns(completions: list[object], answer: list[int], found: list[int]) -> list[float]:
         return [float(a + (f or 0)) for a, f in zip(answer, found, strict=True)]
 
@@ -191,12 +191,12 @@ def test_the_reward_function_adds_to_a_rollouts_own_and_sees_its_columns() -> No
     assert scored(rollouts, RewardRunner(by_columns)) == [17.0, 7.0]
 
 
-def test_a_rollout_without_any_reward_is_refused() -> None:
+def test_score_rollouts_refuses_a_rollout_without_any_reward() -> None:
     with pytest.raises(ConfigError, match=r"no reward function.*reward=None"):
         scored([Rollout(three_turns())])
 
 
-def test_terms_of_one_name_are_refused() -> None:
+def test_score_rollouts_refuses_terms_of_the_same_name() -> None:
     reward = RewardRunner(WeightedRewards([lambda completions: [1.0]], names=["found"]))
     with pytest.raises(ConfigError, match=r"\['found'\] come from the reward function and from"):
         scored([Rollout(three_turns(), reward=1.0, reward_terms={"found": 1.0})], reward)

@@ -16,14 +16,14 @@ TOP_K, NUM_LAYERS, NUM_EXPERTS = 2, 3, 300
 
 
 def routing_of(num_tokens: int, seed: int = 0, num_experts: int = NUM_EXPERTS) -> torch.Tensor:
-    """Random rows of distinct ids [num_tokens - 1, layers, K]."""
+    """Return random rows of distinct ids [num_tokens - 1, layers, K]."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens - 1, NUM_LAYERS, num_experts, generator=generator)
     return scores.topk(TOP_K).indices.to(torch.int16)
 
 
 def batch_of(lengths: list[int]) -> torch.Tensor:
-    """Rows of these lengths, right padded with -1, the last token of each -1, too."""
+    """Return rows of these lengths, right padded with -1; the last token of each is -1, too."""
     batch = torch.full((len(lengths), max(lengths), NUM_LAYERS, TOP_K), -1, dtype=torch.int16)
     for row, length in enumerate(lengths):
         batch[row, : length - 1] = routing_of(length, seed=row)

@@ -1,4 +1,4 @@
-"""What a job does about Ctrl-C, about other jobs in its folder, and about earlier runs there."""
+"""run_files: Ctrl-C, locks between jobs, and directories of earlier runs."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from trainer_hooks.metrics import JsonlWriter, read_jsonl
 from trainer_hooks.train.run_files import begin_directory, locked_run, stop_on_interrupt
 
 
-def test_a_second_ctrl_c_acts_as_ever() -> None:
+def test_stop_on_interrupt_lets_a_second_ctrl_c_act_as_before() -> None:
     with stop_on_interrupt() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.is_set()
@@ -34,7 +34,7 @@ with locked_run(Path(sys.argv[1])):
 """
 
 
-def test_a_run_that_another_job_holds_is_refused_until_it_is_killed(tmp_path: Path) -> None:
+def test_locked_run_refuses_a_held_directory_until_its_job_is_killed(tmp_path: Path) -> None:
     run = tmp_path / "demo" / "seed_0"
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run)],
@@ -59,7 +59,7 @@ def test_a_run_that_another_job_holds_is_refused_until_it_is_killed(tmp_path: Pa
         begin_directory(run)
 
 
-def test_a_file_system_without_locks_is_warned_of(
+def test_locked_run_warns_of_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -71,7 +71,7 @@ def test_a_file_system_without_locks_is_warned_of(
     assert "has no locks" in caplog.text
 
 
-def test_no_start_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
+def test_begin_directory_deletes_no_earlier_run(tmp_path: Path) -> None:
     run = tmp_path / "seed_0"
     assert begin_directory(run) is None
     for number in range(4):
@@ -87,7 +87,7 @@ def test_no_start_deletes_what_an_earlier_run_left(tmp_path: Path) -> None:
     assert list(run.iterdir()) == []
 
 
-def test_a_metrics_file_that_starts_anew_keeps_the_earlier_one(tmp_path: Path) -> None:
+def test_new_metrics_file_keeps_the_earlier_one(tmp_path: Path) -> None:
     for run in range(3):
         with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
             writer.log({"run": run})

@@ -1,4 +1,4 @@
-"""Samples of a run: which are shown, and what is written."""
+"""SampleLog and the text of samples: which are shown, and what is written."""
 
 import io
 import math
@@ -29,14 +29,14 @@ from trainer_hooks.train.settings import LoggerSettings
 
 
 class Letters:
-    """Token 1 is "a", 2 is "b", and so on."""
+    """A tokenizer in which token 1 is "a", 2 is "b", and so on."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join("?abcdefghijk"[i] for i in ids)
 
 
 def batch_of(rewards: list[float], train_version: int = 2) -> TrainingBatch:
-    """Groups of two; each answers "ab" with "cd", sampled by versions 1 and 2."""
+    """Return groups of two rollouts that answer "ab" with "cd", sampled by versions 1 and 2."""
     requests = [
         finished_request([1, 2], [3, 4], versions=[1, 2], logprobs=[-1.0, -1.0]) for _ in rewards
     ]
@@ -62,7 +62,7 @@ def batch_of(rewards: list[float], train_version: int = 2) -> TrainingBatch:
     )
 
 
-def test_a_sample_has_its_texts_rewards_advantage_and_a_span_for_each_version() -> None:
+def test_sample_of_has_texts_rewards_advantage_and_a_span_per_version() -> None:
     reward = WeightedReward(1.5, {"right": 1.0, "short": 0.5})
     sample = sample_of(4, batch_of([reward, 0.0]), 0, torch.tensor([0.75, -0.75]), Letters())
     assert sample["spans"] == [[1, "c"], [2, "d"]]
@@ -72,7 +72,7 @@ def test_a_sample_has_its_texts_rewards_advantage_and_a_span_for_each_version() 
     assert (sample["prompt_index"], sample["data_source"]) == (7, "letters")
 
 
-def test_shown_are_the_best_the_worst_and_one_between_of_groups_apart() -> None:
+def test_chosen_rows_are_the_best_the_worst_and_one_between() -> None:
     nan = math.nan
     rewards = [0.0, 1.0, 2.0] * 2 + [nan] * 3 + [0.0, nan, 1.0] + [1.0, 3.0, 2.0] * 2
     assert chosen_rows(torch.tensor(rewards), 3, 3) == [2, 14]
@@ -81,7 +81,7 @@ def test_shown_are_the_best_the_worst_and_one_between_of_groups_apart() -> None:
 
 
 class Run:
-    """What a wandb run is asked for."""
+    """Records the calls of a wandb run."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -92,7 +92,7 @@ class Run:
     def finish(self, exit_code: int | None = None) -> None: ...
 
 
-def test_samples_go_to_the_file_each_step_and_to_people_at_the_interval(
+def test_sample_log_writes_each_step_and_shows_at_its_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda **table: table))
@@ -117,7 +117,7 @@ def test_samples_go_to_the_file_each_step_and_to_people_at_the_interval(
     assert (cells["completion"], cells["versions"], cells["reward"]) == ("cd", "1-2", 1.0)
 
 
-def test_a_file_that_gets_too_large_is_renamed_and_a_resume_cuts_both(tmp_path: Path) -> None:
+def test_completions_file_is_rotated_and_cut_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     writer = JsonlWriter(path, max_bytes=50)
     for step in range(1, 6):
@@ -130,7 +130,7 @@ def test_a_file_that_gets_too_large_is_renamed_and_a_resume_cuts_both(tmp_path: 
     assert read_jsonl(path) == []
 
 
-def test_a_character_whose_bytes_two_versions_sampled_is_whole_in_the_later_span() -> None:
+def test_texts_of_keeps_a_split_character_whole_in_the_later_text() -> None:
     class Bytes:
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
             return bytes(ids).decode(errors="replace")
@@ -141,5 +141,5 @@ def test_a_character_whose_bytes_two_versions_sampled_is_whole_in_the_later_span
     assert texts_of(tokens[:1], [1], Bytes()) == ["a"], "nothing was generated"
 
 
-def test_control_characters_are_shown_and_not_obeyed() -> None:
+def test_visible_replaces_control_characters() -> None:
     assert visible("a\tb\n\x1b[2J\x00\x7f\x9b\ud800") == "a\tb\n␛[2J␀␡\ufffd\ufffd"

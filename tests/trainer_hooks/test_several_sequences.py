@@ -1,4 +1,4 @@
-"""Rollouts of several token sequences: each counts once, however the batch is cut."""
+"""Rollouts of several token sequences: each counts once, however the batch is divided."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
 def with_one_row_each(values_BT: torch.Tensor) -> torch.Tensor:
-    """The rows of each rollout one behind the other in one row; [3, 3 T], padded with 0."""
+    """Return the rows of each rollout one behind the other in one row; [3, 3 T], padded with 0."""
     rows = [values_BT[index == ROLLOUT_INDEX_B].flatten() for index in range(3)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rollout_of_several_rows_weighs_as_if_its_tokens_stood_in_one(
+def test_policy_loss_weighs_a_rollout_of_several_rows_like_one_row(
     seed: int, aggregation: Any
 ) -> None:
     batch = random_batch(seed)
@@ -75,7 +75,7 @@ def policy() -> Any:
 
 
 def rollouts_of_several_sequences() -> RolloutBatch:
-    """Five rollouts of 1, 3, 2, 1 and 2 rows; the second failed, the last was cut."""
+    """Return five rollouts of 1, 3, 2, 1 and 2 rows; the second failed, the last was truncated."""
     generator = torch.Generator().manual_seed(run_seed())
 
     def ids(count: int) -> list[int]:
@@ -105,7 +105,7 @@ def gradients(policy: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("masks_truncated", [False, True])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_micro_batches_may_part_the_rows_of_a_rollout(
+def test_micro_batches_may_divide_the_rows_of_a_rollout(
     policy: Any, aggregation: Any, masks_truncated: bool, is_packed: bool
 ) -> None:
     batch = rollouts_of_several_sequences()
@@ -142,7 +142,7 @@ def test_minibatches_keep_the_rows_of_a_rollout_together(policy: Any) -> None:
     assert batch.split_rollouts(3, torch.zeros(5, dtype=torch.bool)) == []
 
 
-def test_a_step_per_minibatch_is_that_of_its_rollouts_alone(policy: Any) -> None:
+def test_update_policy_steps_on_each_minibatchs_rollouts_alone(policy: Any) -> None:
     batch, config = rollouts_of_several_sequences(), PolicyLossConfig(kind="grpo")
     plain, ours = copy.deepcopy(policy), copy.deepcopy(policy)
     torch.manual_seed(1)

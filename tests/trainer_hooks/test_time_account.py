@@ -1,4 +1,4 @@
-"""Every second of a step has one category, whatever nests, fails or interleaves."""
+"""TimeAccount: every second of a step has one category, however blocks nest, fail or interleave."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from trainer_hooks.phase import PhaseTimings
 
 
 class Clock:
-    """A clock that stands still between calls of `pass_s`."""
+    """A clock that moves only by calls of `pass_s`."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -38,7 +38,7 @@ def assert_adds_up(times: StepTimes, wall_s: float) -> None:
     assert all(0.0 <= share <= 1.0 + 1e-9 for share in times.shares.values())
 
 
-def test_a_nested_block_takes_its_time_away_from_the_outer_one() -> None:
+def test_time_account_charges_a_nested_block_alone() -> None:
     clock = Clock()
     account = TimeAccount(clock=clock)
     clock.pass_s(1)
@@ -67,7 +67,7 @@ NESTING = st.recursive(
 
 
 class PassingFailureError(Exception):
-    """Raised inside blocks."""
+    """An error raised inside blocks."""
 
 
 def run_block(account: TimeAccount, clock: Clock, block: object) -> None:
@@ -86,7 +86,9 @@ def run_block(account: TimeAccount, clock: Clock, block: object) -> None:
 
 
 @given(st.lists(st.lists(NESTING, max_size=6), min_size=1, max_size=4))
-def test_shares_sum_to_one_for_any_nesting_with_exceptions(steps: list[list[object]]) -> None:
+def test_time_account_shares_sum_to_one_for_any_nesting_with_exceptions(
+    steps: list[list[object]],
+) -> None:
     clock = Clock()
     account = TimeAccount(clock=clock)
     for blocks in steps:
@@ -96,7 +98,7 @@ def test_shares_sum_to_one_for_any_nesting_with_exceptions(steps: list[list[obje
         assert_adds_up(account.take(), clock.now_s - start_s)
 
 
-def test_a_block_open_across_steps_is_charged_to_both() -> None:
+def test_time_account_charges_a_block_across_steps_to_both() -> None:
     clock = Clock()
     account = TimeAccount(clock=clock)
     with account.spend("train"):
@@ -106,11 +108,11 @@ def test_a_block_open_across_steps_is_charged_to_both() -> None:
     assert account.take().seconds["train"] == 2.0
 
 
-def test_a_step_without_length_is_other() -> None:
+def test_time_account_counts_a_step_of_no_length_as_other() -> None:
     assert TimeAccount(clock=Clock()).take().shares["other"] == 1.0
 
 
-def test_the_real_clock_agrees_with_the_wall() -> None:
+def test_time_account_of_the_real_clock_agrees_with_the_wall() -> None:
     before_s = time.perf_counter()
     account = TimeAccount()
     start_s = time.perf_counter()
@@ -123,7 +125,7 @@ def test_the_real_clock_agrees_with_the_wall() -> None:
     assert_adds_up(times, times.wall_s)
 
 
-def test_interleaving_tasks_each_add_up_on_their_own_accounts() -> None:
+def test_time_accounts_of_interleaving_tasks_each_add_up() -> None:
     async def timeline(seed: int) -> StepTimes:
         rng, account = random.Random(seed), TimeAccount()
         for _ in range(10):
@@ -140,7 +142,7 @@ def test_interleaving_tasks_each_add_up_on_their_own_accounts() -> None:
         assert_adds_up(times, times.wall_s)
 
 
-def test_two_tasks_at_once_on_one_account_are_refused_and_the_first_goes_on() -> None:
+def test_time_account_refuses_a_second_task_and_the_first_continues() -> None:
     clock = Clock()
 
     async def together() -> TimeAccount:
@@ -156,7 +158,9 @@ def test_two_tasks_at_once_on_one_account_are_refused_and_the_first_goes_on() ->
         async def producer() -> None:
             await opened.wait()
             with (
-                pytest.raises(RolloutError, match=r"'trainer' has 'train' open.*'producer' came"),
+                pytest.raises(
+                    RolloutError, match=r"'trainer' has 'train' open.*'producer' uses it"
+                ),
                 account.spend("reward"),
             ):
                 pass
@@ -174,7 +178,7 @@ def test_two_tasks_at_once_on_one_account_are_refused_and_the_first_goes_on() ->
     assert times.seconds["train"] == times.wall_s == 1.0
 
 
-def test_a_second_thread_is_refused_while_a_block_is_open_and_welcome_after() -> None:
+def test_time_account_refuses_a_second_thread_only_while_a_block_is_open() -> None:
     account, errors = TimeAccount(), []
 
     def use() -> None:
@@ -193,10 +197,10 @@ def test_a_second_thread_is_refused_while_a_block_is_open_and_welcome_after() ->
         run_in_thread()
     run_in_thread()
     assert len(errors) == 1
-    assert "thread 'rewards' came" in errors[0]
+    assert "thread 'rewards' uses it" in errors[0]
 
 
-def test_blocks_closed_out_of_order_still_add_up() -> None:
+def test_time_account_blocks_closed_out_of_order_still_add_up() -> None:
     clock = Clock()
     account = TimeAccount(clock=clock)
     outer, inner = ExitStack(), ExitStack()
@@ -211,12 +215,12 @@ def test_blocks_closed_out_of_order_still_add_up() -> None:
     assert_adds_up(times, 3.0)
 
 
-def test_an_unknown_category_is_refused_by_name() -> None:
+def test_time_account_refuses_an_unknown_category_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'sleep'.*generate, wait"), TimeAccount().spend("sleep"):
         pass
 
 
-def test_a_phase_is_split_into_its_parts_and_no_more_than_there_was() -> None:
+def test_reassign_phase_divides_a_phase_and_moves_no_more_than_there_was() -> None:
     clock = Clock()
     account = TimeAccount(clock=clock)
     with account.spend("generate"):
@@ -230,7 +234,7 @@ def test_a_phase_is_split_into_its_parts_and_no_more_than_there_was() -> None:
     assert_adds_up(times, 10.0)
 
 
-def test_metrics_name_every_category() -> None:
+def test_step_times_metrics_name_every_category() -> None:
     metrics = TimeAccount(clock=Clock()).take().as_metrics()
     assert set(metrics) == {"timing_s/step"} | {
         f"{kind}/{name}" for kind in ("timing_s", "timing_share") for name in CATEGORIES
@@ -250,7 +254,7 @@ def stats_of(step_seconds: float, num_sampled_tokens: int) -> EngineStats:
     )
 
 
-def test_idle_share_of_engines_is_what_their_steps_leave_of_the_wall() -> None:
+def test_engine_use_idle_share_is_the_wall_time_without_steps() -> None:
     clock = Clock()
     use = EngineUse(num_engines=2, clock=clock)
     assert use.take(stats_of(5.0, 100)) == {}
@@ -267,6 +271,6 @@ def test_idle_share_of_engines_is_what_their_steps_leave_of_the_wall() -> None:
     assert restarted["engine/tokens_per_s"] == 5.0
 
 
-def test_no_engines_cannot_be_measured() -> None:
+def test_engine_use_refuses_zero_engines() -> None:
     with pytest.raises(ConfigError, match="num_engines=0"):
         EngineUse(num_engines=0)

@@ -1,4 +1,4 @@
-"""TRLRollouts' seeds, with a trainer that has what TRL's has: a process index and a step."""
+"""Seeds of TRLRollouts, with a trainer that has a process index and a step as TRL's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tokenizer:
 def completions(
     rank: int, steps: list[int], seed: int | None, num_calls: int = 1
 ) -> list[tuple[int, ...]]:
-    """What the process `rank` of a trainer generates in its `steps`."""
+    """Return the completions that process `rank` of a trainer generates in its `steps`."""
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(process_index=rank, unwrap_model=lambda model: model),
         model=weights(),
@@ -46,13 +46,13 @@ def completions(
     return generated
 
 
-def test_ranks_with_one_seed_or_none_draw_different_completions() -> None:
+def test_trl_rollouts_of_ranks_with_one_seed_or_none_differ() -> None:
     for seed in (None, 7):
         drawn = list(chain(*(completions(rank, [0, 2], seed) for rank in range(2))))
         assert len(set(drawn)) == len(drawn) == 12
 
 
-def test_a_seed_repeats_a_run_and_a_trainer_that_resumes_goes_on_in_it() -> None:
+def test_trl_rollouts_repeat_a_run_by_its_seed_and_continue_it_after_a_resume() -> None:
     whole = completions(0, [0, 2, 4], seed=7, num_calls=2)
     assert len(set(whole)) == len(whole) == 18
     assert completions(0, [0, 2, 4], seed=7, num_calls=2) == whole

@@ -138,7 +138,7 @@ def test_settings_of_grpo_config_reach_the_sampling(
 
 
 def is_followed_or_refused(name: str, wish: Any) -> bool:
-    """Whether `generation_kwargs` with this setting change the sampling, or raise."""
+    """Return whether `generation_kwargs` with this setting change the sampling, or raise."""
     try:
         params = sampling_params_of(trainer_with(generation_kwargs={name: wish}))
     except (ConfigError, InvalidRequestError):

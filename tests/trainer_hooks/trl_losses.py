@@ -20,7 +20,7 @@ _TRAINERS = {
 
 
 class OneProcess:
-    """What `_compute_loss` asks of an accelerator, for a single process."""
+    """The part of an accelerator that `_compute_loss` uses, for a single process."""
 
     num_processes = 1
     sync_gradients = True
@@ -33,7 +33,7 @@ class OneProcess:
 
 
 class StandIn(SimpleNamespace):
-    """A trainer's settings, with the log-probs it is to find."""
+    """A trainer's settings, with the log-probs that it is to compute."""
 
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Any, Any, None]:
         return self.logprobs_BT, self.entropies_BT, None

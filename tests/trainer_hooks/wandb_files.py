@@ -16,7 +16,9 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def read_payloads(path: Path) -> Iterator[bytes]:
-    """The records of the file; one may be cut into chunks that do not cross a block."""
+    """Return the records of the file. A record may be split into chunks that do not cross a
+    block.
+    """
     content, position, parts = path.read_bytes(), FILE_HEADER_BYTES, []
     while position + CHUNK_HEADER.size <= len(content):
         if BLOCK_BYTES - position % BLOCK_BYTES < CHUNK_HEADER.size:
@@ -34,7 +36,7 @@ def read_payloads(path: Path) -> Iterator[bytes]:
 
 
 def read_history(directory: Path, deadline_s: float = 30.0) -> list[dict[str, Any]]:
-    """The rows that were logged, NaN as None; wandb's own keys (with a leading _) are left out.
+    """Return the logged rows, with NaN as None and without wandb's own keys, which begin with _.
 
     Waits for the run's last record: wandb's process may still be writing when `finish` returns.
     """

@@ -22,7 +22,7 @@ from rollout import DynamicInferenceEngine, WeightUpdateError
 from rollout.models import CausalLM, build_model
 from rollout.models.families.registry import FAMILIES
 from rollout.serve.control.announcement import ModelTensors, tensor_metadata
-from rollout.serve.control.update_round import UpdateRound
+from rollout.serve.control.weight_transfer import UpdateRound
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.family_cases import FAMILY_CASES, family_model, family_of

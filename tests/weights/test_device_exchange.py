@@ -28,8 +28,7 @@ from rollout.models.checkpoints.loading import open_model
 from rollout.weights import staged as replacement
 from rollout.weights.served import ServedWeights
 from rollout.weights.staged import Exchange, Overwriting
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import NamedTensors
+from rollout.weights.update import NamedTensors, WeightStream
 from tests.device_bytes import DeviceBytes
 from tests.family_cases import FAMILY_CASES
 from tests.lora_adapters import linear_modules, merged, random_adapter

@@ -1,7 +1,7 @@
-"""The doctor: why the log-probs of trainer and engine differ, and what to do about it.
+"""The doctor: why the log-probs of trainer and engine differ, and how to remedy it.
 
-`diagnose` examines a batch, `report` shows what it found; `save_rollouts` and `load_rollouts` keep
-a batch in a file. `python -m trainer_hooks.doctor` examines the files of a run.
+`diagnose` examines a batch and `report` formats the diagnosis. `save_rollouts` and `load_rollouts`
+keep a batch in a file. `python -m trainer_hooks.doctor` examines the files of a run.
 """
 
 from trainer_hooks.doctor.command import BatchFiles, SavedRollouts, load_rollouts, save_rollouts

@@ -1,4 +1,4 @@
-"""See trainer_hooks.doctor.command."""
+"""Entry point of `python -m trainer_hooks.doctor`; the program is trainer_hooks.doctor.command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Causes on the way between tokens and columns: shifts, positions, padding, dropout.
+"""Causes between tokens and columns: shifts, positions, padding, dropout. Used by diagnosis.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -22,10 +22,10 @@ _SHIFT_REMEDY = (
 
 
 def shift_causes(case: Case) -> Iterator[Hypothesis]:
-    """Log-probs that stand one column too early or too late."""
+    """Yield log-probs that are one column too early or too late."""
     tokens = case.tokens
     for shift, word in ((1, "late"), (-1, "early")):
-        columns_N = tokens.column_N - shift  # where the log-prob that stands here belongs
+        columns_N = tokens.column_N - shift  # the column to which this log-prob belongs
         lengths_N = torch.tensor([len(row) for row in tokens.rows])[tokens.row_N]
         is_inside_N = (columns_N >= 1) & (columns_N < lengths_N)
         safe_N = torch.where(is_inside_N, columns_N, tokens.column_N)
@@ -39,7 +39,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
             ]
         )
         shifted_N = chosen_logprobs(logits_NV, id_N, case.reference.temperature)
-        # At the ends of a row nothing belongs to the column, and 0 is what padding holds.
+        # At the ends of a row no log-prob belongs to the column; padding holds 0.
         is_empty_N = ~is_inside_N | (case.claimed_N == 0.0)
         yield Hypothesis(
             name="shifted_mask",
@@ -50,7 +50,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def padding_causes(case: Case) -> Iterator[Hypothesis]:
-    """Passes over padded and packed rows as a trainer gets them wrong."""
+    """Yield the log-probs of faulty passes over padded or packed rows."""
     tokens, model = case.tokens, case.trainer_model
     lengths = [len(row) for row in tokens.rows]
     width = max(lengths)
@@ -84,7 +84,9 @@ def padding_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
-    """The position ids and the attention mask that the batch itself carries."""
+    """Yield the log-probs under the batch's own position ids and attention mask, if those are
+    wrong.
+    """
     batch, tokens = case.batch, case.tokens
     expected_BT = torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.position_ids_BT)
     own_BT = expected_BT < batch.lengths_B[:, None]
@@ -109,7 +111,7 @@ def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
-    """The trainer's model as it was handed over: in training mode two passes differ."""
+    """Yield the noise of a trainer's model in training mode, where two passes differ."""
     if not model.training:
         return
     first_N, second_N = (
@@ -132,7 +134,7 @@ def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
 
 
 def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
-    """Logits of a row whose positions were made for its padding on the left."""
+    """Return the logits of a row whose position ids were made for padding on the left."""
     tokens_T = tokens.rows[row]
     mask_T = torch.ones_like(tokens_T)
     positions_T = _left_padded_positions(len(tokens_T), width)
@@ -142,7 +144,7 @@ def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 def _right_padded_without_mask(
     model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 ) -> Tensor:
-    """The same without an attention mask: transformers takes a jump for a new sequence."""
+    """Return the same without an attention mask: transformers treats the jump as a new sequence."""
     tokens_T = tokens.rows[row]
     positions_T = _left_padded_positions(len(tokens_T), width)
     return row_logits(model, tokens_T, position_ids_T=positions_T)
@@ -159,7 +161,9 @@ def _over_left_padding(model: nn.Module, tokens: ExaminedTokens, width: int, row
 
 
 def _packed(case: Case) -> Tensor:
-    """Logits [N, V] of all rows in one, where each sees those before it."""
+    """Return the logits [N, V] of all rows in one sequence, in which each row attends to earlier
+    rows.
+    """
     tokens = case.tokens
     lengths = torch.tensor([len(row) for row in tokens.rows])
     starts = lengths.cumsum(0) - lengths

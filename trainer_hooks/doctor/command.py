@@ -1,4 +1,8 @@
-"""python -m trainer_hooks.doctor: examine a saved batch, or the last one of a run."""
+"""The program `python -m trainer_hooks.doctor`, and the files of batches that it reads.
+
+It examines a saved batch, or the newest batch of a run. `rollout train` writes the files through
+BatchFiles; GuardedStep saves the batches of skipped steps by `save_rollouts`.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,10 @@ _USAGE_ERROR = 2  # argparse's own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """A batch of a run. `model`: the checkpoint that sampled it, None if that is gone;
-    `older`: those before, by version.
+    """The files of a run that a diagnosis needs.
+
+    `model`: the checkpoint that sampled `batch`, None if it was deleted; `older`: earlier
+    checkpoints by version.
     """
 
     batch: Path
@@ -43,7 +49,9 @@ class RunFiles:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the diagnosis; 0: sound, 1: a finding, 2: bad usage, 3: inconclusive."""
+    """Print the diagnosis. Returns 0 if sound, 1 for a finding, 2 for bad usage, 3 if
+    inconclusive.
+    """
     given = _parser().parse_args(arguments)
     console, errors = Console(), Console(stderr=True)
     try:
@@ -58,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine_files(given: argparse.Namespace) -> Diagnosis:
-    """Diagnose what the command line names. Raises ConfigError for files that do not fit."""
+    """Return the diagnosis of the files on the command line. Raises ConfigError for unfit files."""
     older = dict(_version_and_path(pair) for pair in given.older)
     path, model_path = given.path, given.model
     if path.is_dir():
@@ -68,7 +76,7 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
     version = saved.weights_version
     if model_path is None:
         raise ConfigError(
-            f"{path} needs the weights of version {version}, which are not at hand; name their "
+            f"{path} needs the weights of version {version}, which were not found; name their "
             "directory: --model DIR"
         )
     return diagnose(
@@ -85,15 +93,15 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
 
 
 def files_of_run(directory: Path) -> RunFiles:
-    """The newest batch of a run whose checkpoint is there, otherwise the newest.
+    """Return the newest batch of a run whose checkpoint still exists, else the newest batch.
 
-    Raises ConfigError without a batch.
+    Raises ConfigError for a run without batches.
     """
     batches = {step_of(path): path for path in (directory / BATCHES).glob("step_*.pt")}
     if not batches:
         raise ConfigError(
             f"{directory} has no {BATCHES}/step_*.pt; run the job with logger.save_batches=true, "
-            "or name a file of save_rollouts"
+            "or name a file that save_rollouts wrote"
         )
     checkpoints = {step_of(path): path for path in (directory / "checkpoints").glob("step_*")}
     step = max(batches.keys() & checkpoints.keys(), default=max(batches))
@@ -124,33 +132,45 @@ def _version_and_path(pair: str) -> tuple[int, Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer_hooks.doctor",
-        description="Say why the log-probs of trainer and engine differ.",
+        description="Explain why the log-probs of trainer and engine differ.",
         epilog="Exit status: 0 sound, 1 a finding, 2 bad usage, 3 inconclusive.",
     )
     add = parser.add_argument
     add("path", type=Path, help="a file of save_rollouts, or the directory of a run")
-    add("--model", type=Path, metavar="DIR", help="the weights of the batch's version")
-    add("--older", action="append", default=[], metavar="VERSION=DIR", help="older weights")
-    add("--temperature", type=float, help="the trainer's; otherwise the file's")
+    add("--model", type=Path, metavar="DIR", help="weights of the batch's version")
+    add(
+        "--older",
+        action="append",
+        default=[],
+        metavar="VERSION=DIR",
+        help="weights of an older version",
+    )
+    add("--temperature", type=float, help="the trainer's temperature; default: the file's")
     add("--logprobs-mode", choices=("temperature", "processed"), default="temperature")
-    add("--engine-dtype", choices=("float32", "bfloat16", "float16"), help="otherwise the model's")
-    add("--end-ids", type=int, nargs="*", default=(), help="nothing may be generated behind them")
-    add("--max-tokens", type=int, default=2048, help="tokens to examine, of rows evenly spread")
-    add("--json", type=Path, metavar="FILE", help="write the diagnosis there, all tokens included")
+    add("--engine-dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's")
+    add(
+        "--end-ids",
+        type=int,
+        nargs="*",
+        default=(),
+        help="tokens after which nothing may be generated",
+    )
+    add("--max-tokens", type=int, default=2048, help="tokens to examine, in rows evenly spread")
+    add("--json", type=Path, metavar="FILE", help="write the diagnosis to FILE, with all tokens")
     return parser
 
 
-BATCHES = "batches"  # the directory of a run
+BATCHES = "batches"  # directory inside a run's directory
 _FORMAT = "rollout-batch-1"
-# A diagnosis reads none of them, and they are most of a request.
+# Fields that no diagnosis reads; they are most of a request.
 _LEFT_OUT = ("events", "precomputed_block_hashes", "tpot", "routing_indices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedRollouts:
-    """What `save_rollouts` wrote. `sources`: one per row; None if they were not given.
+    """The contents of a file of `save_rollouts`. `sources`: one per row; None if none were given.
 
-    `weights_version`: that of the weights which belong to the file.
+    `weights_version`: version of the weights that belong to the file.
     """
 
     batch: RolloutBatch
@@ -166,10 +186,11 @@ def save_rollouts(
     temperature: float = 1.0,
     weights_version: int | None = None,
 ) -> None:
-    """Write the batch, what it was collated of and the trainer's temperature to `path`.
+    """Write the batch, the rollouts that it was collated from and the trainer's temperature to
+    `path`.
 
-    `weights_version`: of the weights that will be at hand; None is the version it is trained at.
-    The file is complete or absent. Its directory is made.
+    `weights_version`: version of the weights that will be available later; None takes the batch's
+    `train_version`. The file is written whole or not at all. Creates its directory.
     """
     saved = {
         "format": _FORMAT,
@@ -182,7 +203,7 @@ def save_rollouts(
 
 
 def load_rollouts(path: Path | str) -> SavedRollouts:
-    """Read what `save_rollouts` wrote. Raises ConfigError for any other file."""
+    """Return the contents of a file of `save_rollouts`. Raises ConfigError for any other file."""
     try:
         saved: dict[str, Any] = torch.load(path, weights_only=True)
         if saved["format"] != _FORMAT:
@@ -197,23 +218,24 @@ def load_rollouts(path: Path | str) -> SavedRollouts:
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, OSError, pickle.PickleError) as error:
-        raise ConfigError(f"{path} is no file of save_rollouts: {error!r}") from error
+        raise ConfigError(f"{path} was not written by save_rollouts: {error!r}") from error
 
 
 class BatchFiles:
-    """Keeps a batch for each checkpoint of a run: the first whose tokens its weights sampled.
+    """Saves one batch per checkpoint of a run: the first batch that mostly the checkpoint's weights
+    sampled.
 
-    They are in the directory `batches`, under the step of the checkpoint; as many stay as
-    `save_checkpoint` leaves checkpoints.
+    Files are named after the checkpoint's step, in the directory `batches`. As many are kept as
+    `save_checkpoint` keeps checkpoints.
     """
 
     def __init__(self, directory: Path, temperature: float, checkpoint_interval: int) -> None:
         self._directory, self._temperature = directory / BATCHES, temperature
         self._interval = checkpoint_interval
-        self._wanted: tuple[int, int] | None = None  # step and version of the checkpoint
+        self._wanted: tuple[int, int] | None = None  # a checkpoint's step and version
 
     def log(self, step: int, batch: TrainingBatch) -> None:
-        """The batch that was trained on in `step`."""
+        """Save the batch that was trained on in `step`, if a checkpoint still needs one."""
         if (step - 1) % self._interval == 0:
             self._wanted = step - 1, batch.version
         if self._wanted is None:
@@ -232,12 +254,12 @@ class BatchFiles:
 
 
 def step_of(path: Path) -> int:
-    """The training step in a name such as step_000007.pt."""
+    """Return the training step in a name such as step_000007.pt."""
     return int(path.stem.removeprefix("step_"))
 
 
 def _encoded(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[list[dict[str, Any]]]:
-    """The turns of each row, without what is left out."""
+    """Return the serialized turns of each row, without the fields that no diagnosis reads."""
     rows = [[turn.serialize() for turn in turns] for turns in turns_of_rows(sources)]
     return [[{k: v for k, v in t.items() if k not in _LEFT_OUT} for t in turns] for turns in rows]
 

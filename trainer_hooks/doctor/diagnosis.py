@@ -1,4 +1,6 @@
-"""diagnose: what explains the gap between the log-probs of trainer and engine, and what to do.
+"""diagnose: explains the gap between the log-probs of trainer and engine, and suggests remedies.
+
+Reads facts off the batch, then tests hypotheses about the gap. Used by command and by users.
 
 Shape letters: B rows, T positions, N tokens.
 """
@@ -47,8 +49,10 @@ Verdict = Literal["sound", "fault", "inconclusive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong. `share`: of the squared gap that it explains; None where it can be
-    read off without a log-prob. `is_whole`: what it leaves is rounding.
+    """One fault. `share`: part of the squared gap that it explains; None if it was found without
+    log-probs.
+
+    `is_whole`: the rest of the gap is rounding.
     """
 
     name: str
@@ -61,12 +65,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found. Gaps are in nats, root mean squares over tokens.
+    """The result of `diagnose`. Gaps are in nats, as root mean squares over tokens.
 
     `attributions`: shares of the squared gap between the trainer's weights and the behaviour
-    log-probs: policy_lag and kv_lag, which the stamps declare; rounding and findings, which they do
-    not; unknown, of tokens whose weights were not given. `explanations`: all hypotheses that were
-    tried, the best first. Tables: rows as dictionaries.
+    log-probs: policy_lag and kv_lag, which the version stamps declare; rounding and findings, which
+    they do not; and unknown, for tokens whose weights were not given. `explanations`: all
+    hypotheses that were tested, the best first. Tables are rows as dictionaries.
     """
 
     verdict: Verdict
@@ -83,7 +87,7 @@ class Diagnosis:
     token_table: Sequence[Mapping[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for json.dumps."""
+        """Return the whole diagnosis as values for json.dumps."""
         return asdict(self)
 
 
@@ -102,22 +106,23 @@ def diagnose(
     engine_dtype: torch.dtype | None = None,
     max_tokens: int = 2048,
 ) -> Diagnosis:
-    """Recompute the log-probs of `batch` and say what explains the gap to those of its tokens.
+    """Recompute the log-probs of `batch` and explain their gap to the batch's own log-probs.
 
     `model`: a transformers causal LM with the weights of `batch.train_version`, in the mode in
-    which the trainer computes log-probs; it is copied, in float32 and float64, and not changed.
-    `sources`: what `collate_rollouts` made the batch of, all of it: sampling parameters, exact
-    stamps, prefix hits. `older_models`: the weights of older versions, by version: without them
-    tokens of a lag are not examined.
-    `temperature`: what the trainer divides its logits by. `logprobs_mode`: what the behaviour
-    log-probs are taken for; as in `collate_rollouts`.
-    `trainer_logprobs_BT`: what the trainer itself computed for the batch, with padding, packing and
-    autocast: they are examined as the engine's are. `prompt_ids`: the trainer's own rendering of
-    each row's prompt. `end_ids`: ids behind which nothing may be generated.
-    `engine_dtype`: in which the engine computes; None takes that of `model`.
-    `max_tokens`: rows are chosen, evenly spread, of at most so many tokens; their logits are held.
+    which the trainer computes log-probs. It is copied in float32 and float64 and not changed.
+    `sources`: all the rollouts that `collate_rollouts` made the batch from, with sampling
+    parameters, exact version stamps and prefix hits. `older_models`: models with older weights, by
+    version; without them, tokens sampled by those versions are not examined.
+    `temperature`: the divisor of the trainer's logits. `logprobs_mode`: the meaning of the
+    behaviour log-probs, as in `collate_rollouts`.
+    `trainer_logprobs_BT`: log-probs that the trainer itself computed for the batch, with padding,
+    packing and autocast; they are examined like the engine's. `prompt_ids`: the trainer's own
+    rendering of each row's prompt. `end_ids`: ids after which nothing may be generated.
+    `engine_dtype`: dtype of the engine's computation; None takes the dtype of `model`.
+    `max_tokens`: most tokens to examine, in rows evenly spread over the batch; their logits are
+    held in memory.
 
-    Costs a forward pass per row and model, one in float64 and, where something is wrong, one per
+    Costs a forward pass per row and model, one in float64 and, if there is a fault, one per
     hypothesis. Raises ConfigError for a batch without trained tokens, and for inputs that do not
     fit its rows.
     """
@@ -158,7 +163,9 @@ def engine_case(
     dtype: torch.dtype | None,
     model: nn.Module,
 ) -> Case:
-    """The behaviour log-probs of the examined rows. `dtype` None takes that of `model`."""
+    """Return the case of the behaviour log-probs. `dtype`: the engine's; None takes that of
+    `model`.
+    """
     reference = reference_of(tokens, models, temperature)
     if logprobs_mode == "processed":
         processed_N = sampling.processed_logprobs(tokens, reference, batch)
@@ -175,7 +182,7 @@ def engine_case(
 
 
 def trainer_case(engine: Case, logprobs_BT: Tensor, model: nn.Module) -> Case:
-    """The trainer's own log-probs, given for the examined rows."""
+    """Return the case of the trainer's own log-probs of the examined rows."""
     reference, tokens = engine.reference, engine.tokens
     return replace(
         engine,
@@ -197,7 +204,7 @@ def check_rows(
     prompt_ids: Sequence[Any] | None,
     trainer_logprobs_BT: Tensor | None,
 ) -> None:
-    """Raise ConfigError for what does not belong to the rows of the batch."""
+    """Raise ConfigError for inputs that do not match the rows of the batch."""
     num_rows = len(batch.tokens_BT)
     for name, given in {"sources": turns, "prompt_ids": prompt_ids}.items():
         if given is not None and len(given) != num_rows:
@@ -215,7 +222,9 @@ def rounding_in(
     reference: Reference,
     models: Mapping[int, nn.Module],
 ) -> Tolerance:
-    """What rounding explains where one side computes in `dtype`, measured on these tokens."""
+    """Return how much rounding explains if one side computes in `dtype`, measured on these
+    tokens.
+    """
     trainer = models[tokens.train_version]
     logprobs_N = reference.trainer_N
     if dtype != torch.float32:
@@ -228,9 +237,10 @@ def rounding_in(
 
 
 def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
-    """All hypotheses about the case, the best first; none if rounding explains its gap.
+    """Return the explanations of all hypotheses about the case, the best first.
 
-    `model`: the trainer's own, for causes on the trainer's side.
+    Empty if rounding explains the gap, or if no token's weights are known. `model`: the trainer's
+    own model, for causes on the trainer's side.
     """
     if not bool(case.reference.is_known_N.any()) or case.tolerance.covers(case.gap_N):
         return []
@@ -259,7 +269,9 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
 
 
 def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding]:
-    """The best explanation as a finding; "unexplained" if none explains half of the gap."""
+    """Return the best explanation as a finding; "unexplained" if none explains enough of the
+    gap.
+    """
     if case.tolerance.covers(case.gap_N):
         return []
     best = explanations[0] if explanations else None
@@ -281,7 +293,7 @@ def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding
             share=0.0,
             evidence=(
                 f"the {case.side}'s log-probs are {rms_of(case.gap_N):.2e} nats from those of the "
-                "trainer's weights, and no known cause explains half of it"
+                "trainer's weights, and no known cause explains half of the gap"
             ),
             remedy=(
                 "compare weights_checksum() of engine and trainer; give the doctor older weights "
@@ -292,7 +304,7 @@ def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding
 
 
 def finding_of_fact(fact: Fact) -> Finding:
-    """A fact as a finding about the batch."""
+    """Return a fact as a finding about the batch."""
     return Finding(
         name=fact.name,
         side="batch",
@@ -304,7 +316,7 @@ def finding_of_fact(fact: Fact) -> Finding:
 def diagnosis_of(
     case: Case, findings: Sequence[Finding], explanations: Sequence[Explanation]
 ) -> Diagnosis:
-    """Put together what the tables and the shares say. `case`: the engine's."""
+    """Return the diagnosis with its tables and shares. `case`: the engine's."""
     reference, tokens = case.reference, case.tokens
     num_known = int(reference.is_known_N.sum())
     verdict: Verdict = "fault" if findings else "sound" if num_known else "inconclusive"
@@ -325,10 +337,11 @@ def diagnosis_of(
 
 
 def shares_of(case: Case, findings: Sequence[Finding]) -> dict[str, float]:
-    """Of the squared gap between the trainer's weights and the behaviour log-probs, who has what.
+    """Split the squared gap between trainer and behaviour log-probs into shares by cause.
 
-    The steps from the trainer's log-probs to those over the stamped KV, then to the behaviour's: a
-    share below 0 means that a step led away.
+    The steps lead from the trainer's log-probs to the sampling weights', then to those over the
+    stamped KV, then to the behaviour log-probs. A share below 0 means that a step increased the
+    gap.
     """
     reference, known = case.reference, case.reference.is_known_N
     behaviour_N = case.tokens.behaviour_N
@@ -366,7 +379,7 @@ Row = dict[str, Any]
 
 
 def by_lag(case: Case) -> list[Row]:
-    """A row for each policy lag and KV lag, the latter rounded to halves of a version."""
+    """Return a row for each policy lag and KV lag; KV lags are rounded to halves of a version."""
     tokens = case.tokens
     policy_N = tokens.train_version - tokens.version_N
     kv_N = ((tokens.version_N - tokens.kv_version_N) * 2.0).round() / 2.0
@@ -378,7 +391,7 @@ def by_lag(case: Case) -> list[Row]:
 
 
 def by_place(case: Case) -> list[Row]:
-    """A row for each kind of place that has tokens."""
+    """Return a row for each kind of place that has tokens."""
     found = {name: is_there_N for name, (is_there_N, _, _) in places(case).items()}
     return [
         {"place": name, **_summary(case, is_there_N)}
@@ -388,7 +401,7 @@ def by_place(case: Case) -> list[Row]:
 
 
 def by_token(case: Case) -> list[Row]:
-    """A row for each token, the largest gap to the stamped weights first."""
+    """Return a row for each token, the largest gap to the stamped weights first."""
     tokens, reference = case.tokens, case.reference
     gap_N = case.gap_N.abs()
     order = torch.where(reference.is_known_N, gap_N, -1.0).argsort(descending=True, stable=True)
@@ -408,7 +421,7 @@ def by_token(case: Case) -> list[Row]:
 
 
 def _summary(case: Case, is_own_N: Tensor) -> Row:
-    """How many tokens, and both gaps of them: to the trainer's weights, to the stamped ones."""
+    """Return the number of tokens and their gaps to the trainer's and to the stamped weights."""
     reference, known_N = case.reference, is_own_N & case.reference.is_known_N
     trainer_gap_N = (reference.trainer_N - case.tokens.behaviour_N)[is_own_N]
     return {

@@ -1,6 +1,9 @@
-"""What is wrong without any log-prob: masks, tokens, prompts, ends and ids. Facts, not fits.
+"""Faults that can be read off a batch, its requests and its drawn tokens, without testing
+hypotheses.
 
-Shape letters: B rows, T positions.
+Covers masks, tokens, prompts, end tokens, ids and improbable draws. Used by diagnosis.
+
+Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from trainer_hooks.doctor.tokens import ExaminedTokens, Turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A mismatch that can be read off. `num_rows`: how many rows have it.
+    """A fault that was read off. `num_rows`: number of affected rows.
 
-    `hides_logprobs`: log-probs of the batch are not those of its tokens, so they say nothing more.
+    `hides_logprobs`: the batch's log-probs do not belong to its tokens, so they are not examined.
     """
 
     name: str
@@ -46,18 +49,18 @@ def facts_of(
     prompt_ids: Sequence[Sequence[int]] | None,
     end_ids: Sequence[int],
 ) -> Iterator[Fact]:
-    """Everything that can be read off the batch, its requests and the trainer's own prompts."""
+    """Yield all faults of the batch, its requests and the trainer's own prompts."""
     yield from wrong_ends(batch, end_ids)
     others = [] if turns is None else list(other_tokens(batch, turns))
     yield from others
-    # Requests of other tokens do not say where those of the batch were generated.
+    # If the requests have other tokens, they cannot show where the batch's were generated.
     yield from shifted_masks(batch, None if others else turns)
     if prompt_ids is not None:
         yield from template_drift(batch, prompt_ids)
 
 
 def check_ids(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raise ConfigError for token ids that the trainer's model has no row for."""
+    """Raise ConfigError for token ids outside the vocabulary of the trainer's model."""
     highest = int(batch.tokens_BT[batch.attention_mask_BT].max())
     if highest >= vocab_size:
         raise ConfigError(
@@ -67,7 +70,7 @@ def check_ids(batch: RolloutBatch, vocab_size: int) -> None:
 
 
 def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterator[Fact]:
-    """Masks that are not on the generated tokens."""
+    """Yield a fact if masks do not cover exactly the generated tokens."""
     wanted_BT = _generated(batch, turns)
     differs_B = (batch.mask_BT != wanted_BT).any(1) & batch.mask_BT.any(1)
     if not bool(differs_B.any()):
@@ -94,7 +97,7 @@ def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterato
 
 
 def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
-    """Generated tokens behind an end token of the same run."""
+    """Yield a fact if tokens were generated after an end token."""
     if not end_ids:
         return
     is_end_BT = torch.isin(batch.tokens_BT, torch.tensor(list(end_ids))) & batch.mask_BT
@@ -104,8 +107,8 @@ def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
             name="end_token",
             num_rows=int(goes_on_B.sum()),
             evidence=(
-                f"tokens behind an end token ({', '.join(map(str, end_ids))}) are trained on, in "
-                f"row {int(goes_on_B.nonzero()[0])} first"
+                f"tokens after an end token ({', '.join(map(str, end_ids))}) are trained on, "
+                f"first in row {int(goes_on_B.nonzero()[0])}"
             ),
             remedy=(
                 "give the engine the trainer's end token (SamplingParams.termination_id, "
@@ -115,7 +118,7 @@ def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
 
 
 def other_tokens(batch: RolloutBatch, turns: Sequence[Turns]) -> Iterator[Fact]:
-    """Rows whose tokens are not those that the engine had."""
+    """Yield facts for rows whose tokens differ from the engine's."""
     found: dict[str, list[str]] = {"template_drift": [], "retokenised": []}
     for row, own in enumerate(turns):
         last = own[-1]
@@ -141,7 +144,7 @@ def other_tokens(batch: RolloutBatch, turns: Sequence[Turns]) -> Iterator[Fact]:
 
 
 def template_drift(batch: RolloutBatch, prompt_ids: Sequence[Sequence[int]]) -> Iterator[Fact]:
-    """Prompts that the trainer would render otherwise."""
+    """Yield a fact if the trainer renders prompts differently."""
     found = []
     for row, wanted in enumerate(prompt_ids):
         own = batch.tokens_BT[row, : int(batch.prompt_lengths_B[row])].tolist()
@@ -169,13 +172,15 @@ def _drift(found: Sequence[str], hides_logprobs: bool = False) -> Fact:
 
 
 def _generated(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Tensor:
-    """Where tokens were generated, bool [B, T]; without requests from the lengths of the batch."""
+    """Return where tokens were generated, bool [B, T]; without requests, from the batch's
+    lengths.
+    """
     columns = torch.arange(batch.tokens_BT.shape[1])
     starts_B1 = batch.prompt_lengths_B[:, None]
     if turns is None:
         is_inside_BT = (columns >= starts_B1) & (columns < batch.lengths_B[:, None])
         is_one_turn_B = batch.prompt_lengths_B + batch.completion_lengths_B == batch.lengths_B
-        # Of several turns only the first column is known.
+        # With several turns, only the first column is known.
         later_BT = batch.mask_BT & (columns > starts_B1)
         several_BT = later_BT | (columns == starts_B1)
         return torch.where(is_one_turn_B[:, None], is_inside_BT, several_BT)
@@ -196,15 +201,17 @@ def _at(tokens: Sequence[int], position: int) -> str:
     return f"token {tokens[position]}" if position < len(tokens) else "its end"
 
 
-# The chance that a sound batch is called unsound by a test of its draws. One in a million, below
-# what a run of many batches meets; each test shares it among the alternatives that it tries.
+# The probability that a test of the draws reports a sound batch. One in a million is rare even in
+# a run of many batches; each test divides it among the alternatives that it tries.
 FALSE_ALARM = 1e-6
 # The powers of the honest distribution that `unlikely_draws` compares it with: flatter and sharper.
 _POWERS = (0.2, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 
 
 def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """Declared reshaping of the draws, and what the drawn tokens show of an undeclared one."""
+    """Yield declared reshaping of the draws, else evidence of undeclared reshaping in the drawn
+    tokens.
+    """
     declared = [params for params in declared_params(tokens) if reshaping_text(params)]
     if declared:
         yield Fact(
@@ -222,9 +229,10 @@ def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
 
 
 def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """No token was drawn that some truncation would drop, although that was to be expected.
+    """Yield a fact if no token was drawn that some truncation would drop, although one was
+    expected.
 
-    Were draws honest, all N would fall into the kept tokens with probability prod(mass).
+    Under honest draws all N tokens fall into the kept set with probability prod(mass).
     """
     known = reference.is_known_N
     levels = truncation_levels(reference.logits_NV.shape[1])
@@ -246,13 +254,13 @@ def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Itera
 
 
 def unlikely_draws(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """The drawn tokens are much likelier as draws from a flatter or sharper distribution.
+    """Yield a fact if a flatter or sharper distribution explains the drawn tokens much better.
 
-    The likelihood of draws from p^k / sum p^k over that of draws from p has the mean 1 under p, for
-    any context, and so has its average over `_POWERS`. Above 1 / FALSE_ALARM it is seen with a
-    probability of at most FALSE_ALARM, however few the tokens and however peaked p: Markov's
-    inequality. A normal approximation is wrong by orders of magnitude for the draws of a policy
-    that is nearly sure of each token.
+    The likelihood of draws from p^k / sum p^k over that of draws from p has mean 1 under p, for any
+    context, and so has its average over `_POWERS`. By Markov's inequality it exceeds 1 /
+    FALSE_ALARM with a probability of at most FALSE_ALARM, however few the tokens and however peaked
+    p. A normal approximation would be wrong by orders of magnitude for a policy that is nearly sure
+    of each token.
     """
     known = reference.is_known_N
     log_p_NV = (reference.logits_NV[known] / reference.temperature).log_softmax(1).clamp(min=-1e4)
@@ -275,7 +283,7 @@ def unlikely_draws(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fac
                 f"are e^{log_evidence:.0f} times less likely to give {int(known.sum())} such tokens"
             ),
             remedy=(
-                "look for another temperature, truncation, penalties or biases in the sampler, or "
+                "check the sampler for another temperature, truncation, penalties or biases, and "
                 "for a filter on rollouts by their length or text. " + RESHAPING_REMEDY
             ),
         )

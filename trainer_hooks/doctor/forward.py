@@ -1,5 +1,8 @@
-"""Forward passes of a trainer's model over single rows, as plain as they can be: no cache, no
-padding, float32. Shape letters: T positions of a row, V vocabulary, C columns that are wanted.
+"""Forward passes of a trainer's model over single rows, without cache and padding, in float32.
+
+Used by reference and by the modules of causes. The given models are not changed.
+
+Shape letters: T positions of a row, V vocabulary, C columns that are wanted, N tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from trainer_hooks.doctor.tokens import ExaminedTokens
 
 
 def evaluation_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A copy of `model` with weights in `dtype`, without dropout; `model` stays as it is.
+    """Return a copy of `model` with weights in `dtype` and without dropout.
 
     Buffers, such as the frequencies of a rotary embedding, keep their precision.
     """
@@ -33,7 +36,7 @@ def row_logits(
     position_ids_T: Tensor | None = None,
     attention_mask_T: Tensor | None = None,
 ) -> Tensor:
-    """The logits of one row in one pass, [T, V], in the model's dtype."""
+    """Return the logits of one row from one pass, [T, V], in the model's dtype."""
     given = {"position_ids": position_ids_T, "attention_mask": attention_mask_T}
     options = {name: _batched(model, value) for name, value in given.items() if value is not None}
     logits: Tensor = model(input_ids=_batched(model, tokens_T), use_cache=False, **options).logits[
@@ -46,10 +49,10 @@ def row_logits(
 def replayed_logits(
     models: Mapping[int, nn.Module], tokens_T: Tensor, kv_versions_T: Sequence[int]
 ) -> Tensor:
-    """The logits of a row whose KV was written by several versions of the weights, [T, V].
+    """Return the logits [T, V] of a row whose KV was written by several versions of the weights.
 
-    Position t is computed by `models[kv_versions_T[t]]` over the KV of the positions before it, as
-    an engine does that keeps its KV through updates.
+    Position t is computed by `models[kv_versions_T[t]]` over the KV of earlier positions, as by an
+    engine that keeps its KV through updates.
     """
     from transformers import DynamicCache
 
@@ -69,9 +72,9 @@ def replayed_logits(
 
 @contextmanager
 def head_in(model: nn.Module, dtype: torch.dtype, *, rounds_logits: bool) -> Iterator[None]:
-    """Meanwhile the language-model head of `model` takes its inputs and weights in `dtype`.
+    """Make the language-model head of `model` compute in `dtype` during the block.
 
-    `rounds_logits`: the logits are in `dtype` as well; otherwise products are summed in float32.
+    `rounds_logits`: round the logits to `dtype` as well; otherwise products are summed in float32.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
 
@@ -91,7 +94,7 @@ def head_in(model: nn.Module, dtype: torch.dtype, *, rounds_logits: bool) -> Ite
 
 @contextmanager
 def head_of_embeddings(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the head of `model` uses the matrix of the input embeddings, as tied ones do."""
+    """Make the head of `model` use the input embeddings' matrix during the block, as if tied."""
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     hook = model.get_output_embeddings().register_forward_hook(  # type: ignore[operator]
         lambda module, inputs, output: nn.functional.linear(inputs[0], weight)
@@ -107,20 +110,20 @@ def _batched(model: nn.Module, values_T: Tensor) -> Tensor:
 
 
 def chosen_logprobs(logits_NV: Tensor, id_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """log_softmax(logits / temperature) of each token, float64 [N]."""
+    """Return log_softmax(logits / temperature) of each token, float64 [N]."""
     scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
     chosen_N = scaled_NV.gather(1, id_N[:, None]).squeeze(1)
     return (chosen_N - scaled_NV.logsumexp(dim=1)).double()
 
 
 def model_logits(model: nn.Module, tokens: ExaminedTokens) -> Tensor:
-    """The logits that `model` gives each token to be drawn from, float32 [N, V]."""
+    """Return the logits of `model` from which each token would be drawn, float32 [N, V]."""
     return tokens.pick(lambda row: row_logits(model, tokens.rows[row]))
 
 
 def model_logprobs(model: nn.Module, tokens: ExaminedTokens, temperature: float) -> Tensor:
-    """Log-probs by `model`, float64 [N]; those of a model in float64 are that precise."""
-    # Row by row: the logits of all tokens in float64 would be the largest thing in memory.
+    """Return log-probs by `model`, float64 [N], as precise as the model's dtype."""
+    # Row by row, since the float64 logits of all tokens would take the most memory.
     parts = []
     for row, tokens_T in enumerate(tokens.rows):
         is_own_N = tokens.row_N == row

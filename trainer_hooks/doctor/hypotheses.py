@@ -1,4 +1,6 @@
-"""A hypothesis about a gap between two log-probs of the same tokens, and how good it is.
+"""Hypotheses about a gap between two log-probs of the same tokens, and how much each explains.
+
+Used by diagnosis; the modules *_causes yield the hypotheses.
 
 Shape letters: N tokens.
 """
@@ -18,20 +20,21 @@ from trainer_hooks.doctor.reference import Reference
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
 Side = Literal["engine", "trainer"]
-# What a hypothesis says: each log-prob, each log-prob with a number that was fitted, the size of
-# the gap, or only where it is.
+# What a hypothesis predicts: each log-prob, each log-prob with a fitted number, the size of the
+# gap, or only the gap's place.
 Kind = Literal["values", "fit", "size", "place"]
 _LESS_THAN_VALUES = {"values": 0.0, "place": 0.25, "size": 0.5, "fit": 0.5}
-# A cause that explains less than half of the squared gap is not the main one. A fitted number
-# always explains something: a high temperature meets the log-probs of any other weights halfway.
+# A cause that explains less than half of the squared gap is not the main cause. A fitted number
+# always explains something: a high temperature is halfway to the log-probs of any other weights.
 _NEEDED_SHARE = {"values": 0.5, "fit": 0.99, "size": 0.5, "place": 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """Log-probs that one side computed, `claimed_N`, beside those that they should be.
+    """Log-probs that one side computed, `claimed_N`, and the reference that they should equal.
 
-    Only tokens whose reference is known. `batch`: the examined rows. `models`: float32, by version.
+    Only tokens with a known reference count. `batch`: the examined rows. `models`: float32 models
+    by version.
     """
 
     side: Side
@@ -44,21 +47,22 @@ class Case:
 
     @property
     def gap_N(self) -> Tensor:
-        """claimed - reference, on known tokens; 0 elsewhere."""
+        """`claimed_N` minus the reference; 0 for tokens whose reference is unknown."""
         gap_N = self.claimed_N - self.reference.stamped_N
         return gap_N.masked_fill(~self.reference.is_known_N, 0.0)
 
     @property
     def trainer_model(self) -> nn.Module:
+        """The float32 model with the trained version's weights."""
         return self.models[self.tokens.train_version]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hypothesis:
-    """One cause. `predicted_N`: the log-probs that it implies, float64.
+    """One possible cause. `predicted_N`: the log-probs that it implies, float64.
 
-    `noise_rms`, `noise_largest`: a cause that adds noise predicts only the size of the gap, its
-    root mean square and largest value.
+    A cause that adds noise predicts only the size of the gap: `noise_rms`, its root mean square,
+    and `noise_largest`, its largest value.
     """
 
     name: str
@@ -72,8 +76,10 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A hypothesis on a case. `share`: of the squared gap, in (-inf, 1]; `is_whole`: what it leaves
-    is rounding. `residual_rms` in nats.
+    """How well a hypothesis explains a case. `share`: explained part of the squared gap, in (-inf,
+    1].
+
+    `is_whole`: the rest of the gap is rounding. `residual_rms`: the rest, in nats.
     """
 
     name: str
@@ -87,12 +93,12 @@ class Explanation:
 
     @property
     def is_main_cause(self) -> bool:
-        """Whether it explains enough of the gap to be named."""
+        """Whether the hypothesis explains enough of the gap to be reported."""
         return self.is_whole or self.share >= _NEEDED_SHARE[self.kind]
 
 
 def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
-    """How much of the gap the hypothesis explains."""
+    """Return how much of the case's gap the hypothesis explains."""
     is_known_N, gap_N = case.reference.is_known_N, case.gap_N
     gap_rms = rms_of(gap_N[is_known_N])
     if hypothesis.predicted_N is None:
@@ -115,9 +121,9 @@ def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
 
 
 def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
-    """Share, what is left, and whether noise of that size may have made the gap.
+    """Return the share, the rest, and whether noise of this size can have caused the whole gap.
 
-    The factor between two computations in the same dtype is that of the tolerance.
+    Two computations in the same dtype differ by the tolerance's factor.
     """
     factor = case.tolerance.rms / case.tolerance.noise_rms
     largest = float(case.gap_N.abs().max())
@@ -130,7 +136,7 @@ def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[
 
 
 def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """The best first: values that leave rounding only, then what may be named, then by share."""
+    """Return the best first: values that leave only rounding, then main causes, then by share."""
 
     def quality(tried: Explanation) -> tuple[bool, bool, float]:
         tells_values = tried.kind in ("values", "fit")
@@ -142,9 +148,9 @@ def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """What rounding explains, in nats. `noise_rms`: the measured error of one computation.
+    """The gap that rounding explains, in nats. `noise_rms`: the measured error of one computation.
 
-    `rms`, `largest`: bounds on the root mean square and on the largest of N differences.
+    `rms`, `largest`: bounds on the root mean square and the largest of N differences.
     """
 
     noise_rms: float
@@ -152,22 +158,23 @@ class Tolerance:
     largest: float
 
     def covers(self, gap_N: Tensor) -> bool:
-        """Whether rounding explains all of the gap."""
+        """Return whether rounding explains all of the gap."""
         if not len(gap_N):
             return True
         return rms_of(gap_N) <= self.rms and float(gap_N.abs().max()) <= self.largest
 
 
 def rms_of(values_N: Tensor) -> float:
-    """Root mean square; 0 of nothing."""
+    """Return the root mean square; 0 for no values."""
     return math.sqrt(float(values_N.double().square().mean())) if len(values_N) else 0.0
 
 
 def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> Tolerance:
-    """The bounds that follow from the measured errors `noise_N` and the longest sum.
+    """Return the bounds that follow from the measured errors `noise_N` and the longest sum.
 
     The largest of N Gaussian differences is sqrt(2 ln 2N) times their deviation; errors with longer
-    tails show in the largest one that was measured. A log-prob is handed over in float32.
+    tails show in the largest measured one. The noise includes the rounding of a log-prob to
+    float32.
     """
     factor = math.sqrt(1.0 + longest_sum / math.log2(max(longest_sum, 2)))
     handed_over = torch.finfo(torch.float32).eps * max(1.0, largest_logprob)
@@ -178,6 +185,6 @@ def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> T
 
 
 def longest_sum_of(model: nn.Module, tokens: ExaminedTokens) -> int:
-    """The most products that one number of a pass is the sum of."""
+    """Return the largest number of products that are summed into one number of a pass."""
     widths = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
     return max([*widths, *(len(row) for row in tokens.rows)])

@@ -1,4 +1,6 @@
-"""What the log-probs of a batch should be, given the versions that its tokens are stamped with.
+"""The log-probs that a batch should have, given the weights versions stamped on its tokens.
+
+Used by diagnosis.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -21,12 +23,12 @@ _MEAN_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """Log-probs at the temperature, float64 [N], and the logits they are of.
+    """Log-probs at the temperature, float64 [N], and the logits that they come from.
 
-    `trainer_N`: by the trainer's weights. `sampler_N`: by the weights that sampled the token, over
-    KV of their own; `stamped_N`: over the KV that its stamps name. Where the weights of a version
-    are missing they are those of the step before; `is_known_N` is False where `stamped_N` is so.
-    `logits_NV`: those of `stamped_N`, before the temperature.
+    `trainer_N`: by the trainer's weights. `sampler_N`: by the weights that sampled each token, over
+    KV of their own. `stamped_N`: over the KV of the stamped versions. Where a version's weights are
+    missing, each repeats the one before, and `is_known_N` is False. `logits_NV`: the logits of
+    `stamped_N`, before the temperature.
     """
 
     trainer_N: Tensor
@@ -40,7 +42,9 @@ class Reference:
 def reference_of(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
 ) -> Reference:
-    """The log-probs that the stamps imply. `models`: float32, by version, the trainer's too."""
+    """Return the log-probs that the stamps imply. `models`: float32, by version, with the
+    trainer's.
+    """
     logits_NV = model_logits(models[tokens.train_version], tokens)
     trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
     has_weights_N = tokens.version_N == tokens.train_version
@@ -64,10 +68,10 @@ def reference_of(
 def replay_old_contexts(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], is_wanted_N: Tensor, logits_NV: Tensor
 ) -> Tensor:
-    """Write the logits of the wanted tokens over the KV of their stamps into `logits_NV`.
+    """Overwrite `logits_NV` for the wanted tokens with logits over the KV of their stamps.
 
-    Returns where that was possible, bool [N]: the turns are known, all versions of the KV are in
-    `models`, and the KV was not computed again later, which the stamped mean shows.
+    Returns where this was possible, bool [N]: the turns are known, `models` has all versions of the
+    KV, and the KV was not recomputed later, as the stamped mean shows.
     """
     is_replayed_N = torch.zeros_like(is_wanted_N)
     if tokens.turns is None:
@@ -91,6 +95,6 @@ def replay_old_contexts(
 
 
 def kv_versions_of(turn: DynamicInferenceRequest) -> Tensor:
-    """The version that wrote the KV of each position of a finished request, int64 [T]."""
+    """Return the version that wrote the KV of each position of a finished request, int64 [T]."""
     version = turn.completed_at_version or 0
     return version - turn.staleness_at(version)[1].long()

@@ -1,4 +1,4 @@
-"""A diagnosis for a terminal."""
+"""Formats a diagnosis for a terminal. Used by command and by users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_TOKENS, _NUM_EXPLANATIONS = 8, 6
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:
-    """Verdict, findings with their remedies, shares of the gap, and the tables."""
+    """Return the verdict, findings with remedies, shares of the gap, and tables."""
     known = f"{diagnosis.num_known_tokens} of {diagnosis.num_tokens} tokens examined"
     head = Text(diagnosis.verdict, style=_STYLES[diagnosis.verdict])
     head.append(
@@ -31,7 +31,7 @@ def report(diagnosis: Diagnosis) -> RenderableType:
         parts.append(Text(f"  {finding.evidence}"))
         parts.append(Text(f"  remedy: {finding.remedy}", style="green"))
     if diagnosis.verdict == "inconclusive":
-        parts.append(Text("  no token's own weights are known: give older weights (older_models)"))
+        parts.append(Text("  no token's own weights are known; pass older weights (older_models)"))
     if diagnosis.attributions:
         parts.append(_shares(diagnosis.attributions))
     if diagnosis.explanations:
@@ -43,7 +43,7 @@ def report(diagnosis: Diagnosis) -> RenderableType:
 
 
 def _shares(shares: Mapping[str, float]) -> Table:
-    table = Table("cause", "share of the squared gap", title="who has the gap")
+    table = Table("cause", "share of the squared gap", title="causes of the gap")
     for name, share in shares.items():
         table.add_row(name, f"{share:.1%}")
     return table

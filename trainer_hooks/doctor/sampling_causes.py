@@ -1,5 +1,7 @@
 """Causes between logits and log-probs: temperature, truncation, penalties and biases.
 
+Used by diagnosis, and by facts for tests of the drawn tokens.
+
 Shape letters: N tokens, V vocabulary, H tokens of the longest history.
 """
 
@@ -27,12 +29,12 @@ TOP_K_LEVELS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128)
 MIN_P_LEVELS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 RESHAPING_REMEDY = (
     "sample without truncation, penalties and biases; or with logprobs_mode='processed', give the "
-    "loss proximal log-probs, and tell the doctor logprobs_mode='processed'"
+    "loss proximal log-probs, and pass logprobs_mode='processed' to the doctor"
 )
 
 
 def temperature_causes(case: Case) -> Iterator[Hypothesis]:
-    """Log-probs at another temperature: the one that fits best; 1 is that of mode `raw`."""
+    """Yield the log-probs at the temperature that fits best; 1 would be logprobs_mode="raw"."""
     tokens, reference = case.tokens, case.reference
 
     def squared_gap(temperature: float) -> float:
@@ -56,7 +58,7 @@ def temperature_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def declared_causes(case: Case) -> Iterator[Hypothesis]:
-    """Log-probs of mode `processed`, after the truncation, penalties and biases of the requests."""
+    """Yield the log-probs of logprobs_mode="processed", if the requests declare reshaping."""
     declared = [params for params in declared_params(case.tokens) if reshaping_text(params)]
     if declared:
         yield Hypothesis(
@@ -71,9 +73,9 @@ def declared_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_causes(case: Case) -> Iterator[Hypothesis]:
-    """Log-probs after a truncation that no request declares: the level that fits best."""
+    """Yield the log-probs after the truncation that fits best, although no request declares it."""
     known = case.reference.is_known_N
-    # Truncation only raises log-probs: without that the search is not worth its passes.
+    # Truncation only raises log-probs; if they are not higher, the search is skipped.
     if float((case.gap_N > -case.tolerance.largest).double().mean()) < 0.99:
         return
     vocabulary = case.reference.logits_NV.shape[1]
@@ -97,7 +99,7 @@ def truncation_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
-    """Usual (top_k, top_p, min_p), one of them on."""
+    """Return usual values of (top_k, top_p, min_p), one of them on."""
     return [
         *((k, 0.0, 0.0) for k in TOP_K_LEVELS if k < vocabulary),
         *((0, p, 0.0) for p in TOP_P_LEVELS),
@@ -106,8 +108,9 @@ def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
 
 
 def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch) -> Tensor:
-    """Log-probs after all that the requests declare, float64 [N]; tokens whose sampling parameters
-    are not known keep those of the logits.
+    """Return log-probs after all reshaping that the requests declare, float64 [N].
+
+    Tokens with unknown sampling parameters keep their log-probs.
     """
     history = histories_of(tokens, batch.prompt_lengths_B)
     own: dict[SamplingParams, list[int]] = {}
@@ -126,7 +129,7 @@ def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: Roll
 
 
 def penalized_logits(logits_NV: Tensor, history: Histories, params: SamplingParams) -> Tensor:
-    """Logits after allowed ids, biases and penalties, in the engine's order, [N, V]."""
+    """Return logits [N, V] after allowed ids, biases and penalties, in the engine's order."""
     if params.allowed_token_ids is not None:
         is_allowed_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool)
         is_allowed_V[list(params.allowed_token_ids)] = True
@@ -146,8 +149,9 @@ def penalized_logits(logits_NV: Tensor, history: Histories, params: SamplingPara
 def kept_log_mass(
     tokens: ExaminedTokens, reference: Reference, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """log of the probability that truncation leaves for each token, float64 [N]; NaN where it
-    would have dropped the token itself.
+    """Return the log of the probability that truncation keeps, float64 [N].
+
+    NaN where it would have dropped the drawn token itself.
     """
     kept_NV = kept_tokens(reference.logits_NV, reference.temperature, top_k, top_p, min_p)
     log_p_NV = (reference.logits_NV / reference.temperature).log_softmax(1)
@@ -159,7 +163,7 @@ def kept_log_mass(
 def kept_tokens(
     logits_NV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """What the engine would leave to draw from, bool [N, V]."""
+    """Return the tokens that the engine's truncation would keep, bool [N, V]."""
     num = len(logits_NV)
     weights_NV = ((logits_NV - logits_NV.amax(1, keepdim=True)) / temperature).exp()
     return keep_mask(
@@ -174,8 +178,10 @@ def kept_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
-    """What was known when each token was drawn. `is_first_NH`: the first place of each id;
-    `num_outputs_NH`: how often its id stands in the output; values of padding are False and 0.
+    """Tokens that precede each drawn token. Padding has the values False and 0.
+
+    `is_first_NH`: whether this is the first occurrence of its id. `num_outputs_NH`: occurrences of
+    its id in the output.
     """
 
     id_NH: Tensor
@@ -183,7 +189,7 @@ class Histories:
     num_outputs_NH: Tensor
 
     def select(self, indices: list[int]) -> Histories:
-        """Those of some tokens."""
+        """Return the histories of some tokens."""
         return Histories(
             self.id_NH[indices], self.is_first_NH[indices], self.num_outputs_NH[indices]
         )
@@ -191,14 +197,15 @@ class Histories:
     def penalized(
         self, logits_NH: Tensor, repetition: float, presence: float, frequency: float
     ) -> Tensor:
-        """The logits of the ids after the penalties, [N, H]."""
+        """Return the logits of the history's ids after the penalties, [N, H]."""
         new_NH = torch.where(logits_NH > 0.0, logits_NH / repetition, logits_NH * repetition)
         return new_NH - frequency * self.num_outputs_NH - presence * (self.num_outputs_NH > 0)
 
 
 def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
-    """The history of each token: all tokens of its row before it. The output is that of its turn;
-    where turns are not known, all that stands behind the first prompt.
+    """Return each token's history: all earlier tokens of its row.
+
+    The output is that of its turn; where turns are unknown, everything after the first prompt.
     """
     ids, firsts, counts = [], [], []
     for row, tokens_T in enumerate(tokens.rows):
@@ -218,7 +225,7 @@ def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
 
 
 def penalty_causes(case: Case) -> Iterator[Hypothesis]:
-    """Log-probs after a penalty that no request declares: each one alone, fitted."""
+    """Yield log-probs after each single penalty, fitted, although no request declares it."""
     history = histories_of(case.tokens, case.batch.prompt_lengths_B)
     known = case.reference.is_known_N
     ranges = {
@@ -252,9 +259,9 @@ def penalized_logprobs(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> Tensor:
-    """Log-probs after penalties, float64 [N].
+    """Return log-probs after penalties, float64 [N].
 
-    Only logits of ids in the history change; the normaliser follows from those.
+    Only logits of ids in the history change, so the normaliser is updated from them alone.
     """
     logits_NV, id_N1 = case.reference.logits_NV, case.tokens.id_N[:, None]
     temperature = case.reference.temperature
@@ -272,7 +279,9 @@ def penalized_logprobs(
 def minimize(
     function: Callable[[float], float], low: float, high: float, in_logarithms: bool = True
 ) -> float:
-    """The argument in [low, high] at which the function is least: a grid, then golden section."""
+    """Return the argument in [low, high] with the least value, by a grid and golden-section
+    search.
+    """
     into, back = (math.log, math.exp) if in_logarithms else (float, float)
     start, end = into(low), into(high)
     grid = [start + (end - start) * i / 24 for i in range(25)]
@@ -288,18 +297,18 @@ def minimize(
 
 
 def level_text(top_k: int, top_p: float, min_p: float) -> str:
-    """The truncation that is on, such as "top_p=0.9"."""
+    """Return the truncation that is on, such as "top_p=0.9"."""
     levels = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     return ", ".join(f"{name}={value:.4g}" for name, value in levels.items() if value)
 
 
 def reshaping_name(params: SamplingParams) -> str:
-    """Which finding the declared settings belong to."""
+    """Return the name of the finding for declared settings: "truncation" or "penalties"."""
     truncates = params.top_k > 0 or 0.0 < params.top_p < 1.0 or params.min_p > 0.0
     return "truncation" if truncates else "penalties"
 
 
 def declared_params(tokens: ExaminedTokens) -> list[SamplingParams]:
-    """The sampling parameters of the examined rows, each once, where they are known."""
+    """Return the known sampling parameters of the examined rows, without repeats."""
     turns = [turn for own in tokens.turns or () for turn in own]
     return list(dict.fromkeys(t.sampling_params for t in turns if t.sampling_params is not None))

@@ -1,4 +1,6 @@
-"""The tokens that are examined: where they stand, who sampled them and how.
+"""The examined tokens of a batch: their places, versions and sampling parameters.
+
+Used by all of doctor.
 
 Shape letters: B rows of a batch, T positions, N examined tokens, V vocabulary.
 """
@@ -24,9 +26,9 @@ Turns = Sequence[DynamicInferenceRequest]
 class ExaminedTokens:
     """Generated tokens of some rows of a batch, row by row; vectors over them end in N.
 
-    `rows`: the tokens of each row, without padding. `turns`: of each row, if they are known.
-    `row_N`, `column_N`: where a token stands. `version_N`: what sampled it; `kv_version_N`: the
-    mean version of the KV that it attended to, float64.
+    `rows`: each row's tokens without padding. `turns`: each row's requests, if known. `row_N`,
+    `column_N`: the place of a token. `version_N`: the version that sampled it; `kv_version_N`: mean
+    version of the KV that it attended to, float64.
     """
 
     rows: Sequence[Tensor]
@@ -44,11 +46,14 @@ class ExaminedTokens:
         return len(self.row_N)
 
     def gather(self, values_BT: Tensor) -> Tensor:
-        """The values of the tokens, float64 [N]; `values_BT` is over the examined rows."""
+        """Return the tokens' values, float64 [N], of `values_BT` over the examined rows."""
         return values_BT[self.row_N, self.column_N].double().cpu()
 
     def pick(self, logits_of_row: Callable[[int], Tensor]) -> Tensor:
-        """The logits that each token was drawn from, float32 [N, V]; the function gives [T, V]."""
+        """Return the logits from which each token was drawn, float32 [N, V].
+
+        `logits_of_row`: returns a row's logits [T, V].
+        """
         parts = []
         for row in range(len(self.rows)):
             columns = self.column_N[self.row_N == row]
@@ -57,7 +62,7 @@ class ExaminedTokens:
         return torch.cat(parts)
 
     def turn_of(self, index: int) -> DynamicInferenceRequest | None:
-        """The request that generated token `index`; None if it is not known."""
+        """Return the request that generated token `index`; None if unknown."""
         if self.turns is None:
             return None
         column = int(self.column_N[index])
@@ -67,18 +72,20 @@ class ExaminedTokens:
         return None
 
     def params_of(self, index: int) -> SamplingParams | None:
-        """How token `index` was sampled; None if it is not known."""
+        """Return the sampling parameters of token `index`; None if unknown."""
         turn = self.turn_of(index)
         return None if turn is None else turn.sampling_params
 
 
 def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[Turns]:
-    """The turns of each row, a token sequence, that `collate_rollouts` makes of `sources`."""
+    """Return the requests of each row, a token sequence, that `collate_rollouts` makes of
+    `sources`.
+    """
     return [turns for source in sources for turns in as_rollout(source).sequences]
 
 
 def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
-    """The batch as if it were trained at `version`: lags count from there, and may be below 0."""
+    """Return the batch as if trained at `version`: lags count from there and may be negative."""
     newer = batch.train_version - version
     return replace(
         batch,
@@ -89,8 +96,8 @@ def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
 
 
 def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
-    """Rows with trained tokens, evenly spread over the batch, of at most `max_tokens` such tokens;
-    one row at least.
+    """Return rows evenly spread over the batch, with at most `max_tokens` trained tokens but at
+    least one row.
 
     Raises ConfigError if no token is trained on.
     """
@@ -105,7 +112,7 @@ def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
 
 
 def examined_tokens(batch: RolloutBatch, turns: Sequence[Turns] | None) -> ExaminedTokens:
-    """The tokens under the mask of `batch`, those in column 0 excepted: nothing predicts them."""
+    """Return the tokens under the mask of `batch`, except in column 0, which nothing predicts."""
     mask_BT = batch.mask_BT.clone()
     mask_BT[:, 0] = False
     row_N, column_N = mask_BT.nonzero(as_tuple=True)

@@ -1,4 +1,6 @@
-"""Causes in what computed the logits: the weights, their precision, the KV, the head.
+"""Causes in the computation of logits: the weights, their precision, the KV, the head.
+
+Used by diagnosis.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -25,7 +27,9 @@ LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 def logprobs_by_version(case: Case) -> dict[int, Tensor]:
-    """Log-probs of all tokens by each version of the weights, [N]; one version needs no test."""
+    """Return all tokens' log-probs [N] by each version of the weights; {} if there is only one
+    version.
+    """
     if len(case.models) == 1:
         return {}
     tokens, reference = case.tokens, case.reference
@@ -38,9 +42,9 @@ def logprobs_by_version(case: Case) -> dict[int, Tensor]:
 
 
 def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """All tokens come from one other version of the weights than they are stamped with.
+    """Yield the log-probs of all tokens under each single version of the weights.
 
-    `by_version`: of `logprobs_by_version`.
+    `by_version`: the result of `logprobs_by_version`.
     """
     for version, logprobs_N in by_version.items():
         yield Hypothesis(
@@ -51,17 +55,17 @@ def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterato
                 f"{_versions_text(case)}"
             ),
             remedy=(
-                "the update did not reach the engine, or went by the wrong number: push through "
+                "the update did not reach the engine, or had the wrong version: push through "
                 "WeightSync, and compare weights_checksum() of engine and trainer after an update"
             ),
         )
 
 
 def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """The engine read KV that an older version wrote, and the stamps do not say so.
+    """Yield log-probs over KV that an older version wrote, although the stamps do not say so.
 
-    Either the weights changed in the middle of a rollout, whose tokens until then are the older
-    version's; or the KV of the whole prompt, or of the part found in a prefix cache, is old.
+    Either the weights changed in the middle of a rollout, whose earlier tokens come from the older
+    version; or the KV of the whole prompt, or of its part in a prefix cache, is old.
     """
     trained = case.tokens.train_version
     for version, old_N in by_version.items():
@@ -85,7 +89,7 @@ def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hy
 
 
 def precision_causes(case: Case) -> Iterator[Hypothesis]:
-    """The head, or the whole model, in fewer bits; or weights that were rounded on the way."""
+    """Yield the head, or the whole model, in lower precision, and weights rounded to it."""
     tokens, reference = case.tokens, case.reference
     for dtype in LOW_PRECISIONS:
         name = str(dtype).removeprefix("torch.")
@@ -104,8 +108,8 @@ def precision_causes(case: Case) -> Iterator[Hypothesis]:
         low_N = model_logprobs(model, tokens, reference.temperature)
         noise_N = (low_N - reference.trainer_N)[reference.is_known_N]
         remedy = (
-            f"run the {case.side} in float32, or tell the doctor engine_dtype={name!r} if that is "
-            "meant, and correct for it: OffPolicyCorrection with mode='truncate'"
+            f"run the {case.side} in float32; if {name} is intended, pass engine_dtype={name!r} "
+            "to the doctor and correct for it by OffPolicyCorrection with mode='truncate'"
         )
         yield Hypothesis(
             name=f"{short}_model",
@@ -127,7 +131,7 @@ def precision_causes(case: Case) -> Iterator[Hypothesis]:
         rounded = evaluation_copy(model)
         rounded_N = model_logprobs(rounded, tokens, reference.temperature)
         if not case.tolerance.covers((case.claimed_N - rounded_N)[reference.is_known_N]):
-            continue  # a model in few bits has rounded weights, too
+            continue  # a model in low precision has rounded weights, too
         yield Hypothesis(
             name=f"{short}_weights",
             predicted_N=rounded_N,
@@ -137,7 +141,7 @@ def precision_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def head_causes(case: Case) -> Iterator[Hypothesis]:
-    """The head is tied to the embeddings on one side only."""
+    """Yield the log-probs of a head tied to the embeddings, if the trainer's is not tied."""
     model = case.trainer_model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is None or head.weight is table.weight or head.weight.shape != table.weight.shape:
@@ -153,12 +157,12 @@ def head_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def place_causes(case: Case) -> Iterator[Hypothesis]:
-    """All of the gap is at one kind of place, and rounding explains it elsewhere."""
+    """Yield each kind of place that has the whole gap, if rounding explains the gap elsewhere."""
     reference = case.reference
     for name, (is_there_N, evidence, remedy) in places(case).items():
         if not bool(is_there_N.any()) or not case.tolerance.covers(case.gap_N[~is_there_N]):
             continue
-        if bool((is_there_N | ~reference.is_known_N).all()):  # there is no elsewhere
+        if bool((is_there_N | ~reference.is_known_N).all()):  # no token is elsewhere
             continue
         predicted_N = torch.where(is_there_N, case.claimed_N, reference.stamped_N)
         yield Hypothesis(
@@ -167,7 +171,7 @@ def place_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
-    """Kinds of places: where they are, bool [N], what is wrong there, and what to do."""
+    """Return kinds of places by name: where they are, bool [N], the evidence and the remedy."""
     tokens = case.tokens
     turns = [tokens.turn_of(i) for i in range(len(tokens))]
     starts_N = torch.tensor([-1 if turn is None else len(turn.prompt_tokens) for turn in turns])
@@ -199,7 +203,7 @@ def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
 
 
 def _over_old_kv(case: Case, version: int, old_N: Tensor, place: str) -> Tensor:
-    """Log-probs of the trainer's weights over KV of which `version` wrote a first part."""
+    """Return log-probs of the trainer's weights over KV whose first part `version` wrote."""
     tokens, trained = case.tokens, case.tokens.train_version
     predicted_N = case.reference.trainer_N.clone()
     is_old_N = (case.claimed_N - old_N).abs() <= case.tolerance.largest

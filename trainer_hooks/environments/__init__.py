@@ -1,4 +1,9 @@
-"""Environments: what a model acts on over several turns, with tools, state and reward."""
+"""Environments: what a model acts on over several turns, with tools, state and reward.
+
+A subclass of ToolEnvironment or Environment is run by EnvironmentRollouts, the `rollout_fn` of a
+producer. `verifiers`, `verifiers_v1` and `openenv` run environments of other packages;
+`python_tool` runs the model's Python programs.
+"""
 
 from trainer_hooks.environments.conversation import Conversation
 from trainer_hooks.environments.episodes import EnvironmentRollouts, EpisodeLimits

@@ -1,4 +1,7 @@
-"""AgentRollouts: rollouts of environments that run a loop of their own and ask for completions."""
+"""AgentRollouts: rollouts of environments that run their own loop and ask for chat completions.
+
+Base class of verifiers and verifiers_v1; the job's task loads it by its path.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from trainer_hooks.rollouts import Rollout
 
 
 class AgentRollouts(ABC):
-    """A rollout_fn; what runs the environment is `run` of a subclass.
+    """A rollout_fn whose subclass runs the environment in `run`.
 
-    A fault makes a failed rollout, whose `failure` says of which kind and whose state has the
-    error; the other rollouts of the group do not notice. It is also an async context, which holds
-    what the environment shares between rollouts. `reward_fn`: scores the samples of a prompt
-    together; None where each rollout has a reward of its own.
+    A fault fails the rollout: its `failure` is the kind of fault and its state has the error; other
+    rollouts of the group are not affected. The object is also an async context for resources that
+    rollouts share. `reward_fn`: scores the samples of a prompt together; None if each rollout has
+    its own reward.
     """
 
     reward_fn: RewardFunction | None = None
@@ -37,9 +40,10 @@ class AgentRollouts(ABC):
         rollout_timeout_s: float | None = None,
         max_first_failures: int = 64,
     ) -> None:
-        """`name`: of the environment, for messages. `tokenizer`: one of transformers with a chat
-        template. `rollout_timeout_s`: for a rollout and its own score. `max_first_failures`: if
-        this many rollouts fail before any has succeeded, the environment itself is at fault.
+        """`name`: the environment's, for messages. `tokenizer`: one of transformers with a chat
+        template. `rollout_timeout_s`: limit on a rollout and its own score. `max_first_failures`:
+        number of failed rollouts, before any success, that count as a fault of the environment
+        itself.
         """
         if rollout_timeout_s is not None and rollout_timeout_s <= 0:
             raise ConfigError(f"rollout_timeout_s={rollout_timeout_s} must be above 0, or null")
@@ -53,15 +57,17 @@ class AgentRollouts(ABC):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> Self:
-        """The environment of an installed package, made with `args`; `options` are the class's."""
+        """Return the environment of an installed package, created with `args`; `options` are the
+        class's.
+        """
 
     @abstractmethod
     def prompts(self) -> Sequence[PromptItem]:
-        """The rows to train on; `run` gets the columns of one."""
+        """Return the rows to train on; `run` gets the columns of one row."""
 
     @abstractmethod
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the environment on the row `columns` to its end: the fields of its Rollout.
+        """Run the environment on the row `columns` to its end. Returns the fields of its Rollout.
 
         Raises EnvironmentFault for a fault of a known kind.
         """
@@ -73,11 +79,13 @@ class AgentRollouts(ABC):
         await self.aclose()
 
     async def aclose(self) -> None:  # noqa: B027 - most share nothing
-        """Release what is shared between rollouts. Twice is fine."""
+        """Release resources that rollouts share. May be called twice."""
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """One sample. Raises what the llm raises, ConfigError of `run` and for what the environment
-        asks and no turn of the policy can be, EnvironmentFailed where no rollout has succeeded.
+        """Run one sample.
+
+        Raises errors of the llm, ConfigErrors of `run` and of requests that no turn of the policy
+        can answer, and EnvironmentFailed if no rollout has ever succeeded.
         """
         session = ChatSession(llm, self._tokenizer, self._template_options)
         try:
@@ -90,7 +98,7 @@ class AgentRollouts(ABC):
             fault = EnvironmentFault("environment_error", repr(error))
             fault.__cause__ = error
             return self._failed(session, fault)
-        if session.fault is not None:  # the environment went on without the turn
+        if session.fault is not None:  # the environment ignored the error
             raise session.fault
         rollout = session.rollout(**fields)
         if rollout.succeeded():

@@ -1,4 +1,7 @@
-"""ChatEndpoint: chat completions over HTTP on the loopback interface, for programs of agents."""
+"""ChatEndpoint: chat completions over HTTP on the loopback interface, for agents' programs.
+
+Used by verifiers_v1.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 class ChatEndpoint:
-    """Serves POST /chat/completions of OpenAI's protocol below an address for each session.
+    """Serves POST /chat/completions of OpenAI's protocol, below a separate URL for each session.
 
         async with ChatEndpoint() as endpoint:
             with endpoint.serving(session) as base_url: ...
 
-    Addresses hold a random word, and an address is gone when its block ends. A caller that hangs
-    up cancels its turn.
+    URLs contain a random key and become invalid when their block ends. A caller that disconnects
+    cancels its turn.
     """
 
     def __init__(self) -> None:
@@ -30,7 +33,7 @@ class ChatEndpoint:
 
     @contextlib.contextmanager
     def serving(self, session: ChatSession) -> Iterator[str]:
-        """The base URL whose requests `session` answers."""
+        """Yield the base URL whose requests `session` answers during the block."""
         key = secrets.token_urlsafe(16)
         self._sessions[key] = session
         try:
@@ -39,7 +42,7 @@ class ChatEndpoint:
             del self._sessions[key]
 
     async def __aenter__(self) -> ChatEndpoint:
-        """Listen."""
+        """Listen on a free port of 127.0.0.1."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/{key}/v1/chat/completions", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
@@ -61,7 +64,7 @@ class ChatEndpoint:
             return web.json_response(await session.complete(await request.json()))
         except ContextTooLongError as error:
             return _error(400, str(error), "context_length_exceeded")
-        except Exception as error:  # a body that is no JSON, or what the session keeps as its fault
+        except Exception as error:  # a body that is not JSON, or the session's own fault
             return _error(400, repr(error), "rollout_failed")
 
 

@@ -1,4 +1,7 @@
-"""ChatSession: chat completions that an agent's program asks for, as the turns of one rollout."""
+"""ChatSession: answers an agent's chat completions and records them as the turns of one rollout.
+
+Used by agent_rollouts, whose subclasses connect it to a client or to ChatEndpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from trainer_hooks.environments.protocol import Message, ModelTurn
 from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.rollouts import Rollout
 
-# Settings that change the distribution a token is drawn from, with what OpenAI's and vLLM's
-# protocols say for "off", where that differs from SamplingParams.
+# Settings that change a token's distribution, with the value for "off" in OpenAI's and vLLM's
+# protocols, where it differs from SamplingParams.
 _FIXED: dict[str, Any] = {
     "temperature": None,
     "top_p": 1.0,
@@ -27,7 +30,7 @@ _FIXED: dict[str, Any] = {
     "frequency_penalty": None,
     "repetition_penalty": None,
 }
-# Settings that are not supported, and the values of them that ask for nothing, beside null.
+# Unsupported settings, with their values that ask for nothing, beside null.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -45,7 +48,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _HEEDED = frozenset(
     {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stop_token_ids"}
 )
-# They change neither the tokens nor their log-probs. The seeds are the producer's.
+# Settings that change neither tokens nor log-probs. Seeds are the producer's.
 _WITHOUT_EFFECT = frozenset(
     {
         *("seed", "logprobs", "return_token_ids", "return_tokens_as_token_ids", "user", "store"),
@@ -57,16 +60,16 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class ContextTooLongError(RolloutError):
-    """The messages leave no room for another turn in the engine's max_sequence_length."""
+    """The messages leave no room for another turn within the engine's max_sequence_length."""
 
 
 class TurnFailedError(RolloutError):
-    """The request of a turn was aborted or failed, so its rollout has failed."""
+    """The request of a turn was aborted or failed, so its rollout fails."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A conversation and the tools that its template shows, while one call at a time uses it."""
+    """A conversation and the tools that its template shows. One call at a time uses it."""
 
     conversation: Conversation
     tools: str
@@ -74,11 +77,11 @@ class _Lane:
 
 
 class ChatSession:
-    """Answers bodies of OpenAI's chat completions by `llm`, and keeps each as a turn of a rollout.
+    """Answers chat completion requests by `llm`, and records each as a turn of one rollout.
 
-    The tokens of a reply are never tokenised again: a call whose messages go on from those of an
-    earlier call continues that token sequence, as a Conversation does; others begin one. Calls may
-    overlap. `fault`: the first error of a call that is to end the run, which a client may have
+    A reply is never tokenised again: a call whose messages continue those of an earlier call
+    continues that token sequence, as in Conversation; other calls begin a new one. Calls may
+    overlap. `fault`: the first error of a call that must end the run, which a client may have
     hidden from the environment.
     """
 
@@ -97,14 +100,14 @@ class ChatSession:
         self._has_failed_turn = False
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to `body`, a chat.completion with token ids and log-probs.
+        """Return the reply to `body`, a chat.completion with token ids and log-probs.
 
-        `max_tokens`, `stop` and `stop_token_ids` are heeded; the sampling is the producer's, as are
-        the seeds. Raises ContextTooLongError, TurnFailedError, ConfigError for other settings that
-        ask for something, and what generating raises.
+        Honours `max_tokens`, `stop` and `stop_token_ids`; other sampling settings and seeds are the
+        producer's. Raises ContextTooLongError, TurnFailedError, ConfigError for unsupported
+        settings, and errors of generation.
         """
         try:
-            # A client of the openai package sends the keys of extra_body beside the others.
+            # A client of the openai package sends the keys of extra_body at the top level.
             own = {name: value for name, value in body.items() if name != "extra_body"}
             body = {**(body.get("extra_body") or {}), **own}
             changes = self._changes(body)
@@ -119,9 +122,9 @@ class ChatSession:
             raise
 
     def rollout(self, **fields: Any) -> Rollout:
-        """All turns as a Rollout; `fields` are further ones of it, such as `reward`.
+        """Return all turns as a Rollout; `fields` are further fields of it, such as `reward`.
 
-        It has failed without a turn, and where the request of a turn failed.
+        It has failed if there is no turn, or if a turn's request failed.
         """
         requests: list[DynamicInferenceRequest] = []
         starts: list[int] = []
@@ -135,7 +138,7 @@ class ChatSession:
         return Rollout(requests, sequence_starts=starts or (0,), **fields)
 
     def clear(self) -> None:
-        """Forget all turns so far: what asked for them begins again."""
+        """Discard all turns so far, when the agent begins again."""
         self._lanes, self._has_failed_turn = [], False
 
     async def _complete(self, body: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -174,19 +177,21 @@ class ChatSession:
         return self._lanes[-1]
 
     def _changes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of SamplingParams that a body sets. Raises ConfigError."""
+        """Return the fields of SamplingParams that a body sets. Raises ConfigError for unsupported
+        settings.
+        """
         params = self._llm.sampling_params
         for name, off in _FIXED.items():
             given, own = body.get(name), getattr(params, name)
             if given is not None and given != own and (given != off or own):
                 raise ConfigError(
-                    f"the environment asks for {name}={given}, the policy is sampled with {own}; "
-                    "leave it out of the environment, or set it in the job's sampling"
+                    f"the environment asks for {name}={given}, but the policy is sampled with "
+                    f"{own}; remove it from the environment, or set it in the job's sampling"
                 )
         for name in sorted(body.keys() - _FIXED.keys() - _HEEDED - _WITHOUT_EFFECT):
             if body[name] is not None and body[name] not in _UNSUPPORTED.get(name, ()):
                 raise ConfigError(
-                    f"the environment asks for {name}={body[name]!r}: not supported; leave it out"
+                    f"the environment asks for {name}={body[name]!r}: not supported; remove it"
                 )
         changes: dict[str, Any] = {}
         max_tokens = body.get("max_completion_tokens")
@@ -227,7 +232,9 @@ def _choice(request: DynamicInferenceRequest, turn: ModelTurn, has_tools: bool) 
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The message with its text parts as one text. Raises ConfigError for other parts."""
+    """Return the message with its text parts joined. Raises ConfigError for parts that are not
+    text.
+    """
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, (list, tuple)):
@@ -239,7 +246,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _error_of(request: DynamicInferenceRequest) -> RolloutError:
-    """The error for a request that did not succeed."""
+    """Return the error for a request that did not succeed."""
     errors = [each.payload for each in request.events if isinstance(each.payload, Exception)]
     if errors and isinstance(errors[-1], MaxSequenceLengthOverflowError):
         return ContextTooLongError(str(errors[-1]))

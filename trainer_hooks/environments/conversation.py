@@ -1,4 +1,7 @@
-"""Conversation: chat messages in, token ids out; what was sampled is never tokenised again."""
+"""Conversation: turns chat messages into token ids without tokenising sampled text again.
+
+Used by episodes and chat_session, and by rollout functions of one's own.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from rollout.tool_calls import THOUGHTS, ReplyFormat, ToolCall, format_of, read_
 from trainer_hooks.environments.protocol import Message, ModelTurn, ToolSchema
 from trainer_hooks.rollouts import Rollout
 
-# A code point that no text may have: what stands on its two sides is tokenised by itself.
+# A code point that no text contains: the texts on its two sides are tokenised separately.
 _CUT = "\ufdd0"
-_NUM_LAST = 200  # characters of a prompt in which it begins a reply
+_NUM_LAST = 200  # last characters of a prompt, which may begin the reply
 
 
 class Conversation:
@@ -28,17 +31,17 @@ class Conversation:
         ids = conversation.prompt(messages)      # all messages so far
         request = await llm.generate(ids)
         turn = conversation.add(request)
-        messages.append(turn.message)            # and what a tool or a user says next
+        messages.append(turn.message)            # then the answer of a tool or a user
 
-    The template renders all messages as text, each turn of the model's as the very text that it
-    generated. Where that text extends the one before, the ids are those before, those that were
-    sampled, and the ids of the new text alone. Where it does not (templates that drop earlier
-    thinking, messages that were edited) the whole text is tokenised and begins a token sequence:
-    its index is in `sequence_starts`. So every prompt is what the template makes of the messages.
-    A template that refuses the model's markup in a message gets thoughts and calls apart from it.
-    Special tokens come from the template and from the model alone: where a message that the model
-    did not generate holds the text of one, such as "<|im_end|>", it is tokenised as plain text.
-    `requests`: the turns, in order.
+    The template renders all messages as text, and each turn of the model as exactly the text that
+    it generated. If that text extends the previous text, the ids are the previous ids, the sampled
+    ids, and the ids of the new text alone. If it does not (templates that drop earlier thinking,
+    edited messages), the whole text is tokenised and begins a new token sequence, whose index goes
+    to `sequence_starts`. So every prompt is exactly what the template makes of the messages.
+    If a template refuses the model's markup in a message, it gets thoughts and calls separately.
+    Special tokens come only from the template and the model: where another message contains the
+    text of one, such as "<|im_end|>", it is tokenised as plain text.
+    `requests`: the model's turns, in order.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class Conversation:
         template_options: Mapping[str, Any] | None = None,
         reply_format: ReplyFormat | None = None,
     ) -> None:
-        """`tokenizer`: one of transformers. `template_options`: such as enable_thinking.
-        `reply_format`: how thoughts and calls are written; None: as the chat template shows it.
+        """`tokenizer`: one of transformers. `template_options`: arguments such as enable_thinking.
+        `reply_format`: the notation of thoughts and calls; None detects it from the chat template.
 
         Raises ConfigError for a tokenizer without a chat template.
         """
@@ -69,14 +72,14 @@ class Conversation:
         self._special_start = re.compile(f"(?=(?:{longer}))(.)", re.DOTALL) if longer else None
         self._text = ""
         self._ids: list[int] = []
-        self._end_text = ""  # of the token that ended the last turn
-        self._said: dict[int, ModelTurn] = {}  # by the index of its message
+        self._end_text = ""  # text of the token that ended the last turn
+        self._said: dict[int, ModelTurn] = {}  # turns by the index of their message
         self._num_messages = 0
         self.requests: list[DynamicInferenceRequest] = []
         self.sequence_starts: list[int] = []
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of all `messages`, up to where the model's next turn begins."""
+        """Return the token ids of all `messages`, up to the start of the model's next turn."""
         text = self._rendered(messages)
         known = self._text + self._end_text
         if self.requests and text.startswith(known):
@@ -89,7 +92,8 @@ class Conversation:
         return list(self._ids)
 
     def add(self, request: DynamicInferenceRequest) -> ModelTurn:
-        """The turn that the model generated on the prompt of the last call of `prompt`.
+        """Return the turn that the model generated on the prompt of the last `prompt` call, and
+        record it.
 
         Raises ConfigError for a request with another prompt.
         """
@@ -119,8 +123,10 @@ class Conversation:
         return turn
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Return what the template makes of all messages. A template that refuses the model's own
-        markup in a message, as GPT-OSS's does, gets thoughts, content and calls apart.
+        """Return the template's text of all messages.
+
+        A template that refuses the model's markup in a message, as GPT-OSS's does, gets thoughts,
+        content and calls separately.
         """
         render = partial(
             self._tokenizer.apply_chat_template,
@@ -137,19 +143,25 @@ class Conversation:
             return str(render([self._apart(i, each) for i, each in enumerate(messages)]))
 
     def rollout(self, **fields: Any) -> Rollout:
-        """The turns so far as a Rollout; `fields` are further ones of it, such as `reward`."""
+        """Return the turns so far as a Rollout; `fields` are further fields of it, such as
+        `reward`.
+        """
         starts = [start for start in self.sequence_starts if start < len(self.requests)]
         return Rollout(list(self.requests), sequence_starts=starts or (0,), **fields)
 
     def _as_said(self, index: int, message: Message) -> dict[str, Any]:
-        """The message; one of the model's with the text that it generated."""
+        """Return the message for the template; a turn of the model carries the text that it
+        generated.
+        """
         turn = self._said.get(index)
         if turn is not None and _is_of(message, turn):
             return {"role": "assistant", "content": turn.text}
         return {name: self._without_special(value) for name, value in message.items()}
 
     def _apart(self, index: int, message: Message) -> dict[str, Any]:
-        """The message; one of the model's without the markup that it generated."""
+        """Return the message for the template; a turn of the model is split into thoughts, content
+        and calls.
+        """
         turn = self._said.get(index)
         if turn is None or not _is_of(message, turn):
             return {name: self._without_special(value) for name, value in message.items()}
@@ -161,7 +173,9 @@ class Conversation:
         return apart
 
     def _without_special(self, value: Any) -> Any:
-        """`value` with a cut in the text of each special token, also inside lists and mappings."""
+        """Return `value` with a cut in the text of each special token, also inside lists and
+        mappings.
+        """
         if isinstance(value, str):
             return (
                 value
@@ -188,7 +202,9 @@ class Conversation:
 
 
 def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
-    """Return the format that a chat template shows; thoughts without one stand in <think> tags."""
+    """Return the reply format that a chat template shows; by default thoughts stand in <think>
+    tags.
+    """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         named = "tool_use" if has_tools and "tool_use" in template else "default"
@@ -198,7 +214,7 @@ def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
 
 
 def _as_object(call: ToolCall) -> dict[str, Any]:
-    """Return a call as templates take it, with arguments that are no text."""
+    """Return a call for templates, with arguments as an object instead of text."""
     written = call.as_json()
     return {**written, "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
 
@@ -209,7 +225,7 @@ def _is_of(message: Message, turn: ModelTurn) -> bool:
 
 
 def _key(message: Message) -> tuple[str, list[tuple[str, Any]]]:
-    """What is equal for a turn's message that passed through a client and came back."""
+    """Return the parts of a turn's message that a client's round trip leaves unchanged."""
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return (message.get("content") or "").strip(), [
         (call.get("name", ""), _parsed(call.get("arguments"))) for call in calls

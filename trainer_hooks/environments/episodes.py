@@ -1,4 +1,7 @@
-"""EnvironmentRollouts: the rollout_fn that lets the model act in an environment."""
+"""EnvironmentRollouts: the rollout_fn that lets the model act in an environment.
+
+Used by the producer for each sample, by evaluation, and by the job's task.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from trainer_hooks.rollouts import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Where an episode ends. `max_turns`: of the model. `max_total_tokens`: of one prompt and its
-    turn; None leaves it to the engine, where a longer request fails.
+    """Limits of an episode. `max_turns`: turns of the model. `max_total_tokens`: tokens of one
+    prompt and its turn; None leaves the limit to the engine, where a longer request fails.
 
-    `step_timeout_s`: of each call of the environment. `rollout_timeout_s`: of the whole rollout, by
-    the clock: pauses of the engines count, too. None waits for ever.
+    `step_timeout_s`: time of each call of the environment. `rollout_timeout_s`: wall time of the
+    whole rollout, including pauses of the engines. None sets no limit.
     """
 
     max_turns: PositiveInt = 16
@@ -45,20 +48,20 @@ class EpisodeLimits:
 
 
 class EnvironmentRollouts:
-    """A `rollout_fn`: one episode of an environment for each sample.
+    """A `rollout_fn`: runs one episode of an environment for each sample.
 
         async with EnvironmentRollouts(Store, tokenizer) as rollout_fn:
             async with AsyncRolloutProducer(llm, prompts, None, 8, 16, 1, rollout_fn) as producer:
 
-    `make`: the environment's class, or what else makes an instance; it may be async.
-    The prompt's row gives the first messages: its column `messages`, or its text as what the user
-    says. A turn that calls no tool, an unknown one, or one with malformed arguments is no fault:
+    `make`: the environment's class, or another factory of instances; it may be async.
+    The prompt's row gives the first messages: its column `messages`, or its text as a user message.
+    A turn that calls no tool, an unknown tool, or a tool with malformed arguments is not a fault:
     the model reads the error as the tool's answer.
-    A fault (the environment raises, hangs, is closed) makes a failed rollout, whose `failure` says
-    of which kind; the other rollouts of the group do not notice. `state` of a rollout has "end"
+    A fault (the environment raises, hangs or is closed) fails the rollout and sets its `failure` to
+    the kind of fault; other rollouts of the group are not affected. `state` of a rollout has "end"
     (done, length, max_turns, max_total_tokens, failure), num_turns, num_tool_calls,
     num_bad_tool_calls, and the environment's own state as "environment".
-    A cancelled rollout aborts its request and gives the environment back.
+    A cancelled rollout aborts its request and releases its environment.
     """
 
     def __init__(
@@ -71,19 +74,21 @@ class EnvironmentRollouts:
         template_options: Mapping[str, Any] | None = None,
         max_first_failures: int = 64,
     ) -> None:
-        """`tokenizer`: one of transformers with a chat template. `max_first_failures`: if this many
-        rollouts fail before any has succeeded, the environment itself is at fault.
+        """`tokenizer`: one of transformers with a chat template. `max_first_failures`: number of
+        failed rollouts, before any success, that count as a fault of the environment itself.
 
-        Raises ConfigError for numbers out of range and a tokenizer without a chat template.
+        Raises ConfigError for numbers out of range and for a tokenizer without a chat template.
         """
         self._tokenizer, self._options, self._limits = tokenizer, template_options, limits
-        self._converse(())  # there is a template
+        self._converse(())  # raises without a chat template
         self._pool = EnvironmentPool(make, max_environments)
         self._faults = FaultCounter(str(getattr(make, "__name__", make)), max_first_failures)
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """One rollout. Raises what generation raises, ConfigError of the environment's,
-        EnvironmentFailed for one that has never succeeded.
+        """Run one rollout.
+
+        Raises errors of generation, ConfigErrors of the environment, and EnvironmentFailed if the
+        environment has never succeeded.
         """
         try:
             environment = await self._pool.acquire()
@@ -107,7 +112,9 @@ class EnvironmentRollouts:
         return Conversation(self._tokenizer, tools, self._options)
 
     async def aclose(self, timeout_s: float = 10.0) -> None:
-        """Close the environments, those in use once their rollout has ended. Twice is fine."""
+        """Close the environments; those in use are closed when their rollout ends. May be called
+        twice.
+        """
         await self._pool.aclose(timeout_s)
 
     async def __aenter__(self) -> EnvironmentRollouts:
@@ -118,7 +125,7 @@ class EnvironmentRollouts:
 
 
 def first_messages(columns: Mapping[str, Any], prompt: Any) -> list[Message]:
-    """The messages that an episode begins with. Raises ConfigError for a prompt of token ids."""
+    """Return the first messages of an episode. Raises ConfigError for a prompt of token ids."""
     if messages := columns.get("messages"):
         return list(messages)
     if isinstance(prompt, str):
@@ -130,7 +137,9 @@ def first_messages(columns: Mapping[str, Any], prompt: Any) -> list[Message]:
 
 
 class Episode:
-    """One rollout in an environment: its messages, what it has earned, and how it ended."""
+    """One rollout in an environment: its messages, rewards, counts of tool calls, and how it
+    ended.
+    """
 
     def __init__(
         self,
@@ -140,7 +149,7 @@ class Episode:
         limits: EpisodeLimits,
         converse: Callable[[Sequence[ToolSchema]], Conversation],
     ) -> None:
-        """`converse`: makes a conversation with these tools."""
+        """`converse`: returns a Conversation with the given tools."""
         self._environment, self._llm, self._limits = environment, llm, limits
         self._messages = messages
         self._converse, self._conversation = converse, converse(())
@@ -152,7 +161,7 @@ class Episode:
         self.fault: EnvironmentFault | None = None
 
     async def run(self, row: Mapping[str, Any]) -> None:
-        """The whole episode. Raises EnvironmentFault."""
+        """Run the whole episode. Raises EnvironmentFault."""
         self._messages += _messages_of("reset", await self._call("reset", row) or ())
         tools = self._environment.tools
         self._conversation = self._converse(tools)
@@ -173,7 +182,7 @@ class Episode:
         return await self._environment.call(name, *args, timeout_s=self._limits.step_timeout_s)
 
     async def _next_turn(self) -> ModelTurn | None:
-        """What the model says; None if a limit keeps it from saying it all."""
+        """Return the model's next turn; None if a limit cut it."""
         ids = self._conversation.prompt(self._messages)
         limit, changes = self._limits.max_total_tokens, {}
         if limit is not None:
@@ -200,14 +209,16 @@ class Episode:
         return turn
 
     async def _answer(self, turn: ModelTurn, names: Sequence[str]) -> Step:
-        """The environment's answer, and messages about calls that it never sees."""
+        """Return the environment's answer, with messages about calls that the environment never
+        gets.
+        """
         errors = [_call_error(call, names) for call in turn.tool_calls]
         good = [call for call, e in zip(turn.tool_calls, errors, strict=True) if e is None]
         self._num_tool_calls += len(turn.tool_calls) + len(turn.malformed_calls)
         refusals = [
             _tool_message(e, call) for call, e in zip(turn.tool_calls, errors, strict=True) if e
         ]
-        refusals += [_tool_message(f"error: {t} is no tool call") for t in turn.malformed_calls]
+        refusals += [_tool_message(f"error: {t} is not a tool call") for t in turn.malformed_calls]
         self._num_bad_tool_calls += len(refusals)
         if refusals and not good:
             return Step(messages=refusals)
@@ -217,12 +228,12 @@ class Episode:
             self._num_bad_tool_calls += 1
             return Step(messages=[_tool_message(f"error: {error}", *good[:1]), *refusals])
         if not isinstance(step, Step):
-            raise EnvironmentFault("step_error", f"step() returned {step!r}, which is no Step")
+            raise EnvironmentFault("step_error", f"step() returned {step!r}, which is not a Step")
         self._num_bad_tool_calls += step.num_bad_tool_calls
         return replace(step, messages=[*_messages_of("step", step.messages), *refusals])
 
     def _add_reward(self, name: str, reward: Any) -> None:
-        """Add what method `name` gave. Raises EnvironmentFault for what is no reward."""
+        """Add a reward that method `name` returned. Raises EnvironmentFault for other values."""
         try:
             if isinstance(reward, Mapping):
                 self._terms = {str(term): float(value) for term, value in reward.items()}
@@ -264,16 +275,18 @@ class Episode:
 
 
 def _messages_of(name: str, messages: Any) -> Sequence[Message]:
-    """The messages that method `name` gave. Raises EnvironmentFault for what are none."""
+    """Return the messages that method `name` returned. Raises EnvironmentFault for other values."""
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise EnvironmentFault(
-            f"{name}_error", f"{name}() gave {messages!r}, which is no sequence of messages"
+            f"{name}_error", f"{name}() returned {messages!r}, which is not a sequence of messages"
         )
     return messages
 
 
 def _call_error(call: ToolCall, names: Sequence[str]) -> str | None:
-    """What the model reads about a call that no environment gets."""
+    """Return the model's message about a call that the environment does not get; None for a good
+    call.
+    """
     if call.name not in names:
         return f"error: there is no tool {call.name!r}; the tools are: {', '.join(names) or 'none'}"
     try:

@@ -1,4 +1,7 @@
-"""Faults of environments: each costs the rollout that it happened to, and nothing else."""
+"""Faults of environments: each fails its own rollout and nothing else, until none ever succeeds.
+
+Used by episodes and agent_rollouts.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,17 @@ class EnvironmentFault(RolloutError):
 
 
 class EnvironmentFailed(RolloutError):
-    """No rollout of an environment has ever succeeded. The cause is the last one's error."""
+    """No rollout of an environment has ever succeeded. The cause is the last rollout's error."""
 
 
 class FaultCounter:
-    """Logs the faults of an environment's rollouts, and ends the run if nothing else comes."""
+    """Logs the faults of an environment's rollouts, and fails the run if no rollout ever
+    succeeds.
+    """
 
     def __init__(self, name: str, max_first_failures: int) -> None:
-        """`name`: of the environment. `max_first_failures`: if this many rollouts fail before any
-        has succeeded, the environment itself is at fault.
+        """`name`: the environment's. `max_first_failures`: number of failed rollouts, before any
+        success, that count as a fault of the environment itself.
         """
         self._name, self._max_first_failures = name, max_first_failures
         self._log = FailureLog(f"environment {name}")
@@ -52,15 +57,16 @@ class FaultCounter:
         if self._num_first_failures >= self._max_first_failures:
             raise EnvironmentFailed(
                 f"no rollout of {self._name} has succeeded: the first {self._num_first_failures} "
-                f"failed, the last one with {fault.kind}: {fault}; mend what fails, or raise "
+                f"failed, the last one with {fault.kind}: {fault}; fix the environment, or raise "
                 "max_first_failures"
             ) from cause
 
 
 async def in_time(work: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
-    """The result of `work`; cancelled or late, it has ended before this returns or raises.
+    """Return the result of `work`. Whether cancelled or late, it has ended when this returns or
+    raises.
 
-    Raises EnvironmentFault for a rollout that takes over `timeout_s`.
+    Raises EnvironmentFault if it takes longer than `timeout_s`.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,4 +1,5 @@
-"""OpenEnvironment: an environment behind an OpenEnv server, by the client of the package openenv.
+"""OpenEnvironment: an environment behind an OpenEnv server, through the client of the package
+openenv.
 
 make = functools.partial(OpenEnvironment, "http://127.0.0.1:8000", action_field="message")
 async with EnvironmentRollouts(make, tokenizer, max_environments=16) as rollout_fn: ...
@@ -15,13 +16,13 @@ from trainer_hooks.environments.protocol import Environment, Message, ModelTurn,
 
 
 class OpenEnvironment(Environment):
-    """One session with an OpenEnv server, kept from episode to episode.
+    """A session with an OpenEnv server that is kept from episode to episode.
 
-    The text of each turn becomes the field `action_field` of the server's action, and each
-    observation what the user says: its field `observation_field`, or else all of it as JSON.
-    Override `action` and `message` where that does not fit. The rewards of all steps are added up;
-    the state is the server's. A server takes so many sessions at a time as its
-    `max_concurrent_envs`, which is the `max_environments` that EnvironmentRollouts may have.
+    The text of each turn becomes the field `action_field` of the server's action. Each observation
+    becomes a user message: its field `observation_field`, or else the whole of it as JSON. Override
+    `action` and `message` to change this. The rewards of all steps are added; the state is the
+    server's. EnvironmentRollouts may have at most as many `max_environments` as the server's
+    `max_concurrent_envs`.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class OpenEnvironment(Environment):
         reset_columns: Sequence[str] = (),
         message_timeout_s: float = 60.0,
     ) -> None:
-        """`base_url`: of the server. `reset_columns`: columns of the prompt that are arguments of
-        the server's reset, such as "seed". `message_timeout_s`: for each of its answers.
+        """`base_url`: the server's. `reset_columns`: columns of the prompt that are arguments of
+        the server's reset, such as "seed". `message_timeout_s`: limit on each answer of the server.
 
         Raises ConfigError without the package openenv.
         """
@@ -50,7 +51,9 @@ class OpenEnvironment(Environment):
         self._rewards: list[float | None] = []  # of the steps of this episode
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """The server's first observation. Raises ConfigError for a row without a reset column."""
+        """Return the server's first observation. Raises ConfigError for a row without a reset
+        column.
+        """
         if missing := [name for name in self._reset_columns if name not in row]:
             raise ConfigError(f"the prompt lacks the columns {missing}, which reset_columns names")
         self._rewards = []
@@ -58,7 +61,7 @@ class OpenEnvironment(Environment):
         return self._messages(result.observation)
 
     async def step(self, turn: ModelTurn) -> Step:
-        """Act, and see what comes of it."""
+        """Send the turn's action and return the server's observation and reward."""
         result = await self._client.step(self.action(turn))
         reward = None if result.reward is None else float(result.reward)
         self._rewards.append(reward)
@@ -67,12 +70,12 @@ class OpenEnvironment(Environment):
         )
 
     def reward(self) -> float | None:
-        """Nothing beside the steps' rewards; None where the server gave none for its steps."""
+        """Return 0, since steps give the rewards; None if the server gave none for any step."""
         has_reward = not self._rewards or any(each is not None for each in self._rewards)
         return 0.0 if has_reward else None
 
     async def state(self) -> Mapping[str, Any]:
-        """The server's state of this session."""
+        """Return the server's state of this session."""
         state: Mapping[str, Any] = await self._client.state()
         return state
 
@@ -81,11 +84,11 @@ class OpenEnvironment(Environment):
         await self._client.close()
 
     def action(self, turn: ModelTurn) -> dict[str, Any]:
-        """The server's action for a turn of the model."""
+        """Return the server's action for a turn of the model."""
         return {self._action_field: turn.content}
 
     def message(self, observation: Mapping[str, Any]) -> Message | None:
-        """What the model reads of an observation; None for nothing."""
+        """Return an observation as the message that the model reads; None for no message."""
         content = observation
         if self._observation_field is not None:
             content = observation[self._observation_field]

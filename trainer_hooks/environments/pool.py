@@ -1,4 +1,7 @@
-"""EnvironmentPool: a bounded number of instances, used for one episode after another."""
+"""EnvironmentPool: a bounded number of environment instances, reused for one episode after another.
+
+Used by episodes.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,15 @@ MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 
 
 class HostedEnvironment:
-    """An instance, the thread that its methods run in, and whether it may be used again.
+    """An environment instance with the thread that runs its methods. `is_sound`: it may be used
+    again.
 
-    Async methods run in the event loop. The thread is a daemon: a method that never returns holds
-    up neither the event loop nor the exit of the program.
+    Async methods run in the event loop. The thread is a daemon: a method that never returns blocks
+    neither the event loop nor the program's exit.
     """
 
     def __init__(self, make: MakeEnvironment) -> None:
-        """`make` is called with the first method."""
+        """`make` is called before the first method."""
         self._make = make
         self._environment: Environment | None = None
         self._thread = _Thread()
@@ -37,9 +41,9 @@ class HostedEnvironment:
 
     @property
     def tools(self) -> Any:
-        """Schemas of the tools of the environment; () before the first method.
+        """Schemas of the environment's tools; () before the first method call.
 
-        Raises EnvironmentFault where a property raises, after which the instance is not sound.
+        Raises EnvironmentFault if the property raises; the instance is then not sound.
         """
         try:
             return getattr(self._environment, "tools", ())
@@ -50,10 +54,10 @@ class HostedEnvironment:
             raise EnvironmentFault("tools_error", f"tools raised {error!r}") from error
 
     async def call(self, name: str, *args: Any, timeout_s: float | None) -> Any:
-        """What method `name` returns; None if the environment has no such method.
+        """Return the result of method `name`; None if the environment has no such method.
 
-        Raises EnvironmentFault if it raises or takes longer, after which the instance is not sound.
-        Its ToolCallError and ConfigError pass.
+        Raises EnvironmentFault if the method raises or exceeds `timeout_s`; the instance is then
+        not sound. ToolCallError and ConfigError pass through.
         """
         task = self._task = asyncio.ensure_future(self._run(name, args))
         task.add_done_callback(_look_at)
@@ -61,7 +65,7 @@ class HostedEnvironment:
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout_s)
         finally:
-            task.cancel()  # of a task that is done, nothing
+            task.cancel()  # no effect on a finished task
         if not done:
             raise EnvironmentFault(f"{name}_timeout", f"{name}() took over {timeout_s:g} s")
         try:
@@ -77,7 +81,7 @@ class HostedEnvironment:
         return result
 
     async def close(self) -> None:
-        """Close the instance as soon as its last method has returned, and end the thread."""
+        """Close the instance when its last method has returned, and end the thread."""
         try:
             if self._task is not None and not self._task.done():
                 await asyncio.wait({self._task})
@@ -93,7 +97,7 @@ class HostedEnvironment:
             self._thread.end()
 
     def _close_in_thread(self) -> Any:
-        # Read here: the instance may have been made only now, after its rollout had left.
+        # Read here, as the instance may have been created only after its rollout was cancelled.
         close = getattr(self._environment, "close", None)
         return None if close is None else close()
 
@@ -115,7 +119,7 @@ class HostedEnvironment:
         return keep_made
 
     def _keep_made(self) -> None:
-        # Kept in the thread: if the caller has left by then, `close` finds it.
+        # Stored by the thread, so that `close` finds it if the caller was cancelled meanwhile.
         self._environment = self._make()  # type: ignore[assignment]
 
     async def _in_loop_or_thread(self, work: Callable[[], Any]) -> Any:
@@ -130,14 +134,14 @@ class HostedEnvironment:
 
 
 class _Thread:
-    """A daemon thread that runs what it is given in turn; it begins with the first work."""
+    """A daemon thread that runs functions in order. It starts with the first one."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_begun = False
 
     def submit(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        """The result of `work`; its callers may leave, and it is run all the same."""
+        """Return a future of the result of `work`, which runs even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -149,7 +153,7 @@ class _Thread:
                 error = raised
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed, and its callers with it
+            except RuntimeError:  # the event loop is closed
                 _drop(result)
 
         self._works.put(run)
@@ -159,12 +163,12 @@ class _Thread:
         return future
 
     async def idle(self) -> None:
-        """Wait for all work so far."""
+        """Wait until all submitted work is done."""
         if self._has_begun:
             await self.submit(lambda: None)
 
     def end(self) -> None:
-        """End the thread after all work so far."""
+        """End the thread after all submitted work."""
         self._works.put(None)
 
     def _loop(self) -> None:
@@ -184,22 +188,23 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 def _drop(result: Any) -> None:
-    """Keep Python from warning of a coroutine that nobody awaits any more."""
+    """Close a coroutine that nobody awaits, so that Python does not warn about it."""
     if inspect.iscoroutine(result):
         result.close()
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """Keep asyncio from logging an error that came after the caller had left."""
+    """Read the task's exception, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 class EnvironmentPool:
-    """At most `max_environments` instances in use; one whose episode had no fault is used again.
+    """At most `max_environments` instances in use; an instance whose episode had no fault is
+    reused.
 
-    Others are closed, as soon as their last method returns; one that hangs counts no more. It
-    serves one event loop.
+    Other instances are closed when their last method returns; an instance that hangs no longer
+    counts. A pool serves one event loop.
     """
 
     def __init__(self, make: MakeEnvironment, max_environments: int) -> None:
@@ -213,7 +218,9 @@ class EnvironmentPool:
         self._is_closed = False
 
     async def acquire(self) -> HostedEnvironment:
-        """An instance, the caller's until `release`. Raises EnvironmentFault in a closed pool."""
+        """Return an instance for the caller alone until `release`. Raises EnvironmentFault if
+        closed.
+        """
         await self._places.acquire()
         if self._is_closed:
             self._places.release()
@@ -221,7 +228,7 @@ class EnvironmentPool:
         return self._idle.pop() if self._idle else HostedEnvironment(self._make)
 
     def release(self, environment: HostedEnvironment) -> None:
-        """Take the instance back."""
+        """Return the instance to the pool, or close it if it is not sound."""
         self._places.release()
         if environment.is_sound and not self._is_closed:
             self._idle.append(environment)
@@ -229,9 +236,9 @@ class EnvironmentPool:
             self._close(environment)
 
     async def aclose(self, timeout_s: float) -> None:
-        """Close all instances, those in use when they are released. Twice is fine.
+        """Close all instances; those in use are closed when they are released. May be called twice.
 
-        Returns after `timeout_s` even if some do not close.
+        Returns after `timeout_s` even if some instances do not close.
         """
         self._is_closed = True
         while self._idle:

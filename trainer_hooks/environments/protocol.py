@@ -1,4 +1,7 @@
-"""What an environment is: the protocol, and what passes between it and the model."""
+"""The Environment protocol, and the types that pass between an environment and the model.
+
+Implemented by users; pool and episodes call it.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name": ...,
 
 
 class ToolCallError(RolloutError):
-    """A tool call that cannot be carried out. The model reads the message and goes on."""
+    """A tool call that cannot be carried out. The model reads the message and continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTurn:
-    """What the model said in one turn.
+    """The model's output in one turn.
 
-    `text`: all of it, as it was generated, without the token that ends the turn. `content`: without
-    tool calls, and without `reasoning`, the thoughts. `tool_calls`: calls of any name;
-    `malformed_calls`: what stands between tags of a call and is none.
+    `text`: the whole generated text, without the token that ends the turn. `content`: the text
+    without tool calls and without `reasoning`, the thoughts. `tool_calls`: calls of any name;
+    `malformed_calls`: texts between a call's tags that are not calls.
     """
 
     text: str
@@ -34,8 +37,8 @@ class ModelTurn:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn as a message of OpenAI's protocol. A Conversation knows it again, and renders
-        the text as it was generated.
+        """The turn as a message of OpenAI's protocol. Conversation recognises it and renders the
+        generated text.
         """
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.tool_calls:
@@ -46,11 +49,10 @@ class ModelTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment answers: `messages` for the model, such as a tool's result.
+    """An environment's answer to a turn: `messages` for the model, such as a tool's result.
 
-    `is_done`: the episode has ended, and the model says no more. `reward`: of this step; those of
-    all steps are added up. `num_bad_tool_calls`: calls that got an error for an answer; they are
-    counted.
+    `is_done`: the episode has ended. `reward`: reward of this step; the rewards of all steps are
+    added. `num_bad_tool_calls`: calls answered by an error, for the metrics.
     """
 
     messages: Sequence[Message] = ()
@@ -60,14 +62,13 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode at a time: what the model acts on. Derive from it, or have the same members.
+    """What the model acts on, one episode at a time. Derive from it, or implement the same members.
 
-    Each method may be async. Those that are not run in one thread of their own, the same for the
-    whole life of an instance, so they may take their time. An instance serves one rollout at a
-    time; after an episode without a fault it is reset for another one. An exception ends the
-    rollout, which has failed; a ToolCallError goes to the model instead, and a ConfigError ends the
-    run.
-    `tools`: schemas of the tools that the model may call, in OpenAI's form; read after a reset.
+    Each method may be async. Other methods run in one thread for the whole life of an instance, so
+    they may block. An instance serves one rollout at a time; after an episode without a fault it is
+    reset for another. An exception fails the rollout; a ToolCallError goes to the model instead,
+    and a ConfigError ends the run.
+    `tools`: schemas of the tools that the model may call, in OpenAI's form; read after each reset.
     """
 
     tools: Sequence[ToolSchema] = ()
@@ -75,33 +76,37 @@ class Environment(Protocol):
     def reset(
         self, row: Mapping[str, Any]
     ) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
-        """Begin the episode of `row`, the prompt's columns, whatever state the last one left.
+        """Begin the episode of `row`, the prompt's columns, whatever state the last episode left.
 
-        Returns messages that follow those of the prompt, if there are any.
+        Returns messages that follow the prompt's messages, if any.
         """
         ...
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """Answer a turn of the model. Its calls are of tools among `tools`, with JSON objects as
-        arguments; others were answered already, and are left out.
+        """Answer a turn of the model. Its calls name tools of `tools` and have JSON objects as
+        arguments.
+
+        Other calls have been answered already and are left out.
         """
         ...
 
     def reward(
         self,
     ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float] | None] | None:
-        """The reward of the episode, asked once at its end, beside that of its steps.
+        """Return the episode's reward in addition to its steps' rewards. Called once at the end.
 
-        A mapping holds named parts, whose sum it is. None leaves it to the reward function.
+        A mapping holds named parts, which are summed. None leaves the reward to the reward
+        function.
         """
         return None
 
     def state(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
-        """The state at the end of the episode, JSON-able: for people, in completions.jsonl, and for
-        the reward function as its column `environment_state`.
+        """Return the JSON-able state at the end of the episode.
+
+        It goes to completions.jsonl, and to the reward function as its column `environment_state`.
         """
         return {}
 
     def close(self) -> Awaitable[None] | None:
-        """Release what the instance holds. It is called once, and nothing else after it."""
+        """Release what the instance holds. Called once, after all other calls."""
         return None

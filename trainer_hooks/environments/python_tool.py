@@ -1,4 +1,7 @@
-"""PythonTool: runs Python that a model wrote, in processes with limits and in a sandbox."""
+"""PythonTool: runs Python programs that a model wrote, in processes with limits and in a sandbox.
+
+Used by environments with a Python tool (examples/python_tool.py).
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ _READ_BYTES = 1 << 16
 class PythonLimits:
     """Limits of one program.
 
-    wall_s: seconds from its start to its end. cpu_s: whole seconds of processor time.
-    memory_bytes: of its address space. output_bytes: printed; a program that prints more is ended.
-    file_bytes: of one file. disk_bytes: of all files, which live in memory.
+    `wall_s`: seconds from start to end. `cpu_s`: whole seconds of processor time. `memory_bytes`:
+    size of its address space. `output_bytes`: printed bytes; a program that prints more is ended.
+    `file_bytes`: size of one file. `disk_bytes`: size of all files, which are kept in memory.
     """
 
     wall_s: PositiveSeconds = 10.0
@@ -41,16 +44,16 @@ class PythonLimits:
     disk_bytes: PositiveInt = 16 << 20
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a limit that is not positive, or not whole where it has to be."""
+        """Raise ConfigError for a limit that is not positive, or not whole where it must be."""
         check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonResult:
-    """What a program printed, standard error included, and how it ended.
+    """The output of a program, with standard error, and how it ended.
 
-    exit_status: 0, that of the program, or 128 plus the number of the signal that ended it.
-    stopped_by: the limit that ended the program; None if none did.
+    `exit_status`: 0, the program's status, or 128 plus the number of the signal that ended it.
+    `stopped_by`: the limit that ended the program; None if none did.
     """
 
     output: str
@@ -58,7 +61,9 @@ class PythonResult:
     stopped_by: str | None = None
 
     def __str__(self) -> str:
-        """The output, and a line in brackets where the program was stopped, for a model to read."""
+        """Return the output, and a line in brackets if the program was stopped, for a model to
+        read.
+        """
         if self.stopped_by is None:
             return self.output
         separator = "\n" if self.output and not self.output.endswith("\n") else ""
@@ -66,18 +71,19 @@ class PythonResult:
 
 
 class PythonTool:
-    """Runs programs, `num_processes` at a time; the others wait in order of their arrival.
+    """Runs at most `num_processes` programs at a time; others wait in order of arrival.
 
-    Each program has an interpreter of its own with the packages of this one, an empty directory
-    that goes away with it, no environment variables and no standard input. Nothing is kept from
-    one program to the next.
+    Each program has its own interpreter with the packages of this one, an empty directory that is
+    deleted afterwards, no environment variables of this process and no standard input. Nothing is
+    kept between programs.
 
-    What holds is in `protections`, of sandboxed_python.PROTECTIONS: "network" (no sockets),
-    "processes" (no other process can be started or signalled), "files" (nothing is read beside
-    Python, its packages and /usr; nothing is written beside the own directory) and "disk" (files
-    are limited together, not each by itself). They are made of user namespaces, Landlock and
-    seccomp of the Linux kernel. This is no virtual machine: a fault of the kernel is not kept in,
-    names, sizes and times of files can be seen, and so is the time that other programs take.
+    `protections` names those that hold, out of sandboxed_python.PROTECTIONS: "network" (no
+    sockets), "processes" (no other process can be started or signalled), "files" (only Python, its
+    packages and system libraries can be read, only the own directory written) and "disk" (the total
+    size of files is limited, not only each file's). They use user namespaces, Landlock and seccomp
+    of the Linux kernel. The sandbox is not a virtual machine: it does not protect from faults of
+    the kernel, and a program can see names, sizes and times of files and the time that other
+    programs take.
     """
 
     def __init__(
@@ -87,9 +93,9 @@ class PythonTool:
         num_processes: int = 4,
         required: Sequence[str] = PROTECTIONS,
     ) -> None:
-        """`required`: protections without which nothing is run.
+        """`required`: protections without which no program is run.
 
-        Raises ConfigError where the kernel lacks one of them, and outside Linux.
+        Raises ConfigError if the kernel lacks one of them, and outside Linux.
         """
         if num_processes < 1:
             raise ConfigError(f"num_processes={num_processes} must be at least 1")
@@ -99,13 +105,15 @@ class PythonTool:
         self._limiter = CallLimiter(num_processes)
         if missing := [name for name in required if name not in self.protections]:
             raise ConfigError(
-                f"this kernel does not protect {', '.join(missing)} from the model's programs; run "
-                f"in a container or virtual machine of their own, and leave them out of "
+                f"this kernel cannot protect {', '.join(missing)} from the model's programs; run "
+                f"them in a container or virtual machine, and leave these names out of "
                 f"required={required!r}"
             )
 
     async def run(self, program: str) -> PythonResult:
-        """Run `program` to its end. Cancelling ends it. Raises OSError if none can be started."""
+        """Run `program` to its end. Cancelling ends it. Raises OSError if no process can be
+        started.
+        """
         permit = await self._limiter.acquire()
         try:
             with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
@@ -128,7 +136,7 @@ class PythonTool:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(directory),
-            start_new_session=True,  # so that the group can be killed
+            start_new_session=True,  # its process group can be killed
         )
         output, stopped_by = bytearray(), None
         try:
@@ -147,10 +155,12 @@ class PythonTool:
     async def _exchange(
         self, process: asyncio.subprocess.Process, program: str, output: bytearray
     ) -> str | None:
-        """Send the program and read its output to the end, or to the limit that it returns."""
+        """Send the program and read its output to the end. Returns the limit that it exceeded, if
+        any.
+        """
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # it ended at its start, which its output tells
+        with contextlib.suppress(ConnectionError):  # it ended early; its output says why
             process.stdin.write(program.encode(errors="replace"))
             await process.stdin.drain()
             process.stdin.close()
@@ -163,18 +173,18 @@ class PythonTool:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End what is left of the process group, and wait for its first process."""
+    """Terminate the process group, and wait for its first process."""
     with contextlib.suppress(ProcessLookupError):
-        process.terminate()  # it then kills the other one, and takes its status
+        process.terminate()  # it kills the second process and reaps it
         try:
             await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
-        except BaseException:  # a cancelled caller waits no longer either
+        except BaseException:  # also if the caller is cancelled
             os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
 def _protections(limits: PythonLimits) -> frozenset[str]:
-    """The protections that this kernel gives. Raises ConfigError outside Linux."""
+    """Return the protections that this kernel gives. Raises ConfigError outside Linux."""
     if sys.platform != "linux":
         raise ConfigError(f"PythonTool needs Linux; this is {sys.platform}")
     with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
@@ -201,6 +211,6 @@ def _command(limits: PythonLimits, directory: str, required: Sequence[str]) -> l
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """Nothing of this process's own, which may hold keys."""
+    """Return the program's environment variables; none of this process's, which may hold keys."""
     one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return {"HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "PATH": ""} | one_thread

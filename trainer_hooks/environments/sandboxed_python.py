@@ -1,11 +1,11 @@
 """Runs a program from standard input in a sandbox: python -I sandboxed_python.py SETTINGS.
 
-A child of PythonTool, started by its path, so it imports the standard library only. SETTINGS is a
-JSON object: the limits, "directory", and "required", without which nothing is run. With
-no program on its standard input it prints the protections that this kernel gives.
+PythonTool starts it by its path, so it imports only the standard library. SETTINGS is a JSON
+object with the limits, "directory", and "required", the protections without which no program is
+run. Without a program on standard input it prints the protections that this kernel gives.
 
-The first process makes namespaces and waits. The second one, which runs the program, is the first
-of its own process namespace: when it ends, or is killed, the kernel ends all that it has started.
+The first process creates namespaces and waits. The second process runs the program as the first of
+its own process namespace: when it ends, the kernel kills every process that it started.
 Sources: Linux manual pages user_namespaces(7), pid_namespaces(7), landlock(7), seccomp(2).
 """
 
@@ -22,9 +22,9 @@ import struct
 import sys
 from typing import Any
 
-# "network": no socket can be made. "processes": no process can be started, signalled or traced.
-# "files": nothing is read beside Python, its packages and the system's libraries, and nothing is
-# written beside the own directory. "disk": that directory is a file system of limited size.
+# "network": no sockets. "processes": no process can be started, signalled or traced. "files": only
+# Python, its packages and system libraries can be read, and only the own directory written.
+# "disk": that directory is a file system of limited size.
 PROTECTIONS = ("network", "processes", "files", "disk")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,7 +35,7 @@ _CLONE_THREAD = 0x10000
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-# What each version of Landlock can forbid of files, as the number of its lowest bits.
+# Access rights that each version of Landlock controls, as a number of low bits.
 _LANDLOCK_BITS = {1: 13, 2: 14, 3: 15, 4: 15}
 _LANDLOCK_NEWEST_BITS = 16
 # Python and shared libraries; the rest of the system cannot be read.
@@ -67,7 +67,7 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     **dict(setxattr=(188, 5), lsetxattr=(189, 6), fsetxattr=(190, 7), setxattrat=(463, 463)),
     **dict(removexattr=(197, 14), lremovexattr=(198, 15), fremovexattr=(199, 16)),
     **dict(removexattrat=(466, 466), file_setattr=(469, 469)),
-    # What only the administrator may do, who may be the one that trains.
+    # Calls for the administrator only, as whom the trainer may run.
     **dict(reboot=(169, 142), kexec_load=(246, 104), kexec_file_load=(320, 294)),
     **dict(init_module=(175, 105), finit_module=(313, 273), delete_module=(176, 106)),
     **dict(swapon=(167, 224), swapoff=(168, 225), settimeofday=(164, 170)),
@@ -81,22 +81,24 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 
 
 def main(arguments: list[str]) -> int:
-    """The status of the program: an exit status, or 128 plus the number of a signal."""
+    """Run the program in a child process. Returns its exit status, or 128 plus a signal's
+    number.
+    """
     settings, program = json.loads(arguments[0]), sys.stdin.buffer.read()
     _die_with_parent()
-    signal.alarm(math.ceil(settings["wall_s"]) + 10)  # if even the parent's signal is missing
+    signal.alarm(math.ceil(settings["wall_s"]) + 10)  # in case the parent sends no signal
     has_namespaces = _make_namespaces()
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     end_of_life, life = os.pipe()
     child = os.fork()
     if not child:
-        os.close(life)  # nobody but the parent has it
+        os.close(life)  # only the parent keeps it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         try:
             _die_with_parent()
             if _is_closed(end_of_life):
-                os._exit(1)  # the parent had ended before: nobody will send the signal
+                os._exit(1)  # the parent has ended and will not send the signal
             os._exit(_be_program(settings, program, has_namespaces))
         except BaseException as error:
             print(f"not run: {error!r}", flush=True)
@@ -116,20 +118,22 @@ def _be_program(settings: dict[str, Any], program: bytes, has_namespaces: bool) 
         print(json.dumps(given))
         return 0
     if missing := [name for name in settings["required"] if name not in given]:
-        print(f"not run: this kernel does not protect {', '.join(missing)}")
+        print(f"not run: this kernel cannot protect {', '.join(missing)}")
         return 1
     return _execute(program)
 
 
 def _execute(program: bytes) -> int:
-    """The program's exit status. What it raises is printed, as the interpreter prints it."""
+    """Run the program and return its exit status. Its exception is printed as by the
+    interpreter.
+    """
     status = 0
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        import traceback  # a tenth of the time that a program takes to start
+        import traceback  # imported late: a tenth of a program's start-up time
 
         own = error.__traceback__  # the call above
         traceback.print_exception(error.with_traceback(own and own.tb_next))
@@ -143,7 +147,7 @@ def _execute(program: bytes) -> int:
 
 
 def _protect(settings: dict[str, Any], has_namespaces: bool) -> list[str]:
-    """Give up what the program may not do. Returns the protections that hold from now on."""
+    """Restrict this process for good. Returns the protections that hold from now on."""
     directory = settings["directory"]
     given = []
     if has_namespaces and _mount_directory(directory, settings["disk_bytes"]):
@@ -168,7 +172,7 @@ def _die_with_parent() -> None:
 
 
 def _is_closed(end_of_pipe: int) -> bool:
-    """Whether nobody can write there any more. Closes this end."""
+    """Return whether all write ends of the pipe are closed. Closes this end."""
     os.set_blocking(end_of_pipe, False)
     try:
         return os.read(end_of_pipe, 1) == b""
@@ -179,7 +183,9 @@ def _is_closed(end_of_pipe: int) -> bool:
 
 
 def _make_namespaces() -> bool:
-    """New namespaces for users, mounts, IPC, the network and processes, if the kernel permits."""
+    """Enter new user, mount, IPC, network and process namespaces. Returns False if the kernel
+    refuses.
+    """
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_NAMESPACES):
         return False
@@ -208,7 +214,10 @@ def _limit(settings: dict[str, Any]) -> None:
 
 
 def _restrict_files(directory: str) -> bool:
-    """Landlock: read Python and the system's libraries, write below `directory`."""
+    """Allow reading Python and system libraries, and writing below `directory`, by Landlock.
+
+    Returns whether the restriction holds.
+    """
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False
@@ -244,7 +253,9 @@ _X32_CALLS = 0x40000000
 
 
 def _forbid_system_calls() -> bool:
-    """A filter under which forbidden system calls fail with EPERM."""
+    """Install a filter under which forbidden system calls fail with EPERM. Returns whether it
+    holds.
+    """
     if os.uname().machine not in _MACHINES:
         return False
     column, architecture = _MACHINES[os.uname().machine]
@@ -256,7 +267,7 @@ def _forbid_system_calls() -> bool:
 
 
 def _filter(column: int, architecture: int, pid: int) -> list[tuple[int, int, int, int]]:
-    """Instructions as (code, jump if true, jump if false, constant)."""
+    """Return the filter's instructions as (code, jump if true, jump if false, constant)."""
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     allow = (_RETURN, 0, 0, _ALLOW)
     lines = [
@@ -278,7 +289,7 @@ def _filter(column: int, architecture: int, pid: int) -> list[tuple[int, int, in
     for numbers in (_KILL, _TGKILL):  # a process may end itself
         lines += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARGUMENTS)]
         lines += [(_EQUAL, 0, 1, pid), allow, refuse]
-    # Limits may be read, which is a call without new ones: both halves of its third argument are 0.
+    # Limits may be read but not set: both halves of the third argument must be 0.
     lines += [(_EQUAL, 0, 6, _PRLIMIT64[column]), (_LOAD, 0, 0, _ARGUMENTS + 16)]
     lines += [(_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARGUMENTS + 20), (_EQUAL, 0, 1, 0), allow, refuse]
     return [*lines, allow]

@@ -1,4 +1,4 @@
-"""ToolEnvironment: an environment whose methods are the tools."""
+"""ToolEnvironment: an environment whose methods are the model's tools. Users derive from it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _MARK = "_is_tool"
 
 
 def tool(method: Method) -> Method:
-    """Mark a method of a ToolEnvironment as a tool. Its docstring tells the model what it does, its
-    annotations what arguments it takes: annotate a parameter as
-    `Annotated[int, msgspec.Meta(description="...")]` to say more about it.
+    """Mark a method of a ToolEnvironment as a tool.
+
+    Its docstring tells the model what it does, its annotations what arguments it takes. Annotate a
+    parameter as `Annotated[int, msgspec.Meta(description="...")]` to describe it.
     """
     setattr(method, _MARK, True)
     return method
@@ -43,8 +44,8 @@ class _ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AsyncCall:
-    """A call of an async tool. Its coroutine is made when it is awaited: none is left over where an
-    earlier call raises, or the step is cancelled.
+    """A call of an async tool. Its coroutine is created only when awaited, so that none is left
+    over if an earlier call raises or the step is cancelled.
     """
 
     method: Callable[..., Awaitable[Any]]
@@ -52,19 +53,20 @@ class _AsyncCall:
 
 
 class ToolEnvironment(Environment):
-    """Calls the methods marked with `@tool` as the model asks for them, several in one turn in
-    order, the async ones after all others. What they return is the answer: text, or else a value
-    as JSON.
+    """Calls the methods marked with `@tool` as the model asks for them.
 
-    A turn without a call ends the episode: override `answer` for what it means. Arguments are
-    checked against the annotations; wrong ones, and a ToolCallError that a tool raises, come back
-    to the model.
+    Several calls in one turn run in order, async ones after all others. A returned text is the
+    answer, any other value is encoded as JSON. A turn without a call ends the episode: override
+    `answer` to change that. Arguments are checked against the annotations; wrong arguments, and a
+    ToolCallError that a tool raises, are reported to the model.
     """
 
     _tool_specs: ClassVar[Mapping[str, _ToolSpec]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Raises ConfigError for a tool without a docstring, or with annotations of no JSON."""
+        """Collect the class's tools. Raises ConfigError for a tool without a docstring, or with
+        annotations that JSON cannot express.
+        """
         super().__init_subclass__()
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         members = {name: getattr(cls, name, None) for name in names}
@@ -76,19 +78,19 @@ class ToolEnvironment(Environment):
 
     @property
     def tools(self) -> Sequence[ToolSchema]:  # type: ignore[override]
-        """The schemas of all tools; override it to offer some of them."""
+        """The schemas of all tools. Override it to offer some of them."""
         return [spec.schema for spec in self._tool_specs.values()]
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin the episode of a row. Without state there is nothing to do."""
+        """Begin the episode of a row. Does nothing here: there is no state."""
         return None
 
     def answer(self, turn: ModelTurn) -> Any:
-        """The Step for a turn that calls no tool; it may be async. This one ends the episode."""
+        """Return the Step for a turn that calls no tool; may be async. Here it ends the episode."""
         return Step(is_done=True)
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """The results of the calls as messages."""
+        """Return the results of the turn's calls as messages."""
         if not turn.tool_calls:
             answer: Step | Awaitable[Step] = self.answer(turn)
             return answer
@@ -107,7 +109,7 @@ class ToolEnvironment(Environment):
         return _step(calls, results)
 
     def _result_of(self, call: ToolCall) -> Any:
-        """What the tool returns; an _AsyncCall for an async one, the error for a wrong call."""
+        """Return the tool's result; an _AsyncCall for an async tool, the error for a wrong call."""
         method = getattr(self, call.name)
         try:
             kind = self._tool_specs[call.name].arguments
@@ -138,10 +140,12 @@ def _message(call: ToolCall, result: Any) -> Message:
 
 
 def _spec_of(name: str, method: Callable[..., Any]) -> _ToolSpec:
-    """Schema and argument type of a method, from its signature."""
+    """Return the schema and argument type of a method, from its signature."""
     description = inspect.getdoc(method)
     if not description:
-        raise ConfigError(f"the tool {name} has no docstring, from which the model learns of it")
+        raise ConfigError(
+            f"the tool {name} has no docstring, which describes it to the model; add one"
+        )
     hints = typing.get_type_hints(method, include_extras=True)
     fields: list[Any] = []
     for parameter in list(inspect.signature(method).parameters.values())[1:]:

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, before its version 0.4, as prompts and a rollout_fn.
+"""Environments of the package `verifiers` before its version 0.4, as prompts and a rollout_fn.
 
 environment = VerifiersEnvironment.load("reverse-text", tokenizer)
 producer = AsyncRolloutProducer(
@@ -26,9 +26,9 @@ from trainer_hooks.rewards.adapters import WeightedReward
 
 _MODEL = "policy"
 _STATE = "verifiers_state"
-# The model said nothing: no fault of the environment, which scores what there is.
+# An empty answer is not a fault of the environment, which scores it.
 _EMPTY_ANSWER = "EmptyModelResponseError"
-# Keys of every state that the prompt's columns, the tokens and the reward tell already.
+# Keys of a state that repeat the prompt's columns, the tokens or the reward.
 _KNOWN_KEYS = (
     *("input", "task", "client", "model", "sampling_args", "prompt", "completion", "trajectory"),
     *("trajectory_id", "tool_defs", "timing", "usage", "reward", "advantage", "metrics"),
@@ -37,17 +37,17 @@ _KNOWN_KEYS = (
 
 
 class VerifiersEnvironment(AgentRollouts):
-    """One `verifiers.Environment` in this process, unmodified; a rollout_fn.
+    """A rollout_fn that runs an unmodified `verifiers.Environment` in this process.
 
-    Its rollouts have the exact tokens of the requests, the reward of its rubric, the rubric's
-    functions as reward terms (unweighted, as the rubric reports them) and its state, as far as it
-    is JSON. A fault of the environment fails its rollout alone; those of the llm are raised.
-    `reward_fn`: for a rubric with functions over a group, which score the samples of a prompt
-    together; None for others, whose rollouts have rewards of their own.
+    Its rollouts have the exact tokens of the requests, the rubric's reward, the rubric's functions
+    as reward terms (unweighted) and the JSON-able part of the environment's state. A fault of the
+    environment fails its rollout alone; errors of the llm are raised.
+    `reward_fn`: for a rubric with group functions, which score the samples of a prompt together;
+    None for other rubrics, whose rollouts have their own rewards.
     """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
-        """`environment`: of verifiers. `options`: of AgentRollouts.
+        """`environment`: a verifiers.Environment. `options`: arguments of AgentRollouts.
 
         Raises ConfigError without the package.
         """
@@ -59,10 +59,10 @@ class VerifiersEnvironment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersEnvironment:
-        """The environment that the installed package `name` makes of `args`.
+        """Return the environment that the installed package `name` creates from `args`.
 
-        Raises ConfigError without verifiers, or without the package, and for arguments that it does
-        not take.
+        Raises ConfigError without verifiers or the package, and for arguments that it does not
+        accept.
         """
         load_environment = _import_verifiers().load_environment
         with _own_signal_handlers():
@@ -73,15 +73,17 @@ class VerifiersEnvironment(AgentRollouts):
         return cls(environment, tokenizer, **options)
 
     def prompts(self) -> VerifiersPrompts:
-        """The rows to train on."""
+        """Return the rows to train on."""
         return VerifiersPrompts(self.environment.get_dataset(), self._as_text)
 
     def held_out(self) -> VerifiersPrompts:
-        """The rows for evaluation; without any, those to train on."""
+        """Return the rows for evaluation; if there are none, the rows to train on."""
         return VerifiersPrompts(self.environment.get_eval_dataset(), self._as_text)
 
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """One rollout of the environment, with its score unless the group is scored together."""
+        """Run one rollout of the environment, with its score unless the group is scored
+        together.
+        """
         rubric = self.environment.rubric
         rest = dict(columns)
         example = {"prompt": rest.pop("messages"), **rest}
@@ -105,7 +107,7 @@ class VerifiersEnvironment(AgentRollouts):
     async def _score_group(
         self, completions: Sequence[Any], verifiers_state: Sequence[Any]
     ) -> list[float]:
-        """The rubric's rewards of the samples of one prompt, with its functions as terms."""
+        """Return the rubric's rewards of the samples of one prompt, with its functions as terms."""
         rubric = self.environment.rubric
         try:
             await rubric.score_group(list(verifiers_state))
@@ -115,7 +117,7 @@ class VerifiersEnvironment(AgentRollouts):
         return [WeightedReward(state["reward"], state["metrics"]) for state in verifiers_state]
 
     def _as_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The first messages as people and reward functions see them; they are no tokens yet."""
+        """Return the first messages as text for people and reward functions."""
         tools = [
             {"type": "function", "function": {"name": each.name, "parameters": each.parameters}}
             for each in self.environment.tool_defs or ()
@@ -131,10 +133,12 @@ class VerifiersEnvironment(AgentRollouts):
 
 
 class VerifiersPrompts(Sequence[PromptItem]):
-    """Rows of a dataset of verifiers; the messages of the prompt are the column `messages`."""
+    """Rows of a verifiers dataset; the prompt's messages become the column `messages`."""
 
     def __init__(self, dataset: Any, as_text: Callable[[Any], str]) -> None:
-        """`dataset`: one of the package `datasets`, as `Environment.get_dataset` returns it."""
+        """`dataset`: of the package `datasets`, as `Environment.get_dataset` returns it. `as_text`:
+        renders a prompt's messages.
+        """
         self._dataset, self._as_text = dataset, as_text
 
     def __len__(self) -> int:
@@ -142,21 +146,21 @@ class VerifiersPrompts(Sequence[PromptItem]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        """One row as a PromptItem; a list of them for a slice."""
+        """Return one row as a PromptItem, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         columns = dict(self._dataset[int(index)])
         messages = columns.pop("prompt")
         if isinstance(messages, str):
             raise ConfigError(
-                f"row {index} of the environment has a text as its prompt; chat messages are wanted"
+                f"row {index} of the environment has a text prompt; chat messages are needed"
             )
         prompt = RenderedText(self._as_text(messages))
         return PromptItem(prompt, columns | {"messages": messages})
 
 
 def _json_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an environment keeps in its state of its own, without what JSON cannot hold."""
+    """Return the environment's own part of its state, without values that JSON cannot hold."""
     part = {}
     for name, value in state.items():
         if name in _KNOWN_KEYS or value is None:
@@ -167,7 +171,7 @@ def _json_part(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _import_verifiers() -> Any:
-    """The package. Raises ConfigError where it is missing, or has other environments."""
+    """Return the package. Raises ConfigError if it is missing or of another version."""
     try:
         import verifiers
 
@@ -182,7 +186,9 @@ def _import_verifiers() -> Any:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Handlers of this process stay: an environment of verifiers sets its own when it is made."""
+    """Restore this process's signal handlers after the block: verifiers' environments replace
+    them.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("verifiers makes environments in the main thread only")
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -196,7 +202,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 @functools.cache
 def _client_class() -> Any:
-    """A client of verifiers that a ChatSession answers; its replies are the openai package's."""
+    """Return a client class of verifiers whose requests a ChatSession answers."""
     _import_verifiers()
     from openai.types.chat import ChatCompletion
     from verifiers.clients import OpenAIChatCompletionsClient

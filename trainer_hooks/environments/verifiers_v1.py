@@ -1,4 +1,4 @@
-"""Environments of `verifiers.v1`, all that there is since version 0.4, as prompts and a rollout_fn.
+"""Environments of `verifiers.v1`, the only ones since its version 0.4, as prompts and a rollout_fn.
 
 async with VerifiersV1Environment.load("gsm8k-v1", tokenizer, args) as environment:
     producer = AsyncRolloutProducer(
@@ -25,26 +25,29 @@ _INDEX = "task_index"
 
 
 class VerifiersV1Environment(AgentRollouts):
-    """A `verifiers.v1.Env` of one agent, unmodified; a rollout_fn, and a context that serves it.
+    """A rollout_fn that runs an unmodified `verifiers.v1.Env` of one agent, and the context that
+    serves it.
 
-    The agent's program asks for chat completions over HTTP, as it would of any endpoint. Its
-    rollouts have the exact tokens, the sum of the weighted rewards, the scores of rewards and
-    metrics as terms, and the trace's `info` as state.
+    The agent's program asks for chat completions over HTTP. Rollouts have the exact tokens, the sum
+    of the weighted rewards, the scores of rewards and metrics as terms, and the trace's `info` as
+    state.
     """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
-        """`environment`: of verifiers.v1. `options`: of AgentRollouts.
+        """`environment`: a verifiers.v1.Env. `options`: arguments of AgentRollouts.
 
-        Raises ConfigError for several agents, whose traces have rewards of their own, and for a
-        taskset without end.
+        Raises ConfigError for several agents, whose traces have separate rewards, and for an
+        infinite taskset.
         """
         from verifiers.v1.configs.agent import agent_config_fields
 
         super().__init__(environment.config.env_id, tokenizer, **options)
         if len(agents := list(agent_config_fields(environment.config))) != 1:
-            raise ConfigError(f"{self._name} has the agents {agents}; one agent can be trained")
+            raise ConfigError(
+                f"{self._name} has the agents {agents}; only one agent can be trained"
+            )
         if not environment.taskset.bounded:
-            raise ConfigError(f"the taskset of {self._name} is infinite; a finite one is wanted")
+            raise ConfigError(f"the taskset of {self._name} is infinite; choose a finite one")
         self.environment = environment
         self._tasks = list(environment.taskset)
         self._endpoint = ChatEndpoint()
@@ -54,10 +57,10 @@ class VerifiersV1Environment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersV1Environment:
-        """The environment over the taskset `name`. `args`: its configuration, as
-        {"taskset": ..., "agent": {"harness": ..., "runtime": ...}}.
+        """Return the environment over the taskset `name`. `args`: its configuration, as {"taskset":
+        ..., "agent": {"harness": ..., "runtime": ...}}.
 
-        Raises ConfigError without verifiers.v1, without the taskset, and for other fields.
+        Raises ConfigError without verifiers.v1 or the taskset, and for unknown fields.
         """
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -74,36 +77,37 @@ class VerifiersV1Environment(AgentRollouts):
         return cls(environment, tokenizer, **options)
 
     def prompts(self) -> list[PromptItem]:
-        """A prompt for each task, as its text or else its name, for people: the agent's program
-        makes the messages.
+        """Return a prompt for each task, with the task's text or name.
+
+        The text is for people: the agent's program creates the messages.
         """
         texts = [task.data.prompt_text or task.data.name or task.key for task in self._tasks]
         return [PromptItem(text, {_INDEX: index}) for index, text in enumerate(texts)]
 
     async def __aenter__(self) -> VerifiersV1Environment:
-        """Serve the environment's shared tools, and the agents, in this event loop."""
+        """Start the HTTP endpoint and the environment's shared tools in this event loop."""
         await self._stack.enter_async_context(self._endpoint)
         await self._stack.enter_async_context(self.environment.serving())
         return self
 
     async def aclose(self) -> None:
-        """Stop serving. Twice is fine."""
+        """Stop serving. May be called twice."""
         await self._stack.aclose()
 
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """One episode of the row's task."""
+        """Run one episode of the row's task and return the fields of its Rollout."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         with self._endpoint.serving(session) as url:
-            # A name that no variable has: the endpoint asks for no key, and is told none.
+            # No variable has this name: the endpoint needs no key.
             client = EvalClientConfig(base_url=url, api_key_var="ROLLOUT_NO_API_KEY")
             episode = await self.environment.run_episode(
                 self._tasks[columns[_INDEX]],
                 ModelContext(model=_MODEL, client=client),
-                on_discard=lambda _: session.clear(),  # an agent that is run again
+                on_discard=lambda _: session.clear(),  # the agent is run again
             )
         if not episode.ok:
-            # What the agent ran into comes before what the environment made of it.
+            # The agent's errors come before the environment's reaction to them.
             errors = [error for each in (*episode.traces, episode) for error in each.errors]
             kind = errors[0].type if errors else "not_ok"
             raise EnvironmentFault(kind, "; ".join(error.message for error in errors))

@@ -1,4 +1,6 @@
-"""Turns rewards into advantages: of a group of rollouts, or with a critic's values.
+"""Advantages from rewards: relative to a group of rollouts, or by a critic's values.
+
+Used by training loops and the training job between rewards and `policy_loss`. Pure functions.
 
 Shape letters: P prompts, G rollouts of one prompt (a group), B rollouts, T positions.
 """
@@ -15,10 +17,10 @@ from rollout.errors import ConfigError
 AdvantageNormalization = Literal["std", "none"]
 AdvantageBaseline = Literal["mean", "leave_one_out"]
 
-# Added to a deviation, as in verl: rewards that are all nearly 0 are not blown up to unit size.
+# Added to a deviation, as in verl, so that nearly equal rewards do not get advantages of size 1.
 STD_EPSILON = 1e-6
-# Numbers that lie within so many units in the last place of the largest of them are equal: sums of
-# a few terms, in another order, differ by as much.
+# Numbers within this many units in the last place of the largest count as equal. Sums of the same
+# few terms in another order differ by as much.
 ROUNDING_UNITS = 4
 
 
@@ -27,15 +29,16 @@ def group_advantages(
     normalize: AdvantageNormalization = "std",
     baseline: AdvantageBaseline = "mean",
 ) -> torch.Tensor:
-    """Rewards relative to their group, float32 [P, G]; the group's mean stands in for a critic.
+    """Return rewards relative to their group, float32 [P, G]; the group's mean replaces a critic.
 
-    A NaN reward marks a failed rollout: it takes no part in the group's mean and deviation, and
-    its advantage is 0. A group of equal rewards (`has_reward_spread`), or with fewer than two
-    rollouts that did not fail, gives zeros. `normalize="std"` divides by the sample standard
-    deviation of the group, `"none"` only subtracts the baseline: the group's `"mean"`, or the mean
-    of the other rollouts (`"leave_one_out"`), which does not depend on the rollout's own reward and
-    so adds no bias.
-    Raises ConfigError for another `normalize` or `baseline`, for a shape other than [P, G], for
+    A NaN reward marks a failed rollout: it is left out of the group's mean and deviation and gets
+    advantage 0. A group without spread (`has_reward_spread`), or with fewer than two valid
+    rollouts, gets zeros.
+    `normalize`: `"std"` divides by the sample standard deviation of the group, `"none"` only
+    subtracts the baseline.
+    `baseline`: `"mean"` of the group, or `"leave_one_out"`, the mean of the other rollouts. The
+    latter does not depend on the rollout's own reward and so adds no bias.
+    Raises ConfigError for another `normalize` or `baseline`, a shape other than [P, G], and
     infinite rewards.
     Source: DeepSeekMath (Shao et al. 2024), arXiv 2402.03300, sec. 4.1; "none": Dr. GRPO (Liu et
     al. 2025), arXiv 2503.20783, sec. 3.2; "leave_one_out": RLOO (Ahmadian et al. 2024), arXiv
@@ -45,7 +48,7 @@ def group_advantages(
     _check_choice("baseline", baseline, AdvantageBaseline)
     if rewards_PG.dim() != 2:
         raise ConfigError(
-            f"rewards_PG has shape {tuple(rewards_PG.shape)}; one row per prompt is wanted, [P, G]"
+            f"rewards_PG has shape {tuple(rewards_PG.shape)}; give one row per prompt, [P, G]"
         )
     if bool(rewards_PG.isinf().any()):
         raise ConfigError("rewards_PG holds an infinite reward; mark a failed rollout with NaN")
@@ -68,10 +71,11 @@ def group_advantages(
 
 
 def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Which groups hold two different rewards, bool [P]; NaN (a failed rollout) is passed over.
+    """Return which groups have two different rewards, bool [P]. NaN (a failed rollout) is ignored.
 
-    Rewards that differ by the rounding of their dtype alone are equal (ROUNDING_UNITS).
-    The others give no gradient and can be left out of the batch: DAPO (Yu et al. 2025), sec. 3.2.
+    Rewards that differ only by the rounding of their dtype are equal (ROUNDING_UNITS). Groups
+    without spread give no gradient and can be left out of the batch: DAPO (Yu et al. 2025), sec.
+    3.2.
     """
     if not rewards_PG.is_floating_point():
         rewards_PG = rewards_PG.to(torch.float64)
@@ -82,9 +86,10 @@ def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Values of the mask with mean 0 and deviation 1, float32 [B, T]; 0 outside the mask.
+    """Return the values in the mask with mean 0 and deviation 1, float32 [B, T]; 0 outside the
+    mask.
 
-    All 0 where the values are equal up to the rounding of their dtype, or fewer than two.
+    All values are 0 if they are equal up to the rounding of their dtype, or fewer than two.
     """
     trained_N = values_BT[mask_BT]
     if len(trained_N) < 2 or not bool(_is_beyond_rounding(trained_N.amin(), trained_N.amax())):
@@ -95,7 +100,7 @@ def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _is_beyond_rounding(smallest: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Whether two bounds of the same floating dtype are further apart than rounding, bool."""
+    """Return whether two bounds of the same floating dtype differ by more than rounding, bool."""
     unit = torch.finfo(largest.dtype).eps
     size = torch.maximum(smallest.double().abs(), largest.double().abs())
     return largest.double() - smallest.double() > ROUNDING_UNITS * unit * size
@@ -110,11 +115,12 @@ def gae_advantages(
     lam: float = 0.95,
     bootstrap_values_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimates and returns (advantage + value), float32 [B, T], 0 off mask.
+    """Return generalised advantage estimates and returns (advantage + value), float32 [B, T].
 
     Only trained tokens are steps: padding, prompts and tool output between them take no time. After
-    a rollout's last trained token the value is 0, or `bootstrap_values_B` for one that was cut off.
-    Values outside the mask are never looked at. A rollout with a NaN reward gets zeros.
+    a rollout's last trained token the value is 0, or `bootstrap_values_B` for a truncated rollout.
+    Values outside the mask are not read; results there are 0. A rollout with a NaN reward gets
+    zeros.
     Raises ConfigError for shapes that differ and for gamma or lam outside [0, 1].
     Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
@@ -139,12 +145,13 @@ def gae_advantages(
 def reinforce_plus_plus_advantages(
     rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Returns from each token on, whitened over all trained tokens of the batch; float32 [B, T].
+    """Return the returns from each token on, whitened over the batch's trained tokens; float32 [B,
+    T].
 
-    `rewards_BT`, of `token_rewards`: the reward on a rollout's last token, and the KL penalties.
-    For the variant with a baseline, subtract the group's mean from the rewards first
+    `rewards_BT`: the reward on a rollout's last token with the KL penalties, from `token_rewards`.
+    For the variant with a baseline, first subtract the group's mean from the rewards
     (`group_advantages(..., normalize="none")`). A rollout with a NaN reward gets zeros and does not
-    count. 0 outside the mask, which is never looked at.
+    count. Rewards outside the mask are not read; results there are 0.
     Raises ConfigError for shapes that differ and a gamma outside [0, 1].
     Source: REINFORCE++ (Hu et al. 2025), arXiv 2501.03262, sec. 3; whitened as in verl.
     """
@@ -164,10 +171,11 @@ def reinforce_plus_plus_advantages(
 def overlong_penalties(
     completion_lengths_B: torch.Tensor, max_length: int, cache_length: int
 ) -> torch.Tensor:
-    """What to add to the rewards of long completions, float32 [B] in [-1, 0].
+    """Return penalties to add to the rewards of long completions, float32 [B] in [-1, 0].
 
-    `completion_lengths_B`: generated tokens, as a RolloutBatch has them; what tools said is not
-    the policy's doing. 0 up to `max_length` - `cache_length`, then linearly to -1 at `max_length`.
+    The penalty is 0 up to `max_length` - `cache_length`, then falls linearly to -1 at `max_length`.
+    `completion_lengths_B`: numbers of generated tokens, as in a RolloutBatch; tool output does not
+    count.
     Raises ConfigError unless 0 < cache_length <= max_length.
     Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
     """
@@ -180,7 +188,9 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """At each position the value of the next trained token; after the last one the bootstrap."""
+    """Return, at each position, the value of the next trained token, or the bootstrap after the
+    last.
+    """
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)
     if bootstrap_values_B is not None:

@@ -1,4 +1,7 @@
-"""Configuration of the policy losses; each is checked when it is made."""
+"""Settings of the policy losses, checked when they are made, and the constants of each kind.
+
+Used by `policy_loss`, and by training loops and the training job to configure it. Immutable.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,16 @@ _FRESH = "a fresh token weighs 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a paper fixes: the ratio it clips, and the constants it gives.
+    """The constants that the paper of a loss kind fixes.
 
-    `ratio_level`: token, or one ratio per rollout: the geometric mean or the product over tokens.
-    `clips_weight`: the ratio is a clipped constant before log pi, not the thing differentiated.
-    `gate_temperatures`: of the sigmoid that stands in for the clip, for A > 0 and for the others.
-    `advantage_*`: how it wants rewards to become advantages (`group_advantages`).
-    `divides_by_max_length`: token sums are divided by the limit on new tokens (`with_limit`).
+    `ratio_level`: level of the clipped ratio: per token, or one per rollout, as the geometric mean
+    or the product over tokens.
+    `clips_weight`: True if the clipped ratio is a constant weight of log pi, rather than
+    differentiated.
+    `gate_temperatures`: temperatures, for A > 0 and otherwise, of a sigmoid that replaces the clip.
+    `advantage_*`: arguments of `group_advantages` in the paper.
+    `divides_by_max_length`: True if token sums are divided by the limit on new tokens
+    (`with_limit`).
     """
 
     ratio_level: RatioLevel = "token"
@@ -50,7 +56,7 @@ class Kind:
 
     @property
     def clips_tokens(self) -> bool:
-        """Whether it is PPO's clipped objective, token by token."""
+        """Whether the loss is PPO's objective, clipped token by token."""
         is_gated = self.gate_temperatures is not None
         return self.ratio_level == "token" and not self.clips_weight and not is_gated
 
@@ -95,18 +101,19 @@ POLICY_LOSS_KINDS = tuple(KINDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyCorrection:
-    """A constant weight on each token for w = proximal / behaviour, the age of the rollouts.
+    """A constant weight of each token, from w = proximal / behaviour, for rollouts of older
+    policies.
 
-    `mode`: `truncate` w to at most `high` (and at least `low`, if given); `mask`: weight w inside
-    [low, high], 0 outside; `none`: weight 1; `auto`: truncate tokens at 2 where proximal log-probs
-    are given, none elsewhere.
-    `level`: one w per `token`, or per rollout: the product over its tokens (`sequence`) or their
-    `geometric` mean.
-    `low`, `high`: None takes 2 above for truncate, [0.5, 5] for mask.
-    `lag_decay`: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag +
-    KV lag: the band of a fresh token is the one given, and narrows towards 1 with age.
-    `max_kv_lag`: tokens whose context KV is older than this, relative to their sampler, weigh 0.
-    Raises ConfigError for a value out of its range and for a pair that contradicts itself.
+    `mode`: `truncate` limits w to at most `high` (and at least `low`, if given). `mask` uses w
+    inside [low, high] and 0 outside. `none` uses 1. `auto` truncates per token at 2 if proximal
+    log-probs are given, else uses 1.
+    `level`: one w per `token`, or one per rollout: the product over its tokens (`sequence`) or
+    their `geometric` mean.
+    `low`, `high`: None takes 2 as `high` of truncate, and [0.5, 5] for mask.
+    `lag_decay`: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag + KV
+    lag. So a fresh token has the given band, and the band narrows towards 1 with age.
+    `max_kv_lag`: tokens whose context KV is older than their sampler by more than this weigh 0.
+    Raises ConfigError for a value out of range and for settings that contradict each other.
     """
 
     mode: CorrectionMode = "auto"
@@ -121,8 +128,8 @@ class OffPolicyCorrection:
         settings = (self.level, self.low, self.high, self.lag_decay, self.max_kv_lag)
         if self.mode in ("auto", "none") and settings != ("token", None, None, 0.0, None):
             raise ConfigError(
-                f"mode={self.mode!r} takes no other setting of the correction; choose "
-                "mode='truncate' or mode='mask'"
+                f"mode={self.mode!r} takes no other settings of the correction; choose "
+                "mode='truncate' or mode='mask', or leave the others out"
             )
         if self.lag_decay > 0.0 and self.level != "token":
             raise ConfigError(
@@ -132,12 +139,12 @@ class OffPolicyCorrection:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether it weighs by proximal / behaviour, and so wants proximal log-probs."""
+        """Whether the weights need proximal log-probs."""
         return self.mode in ("truncate", "mask")
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The band of a token without lag: (low, high)."""
+        """The band (low, high) of a token without lag."""
         default_low, default_high = (0.5, 5.0) if self.mode == "mask" else (0.0, 2.0)
         return (
             default_low if self.low is None else self.low,
@@ -146,7 +153,7 @@ class OffPolicyCorrection:
 
 
 _CLIP = "epsilon_low and epsilon_high"
-# Keywords of TRL, verl, OpenRLHF and slime, and what they are called here.
+# Keywords of TRL, verl, OpenRLHF and slime, and the names of the same settings here.
 LOSS_HINTS = {
     **dict.fromkeys(("loss_type", "loss_mode", "importance_sampling_level"), "kind"),
     **dict.fromkeys(("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps"), _CLIP),
@@ -170,25 +177,26 @@ LOSS_HINTS = {
 @refuses_with_hints(LOSS_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """The policy loss and its constants; a field left at None takes the value of the kind's paper.
+    """Settings of the policy loss. A field that is None takes the value of the kind's paper.
 
-    `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a
-    larger upper side leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For cispo
-    1 + epsilon_high is the cap on the importance weight (TRL's epsilon_high is the cap itself).
+    `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]. A
+    larger `epsilon_high` leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For
+    cispo, 1 + epsilon_high is the cap on the importance weight (TRL's epsilon_high is the cap
+    itself).
     `dual_clip`: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
-    1912.09729, eq. 5); token-wise clipping kinds only.
-    `aggregation`: how token losses become one number, in verl's names; cispo takes any, the others
-    are named for theirs.
-    `max_completion_length`: divides token sums per rollout by this constant (Dr. GRPO's), whatever
-    the denominator is.
-    `kl_coefficient`: weight of the KL term against the reference policy; 0 leaves it out.
+    1912.09729, eq. 5). Only for kinds that clip token by token.
+    `aggregation`: how token losses become one number, by verl's names. cispo accepts any; each
+    other kind only its own.
+    `max_completion_length`: constant by which token sums per rollout are divided (Dr. GRPO),
+    whatever the denominator is.
+    `kl_coefficient`: weight of the KL term to the reference policy; 0 leaves it out.
     `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
     `entropy_coefficient`: weight of the entropy bonus; 0 leaves it out.
-    `max_sequence_kl`: a token with A < 0 weighs 0 in a rollout whose mean of log behaviour - log pi
-    is above this (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1).
-    `correction`: the weight of tokens that an older policy sampled.
-    Raises ConfigError for a kind that does not exist, a value out of its range, and combinations
-    that would compute something else than their names say.
+    `max_sequence_kl`: limit on a rollout's mean of log behaviour - log pi. Above it, tokens with A
+    < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1).
+    `correction`: weights of tokens that an older policy sampled.
+    Raises ConfigError for an unknown kind, a value out of range, and combinations that would not
+    compute what their names say.
     """
 
     kind: Annotated[str, Choices(POLICY_LOSS_KINDS)] = "dapo"
@@ -263,9 +271,9 @@ class PolicyLossConfig:
         normalize: AdvantageNormalization | None = None,
         baseline: AdvantageBaseline | None = None,
     ) -> tuple[AdvantageNormalization, AdvantageBaseline]:
-        """`normalize` and `baseline` for `group_advantages`: those given, or the kind's for None.
+        """Return `normalize` and `baseline` for `group_advantages`. None takes the kind's value.
 
-        Raises ConfigError for what the kind's name excludes.
+        Raises ConfigError for values that contradict the kind.
         """
         kind = KINDS[self.kind]
         normalize = normalize or kind.advantage_normalization
@@ -283,9 +291,10 @@ class PolicyLossConfig:
         return normalize, baseline
 
     def with_limit(self, max_new_tokens: int) -> PolicyLossConfig:
-        """The config for completions of at most `max_new_tokens`, by which Dr. GRPO's code divides.
+        """Return the config for completions of at most `max_new_tokens`, the divisor in Dr. GRPO's
+        code.
 
-        A `max_completion_length` that is given stays.
+        A given `max_completion_length` is kept.
         """
         if not KINDS[self.kind].divides_by_max_length or self.max_completion_length is not None:
             return self
@@ -293,7 +302,7 @@ class PolicyLossConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """(epsilon_low, epsilon_high) as they apply."""
+        """(epsilon_low, epsilon_high) in effect."""
         kind = KINDS[self.kind]
         return (
             kind.epsilon_low if self.epsilon_low is None else self.epsilon_low,
@@ -302,5 +311,5 @@ class PolicyLossConfig:
 
     @property
     def resolved_aggregation(self) -> Aggregation:
-        """The aggregation as it applies."""
+        """The aggregation in effect."""
         return self.aggregation or KINDS[self.kind].aggregation

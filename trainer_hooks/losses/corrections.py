@@ -1,4 +1,6 @@
-"""Weights for tokens that an older policy sampled.
+"""Weights for tokens that an older policy sampled: `OffPolicyCorrection` in tensors.
+
+Used by `policy_loss`. Pure functions.
 
 Shape letters: B rollouts, T positions. w = exp(proximal - behaviour), 1 where the two agree.
 
@@ -32,11 +34,12 @@ def correction_weights(
     policy_lag_BT: torch.Tensor | None = None,
     kv_lag_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The weight of each token, [B, T] without a gradient, and per-token flags [B, T].
+    """Return the weight of each token, [B, T] without a gradient, and per-token flags [B, T].
 
     `log_ratio_BT` = proximal - behaviour, 0 outside the mask. Flags: `above` and `below` the band,
-    and `dropped`, a weight of 0. A level of whole rollouts gives every token its rollout's weight.
-    Raises ConfigError if the correction wants a lag that is not given.
+    and `dropped` for a weight of 0. With a level of whole rollouts every token has its rollout's
+    weight.
+    Raises ConfigError if the correction needs a lag that is not given.
     """
     log_ratio_BT = log_ratio_BT.detach()
     log_weight_BT = rollout_log_ratios(log_ratio_BT, mask_BT, correction.level)
@@ -63,10 +66,11 @@ def correction_weights(
 def sequence_mask(
     log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor, max_kl: float
 ) -> torch.Tensor:
-    """Which tokens to drop, bool [B, T]: A < 0 in a rollout that has moved away from its sampler.
+    """Return the tokens to drop, bool [B, T]: with A < 0, in a rollout unlikely under the policy.
 
-    `log_ratio_BT` = log pi - log behaviour, 0 outside the mask. Pushing down what the policy would
-    hardly sample any more is what makes updates on old rollouts unstable.
+    `log_ratio_BT` = log pi - log behaviour, 0 outside the mask. A rollout counts as unlikely if its
+    mean of log behaviour - log pi is above `max_kl`. Making such tokens still less likely is what
+    destabilises updates on old rollouts.
     Source: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1, "off-policy sequence masking".
     """
     mean_B1 = -rollout_log_ratios(log_ratio_BT, mask_BT, "geometric")
@@ -78,7 +82,7 @@ def _bounds(
     policy_lag_BT: torch.Tensor | None,
     kv_lag_BT: torch.Tensor | None,
 ) -> tuple[Any, Any]:
-    """(low, high), two floats or two tensors [B, T]: the band to the power 1 / (1 + d * lag)."""
+    """Return (low, high), floats or tensors [B, T]: the band to the power 1 / (1 + d * lag)."""
     low, high = correction.bounds
     if correction.lag_decay == 0.0:
         return low, high

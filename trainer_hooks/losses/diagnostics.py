@@ -1,9 +1,11 @@
 """Metrics of a loss on its batch: ratios, effective sample size, divergence, clips, also by lag.
 
-Shape letters: B rollouts, T positions, C cells of the lag table, S sums. Everything stays a tensor
-until one copy to the host at the end. A name of TRL (`kl`, `entropy`, `clip_ratio/*`,
-`cispo_clip_ratio`, `sampling/importance_sampling_ratio/*`) or verl (`ppo_kl`, `pg_clipfrac_lower`,
-`rollout_corr/*`) is the same number.
+Used by `policy_loss` and `value_loss`. Everything stays a tensor until one copy to the host at the
+end. A name of TRL (`kl`, `entropy`, `clip_ratio/*`, `cispo_clip_ratio`,
+`sampling/importance_sampling_ratio/*`) or verl (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`)
+means the same number as there.
+
+Shape letters: B rollouts, T positions, C cells of the lag table, S sums.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from trainer_hooks.losses.config import KINDS, PolicyLossConfig
 from trainer_hooks.losses.terms import TokenLosses, log_ratios
 
-# A lag up to the first edge falls into the first cell, and so on; in versions.
+# Upper bounds of the cells of lags, in versions. The last cell is unbounded.
 POLICY_LAG_EDGES = (0.0, 1.0, 3.0)
 POLICY_LAG_NAMES = ("0", "1", "2-3", "4-up")
 KV_LAG_EDGES = (0.0, 1.0)
@@ -32,7 +34,8 @@ Metrics = dict[str, torch.Tensor]
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """(sum w)^2 / (n sum w^2) over the mask, in [0, 1]: 1 for equal weights, 0 for none.
+    """Return (sum w)^2 / (n sum w^2) over the mask, in [0, 1]: 1 for equal weights, 0 for an empty
+    mask.
 
     Source: Kong 1992, A note on importance sampling using standardized weights.
     """
@@ -50,12 +53,13 @@ def loss_metrics(
     config: PolicyLossConfig,
     entropies_BT: torch.Tensor | None = None,
 ) -> Metrics:
-    """Metrics of the whole batch; `log_ratio_BT` = log pi - log behaviour.
+    """Return the metrics of a batch, from `log_ratio_BT` = log pi - log behaviour and the loss
+    terms.
 
-    `ppo_kl` (k1) is from the policy that is clipped around, `approx_kl` (k3) from the behaviour
-    policy; `weight_mean` and `eff_sample_size` are those of the token weights pi / behaviour;
-    `sampled_entropy` is the mean of -log pi of the sampled tokens, an estimate of `entropy` (of
-    `entropies_BT`).
+    `ppo_kl` (k1) is the divergence from the policy that the ratio is clipped around, `approx_kl`
+    (k3) from the behaviour policy. `weight_mean` and `eff_sample_size` describe the token weights
+    pi / behaviour. `sampled_entropy` is the mean of -log pi of the sampled tokens, an estimate of
+    `entropy`, which is the mean of `entropies_BT`.
     """
     weight_BT = log_ratio_BT.exp()
     step_BT = log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT)
@@ -83,7 +87,9 @@ def loss_metrics(
 def correction_metrics(
     weights_BT: torch.Tensor, flags: Metrics, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> Metrics:
-    """Metrics of the correction: its weights, how often a bound acts, the gap that it corrects."""
+    """Return the metrics of a correction: its weights, how often its bounds act, and the corrected
+    gap.
+    """
     prefix = "sampling/importance_sampling_ratio/"
     return {
         f"{prefix}mean": masked_mean(weights_BT, mask_BT),
@@ -103,7 +109,7 @@ def lag_metrics(
     mask_BT: torch.Tensor,
     is_clipped_BT: torch.Tensor,
 ) -> Metrics:
-    """How many tokens are stale and how often those are clipped; the mean age of the KV."""
+    """Return the share of stale tokens, how often they are clipped, and the mean lag of the KV."""
     metrics = {}
     if policy_lag_BT is not None:
         is_stale_BT = (policy_lag_BT > 0) & mask_BT
@@ -122,10 +128,11 @@ def lag_table(
     log_ratio_BT: torch.Tensor,
     is_dropped_BT: torch.Tensor,
 ) -> torch.Tensor | None:
-    """CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)]; 0 in empty cells.
+    """Return CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)]; 0 in empty
+    cells.
 
-    None unless both lags are given.
-    `log_ratio_BT` = log pi - log behaviour. All cells are summed by one scatter.
+    `log_ratio_BT` = log pi - log behaviour. All cells are summed by one scatter. Returns None
+    unless both lags are given.
     """
     if policy_lag_BT is None or kv_lag_BT is None:
         return None
@@ -160,7 +167,7 @@ def lag_table(
 
 
 def to_floats(metrics: Metrics, table: torch.Tensor | None) -> dict[str, float]:
-    """All metrics in one device-to-host copy; of the lag table the cells that hold tokens."""
+    """Return all metrics by one device-to-host copy, with the nonempty cells of the lag table."""
     values = torch.stack([value.float() for value in metrics.values()])
     cells = values.new_zeros(0) if table is None else table.flatten()
     floats = torch.cat([values, cells]).tolist()
@@ -175,12 +182,12 @@ def to_floats(metrics: Metrics, table: torch.Tensor | None) -> dict[str, float]:
 
 
 def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """The mean over the mask; 0 for an empty mask, since a batch may hold no trained token."""
+    """Return the mean over the mask, or 0 for an empty mask (a batch without a trained token)."""
     return values_BT.float().masked_fill(~mask_BT, 0.0).sum() / mask_BT.sum().clamp(min=1)
 
 
 def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
-    """Standard deviation, minimum and maximum over the mask; 0 for an empty mask."""
+    """Return standard deviation, minimum and maximum over the mask; 0 for an empty mask."""
     deviation_BT = values_BT - masked_mean(values_BT, mask_BT)
     smallest = values_BT.masked_fill(~mask_BT, torch.inf).amin()
     largest = values_BT.masked_fill(~mask_BT, -torch.inf).amax()
@@ -192,5 +199,5 @@ def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metr
 
 
 def _cells(lag_BT: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """How many edges each lag is above, int64."""
+    """Return the number of edges below each lag, int64."""
     return torch.stack([lag_BT > edge for edge in edges]).sum(dim=0)

@@ -1,5 +1,7 @@
 """Estimates of KL(pi || reference) from sampled tokens, for the loss or for the reward.
 
+Used by `policy_loss`, and by training loops that penalise KL in the reward. Pure functions.
+
 Shape letters: B rollouts, T positions. r = pi / reference at the sampled token.
 
     k1 = log r                    unbiased, may be negative, high variance
@@ -34,7 +36,9 @@ from trainer_hooks.losses.terms import MAX_LOG_RATIO, MIN_LOGPROB, log_ratios, t
 def kl_estimate(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator = "k3"
 ) -> torch.Tensor:
-    """Per token, KL(pi || reference) from the token that pi sampled; any shape, differentiable."""
+    """Return an estimate of KL(pi || reference) per token that pi sampled; any shape,
+    differentiable.
+    """
     difference = reference_logprobs.clamp(min=MIN_LOGPROB) - logprobs.clamp(min=MIN_LOGPROB)
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
@@ -52,7 +56,7 @@ def kl_losses(
     estimator: KLEstimator,
     importance_weighted: bool,
 ) -> torch.Tensor:
-    """The KL term of each token [B, T], 0 outside the mask; inputs are 0 there too."""
+    """Return the KL term of each token [B, T], 0 outside the mask. Inputs must be 0 there, too."""
     estimate_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, estimator)
     if importance_weighted:
         ratio_BT = log_ratios(logprobs_BT, behaviour_logprobs_BT, mask_BT).exp()
@@ -68,11 +72,11 @@ def token_rewards(
     kl_coefficient: float,
     estimator: KLEstimator = "k1",
 ) -> torch.Tensor:
-    """Rewards with the KL penalty in them, float32 [B, T] without a gradient, 0 outside the mask.
+    """Return rewards with the KL penalty, float32 [B, T] without a gradient, 0 outside the mask.
 
-    Every trained token pays kl_coefficient * KL; the last one also gets the rollout's reward. A sum
-    over T gives what a group method wants, [B]; `gae_advantages` takes it as it is. A NaN reward, a
-    failed rollout, stays NaN (on its last trained token, or on token 0 if it has none).
+    Every trained token pays kl_coefficient * KL, and the last one also gets the rollout's reward.
+    The sum over T, [B], suits group methods; `gae_advantages` takes the tokens. A NaN reward, of a
+    failed rollout, stays NaN (on its last trained token, or on token 0 if there is none).
     Source: Ouyang et al. 2022 (InstructGPT), arXiv 2203.02155, eq. 2; per token: Stiennon et al.
     2020, arXiv 2009.01325, sec. 3.4.
     """
@@ -82,7 +86,7 @@ def token_rewards(
         trained_logprobs(reference_logprobs_BT.detach(), mask_BT),
         estimator,
     )
-    # argmax gives the first of equals, so it is asked for the first trained token from the right.
+    # argmax returns the first of equal values; flipped, that is the last trained token.
     last_B1 = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(dim=1, keepdim=True)
     last_B1 = last_B1.masked_fill(~mask_BT.any(dim=1, keepdim=True), 0)
     return (-kl_coefficient * kl_BT).scatter_add(1, last_B1, rewards_B.float()[:, None])

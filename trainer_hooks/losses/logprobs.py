@@ -1,4 +1,6 @@
-"""What a trainer recomputes for each token with its own model: log-prob and entropy.
+"""Log-probs and entropies of a batch's tokens from a trainer's own logits.
+
+Used by `update_policy` and by training loops with a loss of their own. Pure functions.
 
 Shape letters: B rollouts, T positions, V vocabulary, E hidden size; R rows of B T.
 """
@@ -32,12 +34,12 @@ def token_logprobs(
     *,
     return_entropy: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of token t in column t, float32 [B, T], with a gradient; column 0 is 0.
+    """Return the log-prob of token t in column t, float32 [B, T], with a gradient; column 0 is 0.
 
-    `logits_BTV[:, t]` predicts token t + 1. The same quantity as the engine's
-    `logprobs_mode="temperature"`.
-    `return_entropy`: also the entropy of the distribution that token t is drawn from, in nats, over
-    the whole vocabulary, with a gradient, as an entropy bonus needs it.
+    `logits_BTV[:, t]` predicts token t + 1. The result is the same quantity as the engine's
+    log-probs with `logprobs_mode="temperature"`.
+    `return_entropy`: True also returns the entropy in nats of the distribution of token t over the
+    whole vocabulary, with a gradient, for an entropy bonus.
     """
     logits_BTV = logits_BTV[:, :-1].float() / temperature
     chosen_BT = logits_BTV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
@@ -53,7 +55,7 @@ def token_logprobs(
 
 @torch.no_grad()
 def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Entropy of the distribution that token t was drawn from, in column t, float32 [B, T], nats.
+    """Return the entropy of the distribution of token t in column t, float32 [B, T], in nats.
 
     It covers the whole vocabulary, as in TRL and verl. It has no gradient; column 0 is 0.
     """
@@ -63,11 +65,12 @@ def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch
 
 
 def head_logits(hidden_BTE: Tensor, weight_VE: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """Logits of final hidden states, float32 [B, T, V], with a gradient, as the engine has them:
-    on a CUDA device half-precision products keep their float32 sums.
+    """Return logits of final hidden states, float32 [B, T, V], with a gradient, equal to the
+    engine's.
 
-    What a model's own head returns is rounded to its dtype there: log-probs from it differ from the
-    engine's for that reason alone. Without such a device this is the head's product, cast.
+    On a CUDA device, half-precision products keep their float32 sums. A model's own head rounds
+    them to its dtype, which alone makes its log-probs differ from the engine's. On other devices
+    this is the head's product, cast to float32.
     """
     hidden_RE = hidden_BTE.reshape(-1, hidden_BTE.shape[-1])
     logits_RV: Tensor = _HeadLogits.apply(hidden_RE, weight_VE, bias_V)  # type: ignore[no-untyped-call]
@@ -85,7 +88,7 @@ class _HeadLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """As of the product in the model's dtype and a cast after it."""
+        """Return the gradients of a product in the model's dtype followed by a cast."""
         hidden_RE, weight_VE = ctx.saved_tensors
         grad_RV = grads[0].to(hidden_RE.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad

@@ -1,4 +1,7 @@
-"""The metrics of a batch from those of its micro-batches."""
+"""merged_metrics: the metrics of a batch, computed from the metrics of its micro-batches.
+
+Used by `accumulate_gradients`. A pure function.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Sequence
 
 
 def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
-    """The metrics of a batch from those of its micro-batches, each with its number of tokens.
+    """Return the metrics of a batch from `parts`: each micro-batch's metrics and number of tokens.
 
-    They are those of the batch at once. `loss` is their sum: each was divided by the denominator of
-    the batch.
+    The result equals the metrics of the batch in one piece. `loss` is a sum, since each part was
+    divided by the denominator of the batch.
     """
     parts = [(metrics, count) for metrics, count in parts if count] or list(parts[:1])
     merged: dict[str, float] = {}
@@ -39,7 +42,7 @@ def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
 
 
 def _weighted_mean(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
-    """The mean over the tokens that `name` is about."""
+    """Return the mean of `name`, weighted by the number of tokens that it covers in each part."""
     counts = _counts(name, parts)
     total = sum(
         count * metrics.get(name, 0.0) for (metrics, _), count in zip(parts, counts, strict=True)
@@ -48,7 +51,9 @@ def _weighted_mean(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> 
 
 
 def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
-    """(sum w)^2 / (n sum w^2), where a part's sums follow from its value and its mean weight."""
+    """Return (sum w)^2 / (n sum w^2). A part's sums follow from its effective size and mean
+    weight.
+    """
     prefix = name.removesuffix("eff_sample_size")
     mean_name = f"{prefix}mean" if prefix.startswith("sampling/") else f"{prefix}weight_mean"
     counts = _counts(name, parts)
@@ -61,7 +66,9 @@ def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], in
 
 
 def _counts(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> list[float]:
-    """How many tokens of each part `name` is about: all, those of a cell, or the stale ones."""
+    """Return the number of tokens that `name` covers in each part: all, a cell's, or the stale
+    ones.
+    """
     if name.startswith("by_lag/") and not name.endswith("/token_fraction"):
         share_name = f"{name.rpartition('/')[0]}/token_fraction"
     elif name == "stale_clip_fraction":

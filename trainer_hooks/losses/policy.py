@@ -1,7 +1,9 @@
-"""policy_loss and value_loss: one batch in, one scalar and its metrics out.
+"""policy_loss and value_loss: compute one scalar loss and its metrics from a batch.
+
+Used by `accumulate_gradients`, and directly by training loops. Pure functions.
 
 Shape letters: B rollouts, T positions of prompt + completion, right padded. Column t of a log-prob
-tensor is the log-prob of token t; the mask is 1 on the tokens to be trained on.
+tensor is the log-prob of token t; the mask is 1 on the tokens to train on.
 """
 
 from __future__ import annotations
@@ -50,20 +52,22 @@ def policy_loss(
     aggregation_denominator: float | None = None,
     rollout_tokens_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
+    """Return the loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
 
     loss = aggregate(w * token loss + kl_coefficient * KL - entropy_coefficient * entropy).
-    The kind clips r = pi / anchor and the correction weighs with w of anchor / behaviour:
-    `proximal_logprobs_BT`, those of the policy at the start of this update, are the anchor if given
-    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025, arXiv
-    2505.24298, sec. 5.2). Else it is the behaviour policy, and there is nothing to weigh.
-    `entropies_BT`, of `token_logprobs(..., return_entropy=True)`, are for the entropy bonus, whose
-    gradient goes to them, and the metric `entropy`.
-    `aggregation_denominator`: see `aggregate`. `advantages_BT` may be [B, 1].
-    `rollout_tokens_B`, of `RolloutBatch`: a rollout that is several rows, each a token sequence,
-    counts once; without it each row is a rollout. Ratios and masks of sequences are those of rows.
-    With both lags the metrics also come by cells of (policy lag x KV lag), as `by_lag/*`.
-    Values outside the mask are never looked at, NaN included. Log-probs are held at MIN_LOGPROB.
+    The kind clips r = pi / anchor, and the correction makes the weight w from anchor / behaviour.
+    `proximal_logprobs_BT`: log-probs of the policy at the start of this update. If given, they are
+    the anchor (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025,
+    arXiv 2505.24298, sec. 5.2). Otherwise the behaviour policy is the anchor, and w is 1.
+    `advantages_BT`: [B, T] or [B, 1].
+    `entropies_BT`: result of `token_logprobs(..., return_entropy=True)`, for the entropy bonus,
+    whose gradient goes to them, and for the metric `entropy`.
+    `aggregation_denominator`: see `aggregate`.
+    `rollout_tokens_B`: as in a RolloutBatch. With it, a rollout of several rows counts once.
+    Without it each row counts as a rollout. Ratios and masks of sequences are always per row.
+    `policy_lag_BT`, `kv_lag_BT`: with both, metrics also come by cells of (policy lag x KV lag), as
+    `by_lag/*`.
+    Values outside the mask are not read, and may be NaN. Log-probs are clamped at MIN_LOGPROB.
     Raises ConfigError for shapes that differ and for a term whose input is missing.
     """
     same_shape = (behaviour_logprobs_BT, mask_BT, reference_logprobs_BT, proximal_logprobs_BT)
@@ -104,7 +108,9 @@ def _masked_losses(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The losses without those that `max_sequence_kl` drops, and how many these are."""
+    """Return the losses with 0 where `max_sequence_kl` drops tokens, and the share of these
+    tokens.
+    """
     if config.max_sequence_kl is None:
         return terms.losses_BT, {}
     is_masked_BT = sequence_mask(log_ratio_BT, advantages_BT, mask_BT, config.max_sequence_kl)
@@ -120,7 +126,7 @@ def _corrected(
     correction: OffPolicyCorrection,
     lags: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The losses weighted by anchor / behaviour, which tokens weigh 0, and metrics."""
+    """Return the losses weighted by anchor / behaviour, the tokens of weight 0, and metrics."""
     if anchor_BT is behaviour_BT:
         return losses_BT, torch.zeros_like(mask_BT), {}
     gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
@@ -137,7 +143,7 @@ def _penalties(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What each token pays for its KL to the reference, less its entropy bonus, and metrics."""
+    """Return each token's KL penalty less its entropy bonus, and metrics."""
     penalties_BT, metrics = torch.zeros_like(behaviour_BT), {}
     if config.kl_coefficient > 0.0:
         if reference_logprobs_BT is None:
@@ -156,12 +162,14 @@ def _penalties(
 
 
 def _constants(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """The log-probs of the trained tokens, 0 elsewhere, without a gradient."""
+    """Return the log-probs of the trained tokens without a gradient, 0 elsewhere."""
     return trained_logprobs(logprobs_BT.detach(), mask_BT)
 
 
 def _resolved(correction: OffPolicyCorrection, is_proximal: bool) -> OffPolicyCorrection:
-    """The correction with `auto` decided. Raises ConfigError if what it weighs by is missing."""
+    """Return the correction with `auto` resolved. Raises ConfigError if its proximal input is
+    missing.
+    """
     if correction.needs_proximal and not is_proximal:
         # Weighing by present / behaviour instead would leave no ratio to clip.
         raise ConfigError(
@@ -187,8 +195,8 @@ def _check_shapes(
         )
     if tuple(advantages_BT.shape) not in (shape, (shape[0], 1)):
         raise ConfigError(
-            f"advantages_BT has shape {tuple(advantages_BT.shape)}; {shape} or {(shape[0], 1)} is "
-            "wanted"
+            f"advantages_BT has shape {tuple(advantages_BT.shape)}; it must be {shape} or "
+            f"{(shape[0], 1)}"
         )
 
 
@@ -202,12 +210,13 @@ def value_loss(
     aggregation: Aggregation = "token-mean",
     aggregation_denominator: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Half the squared error to the returns, a scalar with a gradient to `values_BT`, and metrics.
+    """Return half the squared error to the returns, with a gradient to `values_BT`, and metrics.
 
-    Per token max((V - R)^2, (clip(V) - R)^2) / 2, where clip holds V within `clip_range` of the
-    value at the start of the update: a step away from it earns nothing. None leaves the clip out.
-    Metrics in verl's names: vf_loss, vf_clipfrac, vpred_mean. Values outside the mask are never
-    looked at. Raises ConfigError for shapes that differ and a clip range that is not above 0.
+    Per token max((V - R)^2, (clip(V) - R)^2) / 2, where clip limits V to `clip_range` around the
+    value at the start of the update, so that moving further gains nothing. None means no clip.
+    Metrics have verl's names: vf_loss, vf_clipfrac, vpred_mean. Values outside the mask are not
+    read.
+    Raises ConfigError for shapes that differ and a clip range that is not above 0.
     Source: Schulman et al. 2016, arXiv 1506.02438; the clip: Engstrom et al. 2020, arXiv
     2005.12729, sec. 3.
     """

@@ -1,5 +1,8 @@
 """Routing replay: a trainer's forward pass computes each token with the experts of the rollout.
 
+Used by `update_policy` and by training loops around a pass. It replaces the `forward` of the
+model's routers for the length of a block.
+
 Source: R3 (Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and
 inference routers"), arXiv 2510.11370.
 
@@ -26,18 +29,19 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 def replay_routing(
     model: nn.Module, routing_BTLK: torch.Tensor, routers: Sequence[nn.Module] | None = None
 ) -> Iterator[None]:
-    """Within the block, the routers of `model` choose the recorded experts.
+    """Make the routers of `model` choose the recorded experts in the block.
 
-    `routing_BTLK`: integers, `RolloutBatch.routing_BTLK` of the very tokens [B, T] that go through
-    the model: row [b, t] is of the forward pass of token [b, t]. A packed batch is one row, [1, N,
-    L, K]. Where a layer's K ids are -1 its router chooses by itself. The weights of the experts,
-    and with them the gradient, come from the router's own scores at those ids.
-    `routers`: the modules that choose, in the order of layers; None finds those of transformers.
-    Each of them must choose with one `torch.topk` of `top_k` among `num_experts` scores.
-    With gradient checkpointing the backward pass belongs into the block: it runs the layers again,
-    and torch finds that they are not the same (CheckpointError) unless use_reentrant is True.
-    Raises ConfigError for rows of another shape, ids that no expert has, a model without routers
-    that it knows, and for one whose forward pass left some of them out.
+    `routing_BTLK`: integers; row [b, t] is for token [b, t] of the forward pass, as in
+    `RolloutBatch.routing_BTLK`. A packed batch is one row, [1, N, L, K]. Where a layer's K ids are
+    -1, its router chooses itself. Expert weights, and so the gradient, come from the router's own
+    scores at the recorded ids.
+    `routers`: modules that choose experts, in the order of layers; None finds the routers of a
+    transformers model. Each must choose by one `torch.topk` of `top_k` among `num_experts` scores.
+    With gradient checkpointing, run the backward pass inside the block as well: it repeats the
+    layers, and outside the block torch finds them different (CheckpointError) unless use_reentrant
+    is True.
+    Raises ConfigError for routing of another shape, ids without an expert, a model whose routers
+    are not recognised, and a forward pass that did not call all routers.
     """
     found = find_routers(model) if routers is None else list(routers)
     replayed = _replays(found, routing_BTLK)
@@ -58,9 +62,9 @@ def replay_routing(
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The routers of a transformers model, in the order of its layers.
+    """Return the routers of a transformers model, in the order of its layers.
 
-    Raises ConfigError, naming the class, for a layer whose router is not known.
+    Raises ConfigError, naming the class, for a layer with experts whose router is not recognised.
     """
     routers = [m for m in model.modules() if _is_router(m)]
     for block in model.modules():
@@ -87,16 +91,16 @@ def _is_router(module: nn.Module) -> bool:
 
 
 class _Replay:
-    """One router and the ids that it is to choose, [N, K]."""
+    """Replays recorded ids [N, K] in one router."""
 
     def __init__(self, router: nn.Module, ids_NK: torch.Tensor, shape: str) -> None:
         self.router, self.num_calls = router, 0
         self._ids_NK, self._shape = ids_NK, shape
         self._forward: Callable[..., Any] = router.forward
-        self._had_own = "forward" in vars(router)  # somebody else replaced it, too
+        self._had_own = "forward" in vars(router)  # forward was replaced before
 
     def install(self) -> None:
-        """From now on, calls of the router choose these ids."""
+        """Replace the router's `forward` by one that chooses the recorded ids."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
@@ -108,7 +112,7 @@ class _Replay:
         self.router.forward = forward
 
     def remove(self) -> None:
-        """Let the router choose by itself again."""
+        """Restore the router's `forward`."""
         if self._had_own:
             self.router.forward = self._forward
         else:
@@ -116,9 +120,9 @@ class _Replay:
 
 
 class _Choice(TorchFunctionMode):
-    """While it is active, the top k of all experts' scores are the recorded ones.
+    """A torch function mode in which the top k of the experts' scores are the recorded ids.
 
-    The router itself makes weights of their scores, as it always does.
+    The router computes expert weights from the scores at these ids, as always.
     """
 
     def __init__(self, router: nn.Module, ids_NK: torch.Tensor, shape: str) -> None:
@@ -134,7 +138,7 @@ class _Choice(TorchFunctionMode):
             return result
         scores_NE: torch.Tensor = args[0] if args else kwargs["input"]
         num_tokens, top_k = self._ids_NK.shape
-        # The choice of groups has other sizes.
+        # A topk over groups of experts has other sizes, and is not replayed.
         if scores_NE.shape[-1] != self._router.num_experts or result.indices.shape[-1] != top_k:
             return result
         self._num_choices += 1
@@ -160,7 +164,7 @@ class _Choice(TorchFunctionMode):
 
 
 def _replays(routers: Sequence[nn.Module], routing_BTLK: torch.Tensor) -> list[_Replay]:
-    """The ids of each router, checked."""
+    """Return a replay for each router. Raises ConfigError for routing that does not fit them."""
     shape = f"{list(routing_BTLK.shape)}"
     for router in routers:
         wanted: tuple[Any, Any] = len(routers), router.top_k

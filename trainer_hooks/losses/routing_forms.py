@@ -1,8 +1,11 @@
-"""Routing in the forms of other systems: verl, slime, prime-rl, NeMo-RL, SGLang.
+"""Converts recorded routing to and from the forms of verl, slime, prime-rl, NeMo-RL and SGLang.
 
-Ours is `request.routing_indices`, int16 [tokens - 1, L, K], and `RolloutBatch.routing_BTLK`, int16
-[B, T, L, K], right padded; -1 is an unknown row, and only layers with experts are there. Where
-another form has no -1, an unknown row is 0 .. K - 1, K experts that differ; so is what pads it.
+Used by integrations with these trainers (rollout_verl) and by users' own. Pure functions.
+
+This project's forms are `request.routing_indices`, int16 [tokens - 1, L, K], and
+`RolloutBatch.routing_BTLK`, int16 [B, T, L, K], right padded. They have only layers with experts,
+and -1 in unknown rows. In forms without -1, unknown rows and padding are 0 .. K - 1: K different
+experts.
 
 Shape letters: P positions, S positions of a padded row, B rows, T positions of our batch, L layers
 with experts, A all layers, K experts of a token.
@@ -28,20 +31,25 @@ _BYTES_DTYPES = ("uint8", "uint16", "int8", "int16", "int32")
 
 
 def without_unknown(routing: torch.Tensor) -> torch.Tensor:
-    """A copy in which each unknown row is 0 .. K - 1, of which no two are equal."""
+    """Return a copy in which each unknown row is 0 .. K - 1, a choice of K different experts."""
     top_k = torch.arange(routing.shape[-1], dtype=routing.dtype, device=routing.device)
     return torch.where(_is_row(routing), routing, top_k)
 
 
 def duplicates_unknown(routing: torch.Tensor) -> torch.Tensor:
-    """A copy in which rows that name an expert twice, such as zeros, are -1: no router says so."""
+    """Return a copy in which rows with an expert twice, such as zeros, are -1: no router chooses
+    so.
+    """
     ordered = routing.sort(dim=-1).values
     is_twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1, keepdim=True)
     return routing.masked_fill(is_twice, UNKNOWN)
 
 
 def all_layers(routing: torch.Tensor, moe_layers: Sequence[int], num_layers: int) -> torch.Tensor:
-    """[..., L, K] as [..., A, K]: zeros in dense layers. `moe_layers`: where experts are."""
+    """Return routing [..., L, K] as [..., A, K] with zeros in dense layers.
+
+    `moe_layers`: indices of the layers with experts.
+    """
     shape = *routing.shape[:-2], num_layers, routing.shape[-1]
     _require(
         len(moe_layers) == routing.shape[-2] and max(moe_layers, default=0) < num_layers,
@@ -52,7 +60,7 @@ def all_layers(routing: torch.Tensor, moe_layers: Sequence[int], num_layers: int
 
 
 def moe_layers_only(routing: torch.Tensor, moe_layers: Sequence[int]) -> torch.Tensor:
-    """[..., A, K] as [..., L, K]: without dense layers."""
+    """Return routing [..., A, K] as [..., L, K], without dense layers."""
     _require(
         max(moe_layers, default=0) < routing.shape[-2],
         f"moe_layers={list(moe_layers)} are not among the {routing.shape[-2]} layers of routing of "
@@ -70,7 +78,8 @@ def to_verl(
     max_prompt_length: int,
     max_response_length: int,
 ) -> torch.Tensor:
-    """`routed_experts` [B, S, L, K]: row b starts where its prompt does in verl's `input_ids`.
+    """Return verl's `routed_experts` [B, S, L, K]. Row b starts at its prompt in verl's
+    `input_ids`.
 
     S = max_prompt_length + max_response_length. Raises ConfigError for lengths that do not fit.
     """
@@ -95,14 +104,14 @@ def to_verl(
 
 
 def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> torch.Tensor:
-    """`routing_BTLK` of verl's `routed_experts` and `attention_mask`, both left padded.
+    """Return `routing_BTLK` from verl's `routed_experts` and `attention_mask`, both left padded.
 
-    T is the longest row's number of tokens. The last token of a row is -1: no pass computed it.
+    T is the largest number of tokens of a row. A row's last token is -1: no pass computed it.
     """
     _require(
         routed_experts.dim() == 4 and routed_experts.shape[:2] == attention_mask_BS.shape,
         f"routed_experts of shape {list(routed_experts.shape)} and attention_mask of shape "
-        f"{list(attention_mask_BS.shape)}; [B, S, L, K] and [B, S] are wanted",
+        f"{list(attention_mask_BS.shape)} must be [B, S, L, K] and [B, S]",
     )
     is_token_BS = attention_mask_BS.bool()
     lengths = is_token_BS.sum(dim=1).tolist()
@@ -118,16 +127,16 @@ def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> 
 
 
 def to_slime(routing_PLK: torch.Tensor) -> np.ndarray:
-    """`Sample.rollout_routed_experts` of `request.routing_indices`; give it `all_layers` first.
+    """Return slime's `Sample.rollout_routed_experts` from routing with `all_layers`.
 
-    Raises ConfigError for unknown rows: slime has no form for them.
+    Raises ConfigError for unknown rows, which slime cannot express.
     """
     _require_known(routing_PLK, "slime")
     return routing_PLK.numpy().astype(np.int32)
 
 
 def from_slime(rollout_routed_experts: np.ndarray) -> torch.Tensor:
-    """`request.routing_indices` of slime's; take `moe_layers_only` of it."""
+    """Return `request.routing_indices` from slime's form. Apply `moe_layers_only` to the result."""
     return duplicates_unknown(torch.from_numpy(rollout_routed_experts.astype(np.int16)))
 
 
@@ -135,7 +144,9 @@ def from_slime(rollout_routed_experts: np.ndarray) -> torch.Tensor:
 
 
 def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
-    """{"data": bytes, "shape", "dtype"}, uint8 or uint16. Raises ConfigError for unknown rows."""
+    """Return {"data": bytes, "shape", "dtype"}, uint8 or uint16. Raises ConfigError for unknown
+    rows.
+    """
     _require_known(routing_PLK, "prime-rl")
     is_small = not routing_PLK.numel() or int(routing_PLK.max()) < 256
     array = routing_PLK.numpy().astype(np.uint8 if is_small else np.uint16)
@@ -143,7 +154,9 @@ def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
 
 
 def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
-    """`request.routing_indices` of prime-rl's. Raises ConfigError if it is none."""
+    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for another
+    form.
+    """
     dtype = str(routed_experts["dtype"])
     _require(dtype in _BYTES_DTYPES, f"dtype={dtype!r} must be one of {_BYTES_DTYPES}")
     return _of_bytes(routed_experts["data"], dtype, routed_experts["shape"])
@@ -153,13 +166,15 @@ def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
 
 
 def to_nemo_rl(routing_PLK: torch.Tensor) -> torch.Tensor:
-    """`routed_experts`, int8 for up to 128 experts, else int16; -1 means "route yourself"."""
+    """Return NeMo-RL's `routed_experts`: int8 for up to 128 experts, else int16; -1 where
+    unknown.
+    """
     is_small = not routing_PLK.numel() or int(routing_PLK.max()) < 128
     return routing_PLK.to(torch.int8 if is_small else torch.int16)
 
 
 def from_nemo_rl(routed_experts: torch.Tensor) -> torch.Tensor:
-    """`request.routing_indices` of NeMo-RL's int8, int16 or int32."""
+    """Return `request.routing_indices` from NeMo-RL's int8, int16 or int32."""
     return duplicates_unknown(routed_experts.to(torch.int16))
 
 
@@ -167,15 +182,18 @@ def from_nemo_rl(routed_experts: torch.Tensor) -> torch.Tensor:
 
 
 def to_sglang(routing_PLK: torch.Tensor) -> str:
-    """`meta_info["routed_experts"]`; give it `all_layers` first. Raises ConfigError for unknown
-    rows.
+    """Return SGLang's `meta_info["routed_experts"]` from routing with `all_layers`.
+
+    Raises ConfigError for unknown rows.
     """
     _require_known(routing_PLK, "SGLang")
     return base64.b64encode(routing_PLK.numpy().astype(np.int32).tobytes()).decode("ascii")
 
 
 def from_sglang(routed_experts: str, num_layers: int, top_k: int) -> torch.Tensor:
-    """`request.routing_indices` of SGLang's; take `moe_layers_only` of it."""
+    """Return `request.routing_indices` from SGLang's form. Apply `moe_layers_only` to the
+    result.
+    """
     try:
         data = base64.b64decode(routed_experts, validate=True)
     except binascii.Error as fault:

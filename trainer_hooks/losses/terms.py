@@ -1,4 +1,6 @@
-"""The terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
+"""Terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
+
+Used by the other modules of this package. Pure functions.
 
 Shape letters: B rollouts, T positions.
 """
@@ -12,28 +14,28 @@ import torch
 from rollout.errors import ConfigError
 from trainer_hooks.losses.config import KINDS, Aggregation, PolicyLossConfig, RatioLevel
 
-# exp(20) is half a billion: no clip or cap lets such a ratio through, and float32 still holds its
-# square, so sums stay finite.
+# exp(20) is half a billion. Any clip or cap is far below it, and its square fits into float32, so
+# sums stay finite.
 MAX_LOG_RATIO = 20.0
-# A log-prob below it, -inf too, counts as it and has no gradient: e^-1000 is 0 in float64 as well,
-# and no engine samples such a token. So no difference of log-probs is NaN, and sums are finite.
+# Lower log-probs, also -inf, are clamped to this and have no gradient, so that no difference of
+# log-probs is NaN and sums are finite. e^-1000 is 0 in float64, too: no engine samples it.
 MIN_LOGPROB = -1000.0
 
 
 def trained_values(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """`values_BT` in float32 with 0 outside the mask, where anything may stand, NaN included."""
+    """Return `values_BT` in float32, with 0 outside the mask, where the input may be NaN."""
     return values_BT.float().masked_fill(~mask_BT, 0.0)
 
 
 def trained_logprobs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """`trained_values` of log-probs, held at MIN_LOGPROB and above."""
+    """Return `trained_values` of log-probs, clamped at MIN_LOGPROB."""
     return trained_values(logprobs_BT, mask_BT).clamp(min=MIN_LOGPROB)
 
 
 def log_ratios(
     numerator_BT: torch.Tensor, denominator_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Difference of log-probs, 0 outside the mask, held within +-MAX_LOG_RATIO."""
+    """Return the difference of log-probs, clamped to +-MAX_LOG_RATIO, and 0 outside the mask."""
     difference_BT = (numerator_BT - denominator_BT).masked_fill(~mask_BT, 0.0)
     return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -41,10 +43,10 @@ def log_ratios(
 def rollout_log_ratios(
     log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: RatioLevel
 ) -> torch.Tensor:
-    """[B, 1] for a level of whole rollouts, [B, T] for `token`.
+    """Return log ratios [B, 1] for a level of whole rollouts, or [B, T] for `token`.
 
-    `sequence` is the log of the product over the trained tokens, `geometric` that of their mean
-    (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
+    `sequence` is the log of the product over the trained tokens, `geometric` the log of their
+    geometric mean (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
     """
     if level == "token":
         return log_ratio_BT
@@ -60,12 +62,12 @@ def differentiable_ratios(
     mask_BT: torch.Tensor,
     level: RatioLevel,
 ) -> torch.Tensor:
-    """pi / anchor per token [B, T], with its gradient to `logprobs_BT`.
+    """Return pi / anchor per token [B, T], with a gradient to `logprobs_BT`.
 
-    For a level of whole rollouts every token has its rollout's ratio, and the ratio's gradient is
-    credited to the rollout's own tokens, one by one: s * exp(c (log pi - sg(log pi))), where sg
-    stops the gradient and c makes the mean over tokens have the gradient of s. So advantages may
-    differ within a rollout. Source: GSPO-token, Zheng et al. 2025, eq. 14.
+    With a level of whole rollouts, every token has its rollout's ratio s, and the gradient of s is
+    divided among the rollout's tokens: s * exp(c (log pi - sg(log pi))), where sg stops the
+    gradient and c makes the mean over tokens have the gradient of s. So advantages may differ
+    within a rollout. Source: GSPO-token, Zheng et al. 2025, eq. 14.
     """
     if level == "token":
         return log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT).exp()
@@ -77,10 +79,11 @@ def differentiable_ratios(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
-    """Losses [B, T] with a gradient; the ratio and what happened to it, without one.
+    """Losses [B, T] with a gradient, and without a gradient the ratio and the tokens that were
+    clipped.
 
-    `is_low_BT`, `is_high_BT`: the clip acts, below for A < 0 or above for A > 0.
-    `is_dual_BT`: the dual clip acts. Values outside the mask have no meaning.
+    `is_low_BT`: True where the clip acts below, for A < 0. `is_high_BT`: above, for A > 0.
+    `is_dual_BT`: True where the dual clip acts. Values outside the mask have no meaning.
     """
 
     losses_BT: torch.Tensor
@@ -101,12 +104,12 @@ def token_losses(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> TokenLosses:
-    """The losses with r = pi / anchor of the kind's level and epsilon its clip range.
+    """Return the token losses, with r = pi / anchor at the kind's level and its clip range.
 
-    All kinds but these two: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
-    cispo: -sg(clip(r)) A log pi; every token keeps a gradient, the clip only bounds its weight.
-    sapo: -4 / t sigmoid(t (r - 1)) A, whose slope is 1 at r = 1 and fades with the distance, with
-    temperature t by the sign of A.
+    Most kinds: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
+    cispo: -sg(clip(r)) A log pi. Every token keeps a gradient; the clip only bounds its weight.
+    sapo: -4 / t sigmoid(t (r - 1)) A, with temperature t by the sign of A. The slope is 1 at r = 1
+    and falls with the distance from it.
     """
     kind = KINDS[config.kind]
     epsilon_low, epsilon_high = config.clip_range
@@ -142,18 +145,19 @@ def aggregate(
     denominator: float | torch.Tensor | None = None,
     rollout_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A scalar; `values_BT` must be 0 outside the bool `mask_BT`.
+    """Return the scalar aggregate of `values_BT`, which must be 0 outside the bool `mask_BT`.
 
-    `token-mean`: sum over tokens / number of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476,
-    eq. 8). `seq-mean-token-sum`: sum over tokens / number of rollouts (Dr. GRPO, Liu et al. 2025,
-    arXiv 2503.20783, sec. 3.2). `seq-mean-token-mean`: mean over tokens of each rollout, then sum /
-    number of rollouts (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. 3). Rollouts without a trained
-    token do not count.
-    `denominator` takes the place of that last number. With the number of tokens (or rollouts) of
-    the whole batch in every micro-batch, their gradients add up to that of the batch.
-    A row is a rollout, or one of its token sequences if `rollout_tokens_B` is given: how many
-    trained tokens the row's rollout has in all its rows, also in those of other micro-batches. A
-    rollout then counts once, however many rows it has.
+    `token-mean`: sum over tokens / number of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476, eq.
+    8).
+    `seq-mean-token-sum`: sum over tokens / number of rollouts (Dr. GRPO, Liu et al. 2025, arXiv
+    2503.20783, sec. 3.2).
+    `seq-mean-token-mean`: mean over tokens of each rollout, then sum / number of rollouts (GRPO,
+    Shao et al. 2024, arXiv 2402.03300, eq. 3).
+    Rollouts without a trained token do not count.
+    `denominator`: divisor in place of the number of tokens or rollouts. With the number of the
+    whole batch in every micro-batch, their gradients add up to the gradient of the batch.
+    `rollout_tokens_B`: number of trained tokens in all rows of each row's rollout, also in other
+    micro-batches. With it, a rollout of several rows counts once.
     Raises ConfigError for a denominator that is not above 0.
     """
     if denominator is not None and not denominator > 0.0:
@@ -174,9 +178,9 @@ def aggregation_denominator(
     aggregation: Aggregation,
     rollout_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `aggregate` divides by: the number of trained tokens, or of rollouts that have some.
+    """Return the divisor of `aggregate`: the number of trained tokens, or of rollouts with one.
 
-    At least 1. That of a whole batch is for each of its micro-batches.
+    At least 1. Give a whole batch's divisor to the losses of all its micro-batches.
     """
     if aggregation == "token-mean":
         return mask_BT.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""What a run measures, under the names its users know, and where it is written."""
+"""Metrics of a run: measuring them, and writing them to a JSONL file, wandb and the terminal."""
 
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.histogram import read_histogram

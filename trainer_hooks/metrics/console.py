@@ -1,4 +1,7 @@
-"""A live view of a run in the terminal; plain lines where there is no terminal."""
+"""ProgressView: a live progress bar of a run in the terminal, or plain lines without a terminal.
+
+Used as the `console` of a MetricsLogger.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.stage_clock import StageClock
 
-# Metric name -> how it is shown.
+# Format of each shown metric, by name.
 DEFAULT_COLUMNS = {
     "reward": "reward {:.3f}",
     "completions/tokens_per_s": "{:,.0f} tokens/s",
@@ -21,10 +24,11 @@ DEFAULT_COLUMNS = {
 
 
 class ProgressView:
-    """A progress bar with the latest values of a few metrics beside it.
+    """A progress bar beside the latest values of a few metrics.
 
-    `columns`: metric name -> format of its value. `line_interval`: steps between the lines that are
-    printed where the output is no terminal. `clock`: seconds, for the time in those lines.
+    `columns`: format of each shown metric, by name.
+    `line_interval`: number of steps between printed lines if the output is not a terminal.
+    `clock`: returns seconds, for the elapsed time.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class ProgressView:
         self._latest: dict[str, Any] = {}
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
-        """Begin a bar of `num_steps`, driven by the metric `step_name`; ends the one before."""
+        """Begin a bar of `num_steps` that follows the metric `step_name`. Ends the bar before
+        it.
+        """
         self.close()
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
         self._latest, self._last_step = {}, None
@@ -64,7 +70,7 @@ class ProgressView:
         self._progress.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row; a row without the stage's step only refreshes the values."""
+        """Show one row. A row without the stage's step only updates the values."""
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
             self._columns[name].format(self._latest[name])
@@ -85,7 +91,7 @@ class ProgressView:
         return step % self._line_interval == 0 or step == self._num_steps
 
     def close(self) -> None:
-        """End the bar, leaving its last state on the screen; twice is fine."""
+        """End the bar, leaving its last state on the screen. May be called twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -1,7 +1,8 @@
-"""Histograms of whole numbers as plain columns, so that a row of metrics stays flat and readable.
+"""Histograms of whole numbers as plain columns, so that a row of metrics stays flat.
 
-`policy_staleness/hist/0`, `/1`, ... hold the counts of the values 0, 1, ...; the last one,
-`/16+`, those of all above.
+Used by `rollout_metrics`, the wandb run and the charts of a run. The columns
+`policy_staleness/hist/0`, `/1`, ... hold the counts of the values 0, 1, ...; the last one, `/16+`,
+counts all values above 15.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _INFIX = "/hist/"
 
 
 def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
-    """`<name>/hist/<bin>` -> count, from bin 0 to that of the largest value, without gaps.
+    """Return counts by column `<name>/hist/<bin>`, from 0 to the bin of the largest value.
 
-    Fractions are rounded to the nearest whole number and negative values count as 0.
+    Fractions are rounded to the nearest whole number. Negative values count as 0.
     """
     if not values.numel():
         return {}
@@ -29,12 +30,14 @@ def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
 
 
 def read_histogram(row: Mapping[str, Any], name: str) -> dict[int, int]:
-    """{bin: count} of the columns that `row` has for `name`; the open last bin is NUM_BINS."""
+    """Return {bin: count} of the columns that `row` has for `name`. The open last bin is
+    NUM_BINS.
+    """
     return read_histograms(row).get(name, {})
 
 
 def read_histograms(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    """All histograms of a row, by name."""
+    """Return all histograms of a row, by name."""
     histograms: dict[str, dict[int, int]] = defaultdict(dict)
     for column, count in row.items():
         name, infix, label = column.rpartition(_INFIX)

@@ -1,4 +1,7 @@
-"""Metrics as one JSON object per line: always written, readable while the run goes on."""
+"""JsonlWriter: writes metrics as one JSON object per line, readable while the run continues.
+
+Used by MetricsLogger; the views and reports of a run read the file.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from trainer_hooks.metrics.axes import TRAINER_STEP
 
 
 class JsonlWriter:
-    """Appends rows to a file, each flushed at once.
+    """Appends rows to a file and flushes each.
 
-    `resume_step`: None starts the file anew, and renames one that is there (`set_aside`); a step
-    keeps the rows up to it, so that a resumed run, which repeats the steps after its checkpoint,
-    leaves one row for each. `max_bytes`: a file that gets larger is renamed, name.jsonl to
-    name.1.jsonl, which is replaced; None for no limit.
+    `resume_step`: None starts a new file, and renames an existing one (`set_aside`). With a step,
+    rows up to that step are kept, so that a resumed run, which repeats the steps after its
+    checkpoint, has one row per step.
+    `max_bytes`: a file that grows beyond it is renamed from name.jsonl to name.1.jsonl, which it
+    replaces. None for no limit.
     """
 
     def __init__(
@@ -36,7 +40,9 @@ class JsonlWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append one row; a number that is not finite becomes null, what JSON lacks its text."""
+        """Append one row. Numbers that are not finite become null; values that JSON lacks become
+        text.
+        """
         self._file.write(_line(metrics))
         self._file.flush()
         if self._max_bytes is not None and self._file.tell() > self._max_bytes:
@@ -45,22 +51,24 @@ class JsonlWriter:
             self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file; twice is fine."""
+        """Close the file. May be called twice."""
         self._file.close()
 
 
 def rotated_path(path: Path) -> Path:
-    """Where the rows before those of `path` are, once it has got too large."""
+    """Return the file with the rows before those in `path`, which exists once `path` grew too
+    large.
+    """
     return path.with_suffix(f".1{path.suffix}")
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a file; a last line torn by a kill is left out."""
+    """Return the rows of a file, without a last line cut off by a kill."""
     return list(iterate_jsonl(path))
 
 
 def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
-    """As `read_jsonl`, one row at a time."""
+    """Yield the rows of `read_jsonl` one at a time."""
     with Path(path).open(encoding="utf-8", newline="\n") as file:
         for line in file:
             if line.endswith("\n"):

@@ -1,4 +1,7 @@
-"""MetricsLogger: one `log` for a JSONL file, wandb and the console."""
+"""MetricsLogger: writes each row of metrics to a JSONL file, wandb and the console.
+
+Used by training loops and the training job, and by engines as `metrics_writer`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from trainer_hooks.metrics.wandb_run import as_table, with_histograms
 
 
 class WandbRun(Protocol):
-    """The part of a wandb run that is used here; `start_wandb_run` makes one."""
+    """The methods of a wandb run that MetricsLogger calls; `start_wandb_run` makes one."""
 
     def log(self, data: dict[str, Any]) -> Any:
         """Record one row."""
         ...
 
     def finish(self, exit_code: int | None = None) -> Any:
-        """Write what is pending and close the run."""
+        """Write pending rows and close the run."""
         ...
 
 
@@ -35,20 +38,19 @@ class MetricsView(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         ...
 
 
 class MetricsLogger:
-    """Writes each row of metrics to those that are given of a JSONL file, a wandb run and a view.
+    """Writes each row of metrics to its sinks: a JSONL file, a wandb run and a view, if given.
 
-    It also serves as `metrics_writer` of an InferenceConfig: rows without a step or version, as
-    the engine's are, get those of the latest row that had them. Histogram columns also go to
-    wandb as histograms.
-    As a context manager it closes everything, after an exception too.
-    A wandb run or a view that raises is logged once; the rows go on to the other sinks. The JSONL
-    file is the record that a resumed run needs, and its errors are raised.
-    `resume_step`: the step a resumed run goes on from; None starts the JSONL file anew.
+    It also serves as `metrics_writer` of an InferenceConfig. Rows without a step or version, such
+    as the engine's, get the latest ones. Histogram columns also go to wandb as histograms.
+    As a context manager it closes all sinks at the end, also after an exception.
+    An error of the wandb run or the view is logged once, and rows still go to the other sinks.
+    Errors of the JSONL file are raised, since a resumed run needs it.
+    `resume_step`: step from which a resumed run continues; None starts a new JSONL file.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class MetricsLogger:
         console: MetricsView | None = None,
         resume_step: int | None = None,
     ) -> None:
-        """Raises ConfigError if there is nothing to write to."""
+        """Raises ConfigError without a sink."""
         if jsonl is None and wandb is None and console is None:
             raise ConfigError("a MetricsLogger writes to something: give jsonl, wandb or console")
         self._jsonl = None if jsonl is None else JsonlWriter(jsonl, resume_step)
@@ -84,8 +86,10 @@ class MetricsLogger:
 
     @contextmanager
     def shown_by(self, view: MetricsView) -> Iterator[None]:
-        """In the block, a stage of the run, rows go to `view` in place of the logger's own, and to
-        the other sinks as ever. Closes `view`.
+        """Show the rows of the block, a stage of the run, in `view` instead of the logger's own
+        view.
+
+        Other sinks get the rows as before. Closes `view` at the end.
         """
         own, self._console = self._console, view
         try:
@@ -95,7 +99,7 @@ class MetricsLogger:
             view.close()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table at the latest step, in the wandb run if there is one."""
+        """Record a table at the latest step in the wandb run, if there is one."""
         if self._wandb is not None:
             self._wandb_guard.call(
                 lambda run: run.log({**self._axes, name: as_table(columns, rows)}), self._wandb

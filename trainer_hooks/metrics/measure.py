@@ -1,8 +1,9 @@
-"""Metrics of one training step.
+"""Metrics of one training step, from its batch and its times. docs/metrics.md lists the names.
+
+Used by training loops, the producer and the training job. Pure functions.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
-per prompt, N those that count.
-The names, with those of other systems: docs/metrics.md.
+per prompt, N counted ones.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def rollout_metrics(
     finish_reasons: Sequence[str | None] | None = None,
     entropy: float | None = None,
 ) -> dict[str, float]:
-    """Reward, length and staleness of a batch whose rollouts are groups of `group_size` in turn.
+    """Return metrics of reward, length and staleness of a batch.
 
-    Failed rollouts count in `failed_fraction` only. `reward_std` is the deviation within a group,
-    averaged over groups. `finish_reasons`: one per rollout ("length" means it was cut), for the
-    metrics of cut completions. `entropy`: the policy's, per token, where it is known.
-    Staleness is in versions, over the tokens to be trained on: `policy_staleness` is the age of the
-    weights that sampled a token, `kv_cache_staleness` that of the weights which wrote its KV entry,
+    The rollouts are successive groups of `group_size`. Failed rollouts only count in
+    `failed_fraction`. `reward_std` is the mean over groups of the deviation within a group.
+    `finish_reasons`: one per rollout ("length" means truncated), for the metrics of truncated
+    completions. `entropy`: the policy's, per token, if known.
+    Staleness is in versions, over the trained tokens. `policy_staleness` is the age of the weights
+    that sampled a token, `kv_cache_staleness` the age of the weights that wrote its KV entry, and
     `kv_lag` how much older than its sampler the KV was that it attended to.
     Raises ConfigError if the rollouts are not whole groups, or not as many as the finish reasons.
     """
@@ -68,10 +70,11 @@ def rollout_metrics(
 def step_metrics(
     times: StepTimes, *, num_generated_tokens: int, num_trained_tokens: int
 ) -> dict[str, float]:
-    """The time account of a step, and its tokens per second.
+    """Return the times of a step, and its tokens per second.
 
-    Generated ones are per second of the time spent on "generate". Where engines generate while the
-    trainer trains there is none, and they are per second of the whole step, as trained ones are.
+    Generated tokens are divided by the seconds spent on "generate". If engines generate while the
+    trainer trains, there are none, and the whole step is the divisor, as it always is for trained
+    tokens.
     """
     metrics, wall_s = times.as_metrics(), max(times.wall_s, 1e-9)
     return {
@@ -83,7 +86,7 @@ def step_metrics(
 
 
 def _num_mixed(batch: RolloutBatch) -> int:
-    """How many rollouts have trained tokens of several versions."""
+    """Return the number of rollouts whose trained tokens have several versions."""
     lags_BT, mask_BT = batch.policy_lag_BT, batch.mask_BT
     if not bool(mask_BT.any()):
         return 0
@@ -103,7 +106,7 @@ def _reward_metrics(rewards_PG: torch.Tensor) -> dict[str, float]:
     std_P = (deviation_PG.square().sum(dim=1) / (num_valid_P - 1).clamp(min=1)).sqrt()
     rewards_N = rewards_PG[valid_PG]
     has_valid_P = num_valid_P > 0
-    # Of equal rewards the mean may be off by a rounding, so a comparison with 0 would miss some.
+    # The mean of equal rewards may be rounded, so a comparison with 0 would miss some groups.
     is_flat_P = std_P <= 1e-6 * mean_P.abs().clamp(min=1.0)
     return {
         "reward": _mean(rewards_N),
@@ -116,7 +119,7 @@ def _reward_metrics(rewards_PG: torch.Tensor) -> dict[str, float]:
 
 
 def _cut_metrics(is_cut_N: torch.Tensor, lengths_N: torch.Tensor) -> dict[str, float]:
-    """How many completions the length limit cut, and the lengths of those that ended themselves."""
+    """Return the share of truncated completions, and the lengths of the complete ones."""
     ended_N = lengths_N[~is_cut_N]
     return {
         "completions/clipped_ratio": _mean(is_cut_N.float()),

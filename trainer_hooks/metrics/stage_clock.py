@@ -1,4 +1,7 @@
-"""How long a stage of a run has taken, and about how long the rest will take."""
+"""StageClock: the time that a stage of a run has taken, and an estimate of the time left.
+
+Used by ProgressView and by the dashboard of the training job.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 
 
 class StageClock:
-    """`clock`: seconds. A stage counts its steps from the first that it is told of."""
+    """Measures one stage at a time. `clock`: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,13 +25,15 @@ class StageClock:
         self._first_step, self._step = None, 0
 
     def reach(self, step: int) -> None:
-        """Note that `step` is done. The first one may be far from 1: that of a resumed run."""
+        """Record that `step` is done. The first recorded step of a resumed run may be far from
+        1.
+        """
         if self._first_step is None:
             self._first_step = max(step - 1, 0)
         self._step = step
 
     def text(self) -> str:
-        """As "elapsed 2:10, left 8:40"; nothing before a stage has begun."""
+        """Return text such as "elapsed 2:10, left 8:40", or "" before a stage has begun."""
         if self._start_s is None:
             return ""
         elapsed_s = self._clock() - self._start_s
@@ -40,7 +45,7 @@ class StageClock:
 
 
 def minutes(seconds: float) -> str:
-    """Seconds as 3:07, or 1:03:07."""
+    """Return seconds as text: 3:07, or 1:03:07."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     text = f"{rest // 60:02}:{rest % 60:02}"

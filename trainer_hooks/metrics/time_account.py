@@ -1,6 +1,7 @@
-"""Where the trainer's seconds went: exclusive categories on one timeline that add up to the wall.
+"""TimeAccount: divides the trainer's seconds into categories that add up to the wall time.
 
-The engines have a timeline of their own, on which they compute or are idle.
+Used by training loops and the training job. EngineUse does the same for the engines, which compute
+or are idle on a timeline of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from trainer_hooks.phase import PhaseTimings
 
 OTHER = "other"
 CATEGORIES = (
-    "generate",  # the trainer does nothing but run the engine, or wait until it has run
-    "wait",  # for rollouts of engines that run beside the trainer
+    "generate",  # the trainer only runs the engine, or waits for it
+    "wait",  # the trainer waits for rollouts of engines that run beside it
     "suspend",
     "update",
     "resume",
@@ -27,15 +28,15 @@ CATEGORIES = (
     "reward",
     "checkpoint",
     "evaluate",
-    OTHER,  # whatever was not named
+    OTHER,  # time outside all blocks
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One step: `seconds` of every category, which sum to `wall_s`, and their `shares` of it.
+    """Times of one step: `seconds` of every category, with sum `wall_s`, and their `shares` of it.
 
-    The shares sum to 1; a step without length is `other` altogether.
+    The shares sum to 1. A step of no length is `other` entirely.
     """
 
     wall_s: float
@@ -43,7 +44,9 @@ class StepTimes:
     shares: Mapping[str, float]
 
     def as_metrics(self) -> dict[str, float]:
-        """`timing_s/*` and `timing_share/*` of every category, and `timing_s/step`, the wall."""
+        """Return `timing_s/*` and `timing_share/*` of every category, and the wall time
+        `timing_s/step`.
+        """
         return {
             "timing_s/step": self.wall_s,
             **{f"timing_s/{name}": value for name, value in self.seconds.items()},
@@ -52,11 +55,11 @@ class StepTimes:
 
 
 class TimeAccount:
-    """Every moment belongs to one category: that of the innermost open block, or `other`.
+    """Charges every moment to one category: that of the innermost open block, or `other`.
 
-    An account is one timeline, the trainer's. Two threads or asyncio tasks with blocks open at once
-    would count the same second twice, so the second one is refused; it needs its own account.
-    One timeline may follow another when no block is open.
+    An account is one timeline, the trainer's. Two threads or asyncio tasks with open blocks would
+    count the same second twice, so the second one is refused and needs its own account. Another
+    timeline may follow when no block is open.
     """
 
     def __init__(
@@ -72,10 +75,10 @@ class TimeAccount:
 
     @contextmanager
     def spend(self, category: str) -> Iterator[None]:
-        """Charge the time of the block to `category`, less that of blocks inside it.
+        """Charge the time of the block, without the blocks inside it, to `category`.
 
-        Raises ConfigError for a category the account does not have, and RolloutError while another
-        thread or task has a block open.
+        Raises ConfigError for a category that the account does not have, and RolloutError while
+        another thread or task has a block open.
         """
         self._check_category(category)
         block = _Block(category, _current_timeline())
@@ -92,13 +95,14 @@ class TimeAccount:
 
     @property
     def current(self) -> str:
-        """The category that is charged now; other threads may ask."""
+        """The category that is charged now. Other threads may read it."""
         with self._lock:
             return self._open_blocks[-1].category if self._open_blocks else OTHER
 
     def reassign(self, source: str, target: str, seconds: float) -> float:
-        """Move `seconds` of this step from `source` to `target`: of a call that says itself what
-        it did. Returns how many were moved, which is no more than `source` has.
+        """Move `seconds` of this step from `source` to `target`. Returns how many were moved.
+
+        For calls that report what they spent. No more is moved than `source` has.
         """
         self._check_category(source)
         self._check_category(target)
@@ -111,13 +115,13 @@ class TimeAccount:
             return moved
 
     def reassign_phase(self, timings: PhaseTimings) -> None:
-        """Split a generation phase, spent as `generate`, into its parts."""
+        """Divide a generation phase, spent as `generate`, into its parts."""
         self.reassign("generate", "update", timings.update_s)
         self.reassign("generate", "resume", timings.resume_s)
         self.reassign("generate", "suspend", timings.suspend_s)
 
     def take(self) -> StepTimes:
-        """What the step cost that ends now; the next one begins. A block that is open goes on."""
+        """Return the times of the step that ends now, and begin the next. Open blocks continue."""
         with self._lock:
             self._check_timeline(_current_timeline())
             self._charge()
@@ -149,12 +153,12 @@ class TimeAccount:
             block = self._open_blocks[-1]
             raise RolloutError(
                 f"this time account is used from two timelines at once: {block.timeline} has "
-                f"{block.category!r} open, and {timeline} came; give each its own TimeAccount"
+                f"{block.category!r} open, and {timeline} uses it; give each its own TimeAccount"
             )
 
 
 class EngineUse:
-    """How much of their time the engines computed; `num_engines` ran beside the trainer."""
+    """The share of time that `num_engines` engines beside the trainer spend computing."""
 
     def __init__(
         self, num_engines: int = 1, clock: Callable[[], float] = time.perf_counter
@@ -166,8 +170,10 @@ class EngineUse:
         self._last: tuple[float, EngineStats] | None = None
 
     def take(self, stats: EngineStats) -> dict[str, float]:
-        """`engine/busy_share`, `engine/idle_share` and the engines' tokens per second since the
-        last call; nothing the first time. `stats`: of one engine, or the sum over all.
+        """Return `engine/busy_share`, `engine/idle_share` and tokens per second since the last
+        call.
+
+        The first call returns {}. `stats`: of one engine, or the sum over all.
         """
         now_s, last = self._clock(), self._last
         self._last = (now_s, stats)
@@ -211,5 +217,5 @@ def _current_timeline() -> _Timeline:
 
 
 def _growth(before: float, after: float) -> float:
-    """How far a counter ran; engines that were restarted count from 0 again."""
+    """Return by how much a counter grew. Engines that were restarted count from 0 again."""
     return after - before if after >= before else after

@@ -1,4 +1,7 @@
-"""Weights & Biases as a sink of metrics, if the package is installed."""
+"""Weights & Biases as a sink of metrics, if the package is installed.
+
+Used by MetricsLogger and the training job.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ def start_wandb_run(
     group: str | None = None,
     tags: Sequence[str] = (),
 ) -> Any:
-    """A wandb run with its step axes declared, to be given to MetricsLogger.
+    """Return a wandb run with declared step axes, for MetricsLogger.
 
-    `offline` needs no account and no network; `wandb sync` uploads later. `resume` goes on with the
-    run that a killed process left in `directory`. `group`: what the runs of a sweep share. A `name`
-    is cut to the length that wandb takes. Raises ConfigError if wandb is not installed.
+    `offline` needs no account and no network; `wandb sync` uploads the run later. `resume`
+    continues the run that a killed process left in `directory`. `group`: name shared by the runs of
+    a sweep. A `name` is cut to wandb's limit. Raises ConfigError if wandb is not installed.
     """
     try:
         import wandb
@@ -57,7 +60,7 @@ def start_wandb_run(
 
 
 def declare_axes(run: Any) -> None:
-    """Tell `run` (anything with wandb's `define_metric`) which axis each metric is drawn over."""
+    """Declare to `run` (anything with wandb's `define_metric`) the axis of each metric."""
     for axis in (TRAINER_STEP, ROLLOUT_VERSION):
         run.define_metric(axis)
     for glob, axis in AXIS_OF_METRIC.items():
@@ -65,23 +68,23 @@ def declare_axes(run: Any) -> None:
 
 
 def as_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    """A `wandb.Table`, which a run takes as the value of a metric."""
+    """Return a `wandb.Table`, which a run accepts as the value of a metric."""
     import wandb
 
     return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
 
 
 def where_to_look(run: Any) -> str:
-    """Where the run is to be seen: its address, or how to upload one that is offline."""
-    if run.offline:  # then to ask for the address is a warning
+    """Return where to see the run: its address, or for an offline run the upload command."""
+    if run.offline:  # reading the address of an offline run warns
         return f"W&B, offline: wandb sync {Path(run.dir).parent}"
     return f"W&B: {run.url}"
 
 
 def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row`, and for its columns `<name>/hist/<bin>` one `wandb.Histogram` as `<name>/hist`.
+    """Return `row` with a `wandb.Histogram` `<name>/hist` for its columns `<name>/hist/<bin>`.
 
-    The columns stay: they are what can be compared and read back. Without wandb, `row` as it is.
+    The columns stay, for comparing and reading back. Without wandb, returns `row` unchanged.
     """
     histograms = read_histograms(row)
     if not histograms:

@@ -1,4 +1,6 @@
-"""Rollouts made while the trainer trains, none older than a bound."""
+"""AsyncRolloutProducer: makes batches of rollouts while the trainer trains, within a staleness
+bound.
+"""
 
 from trainer_hooks.producer.batches import ProducerError, TrainingBatch
 from trainer_hooks.producer.groups import RolloutLLM, ScoredGroup

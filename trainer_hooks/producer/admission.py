@@ -1,4 +1,7 @@
-"""Admission order: batches are handed over in the order in which they were begun."""
+"""Admission order: batches are returned in the order in which they were begun.
+
+Used by AsyncRolloutProducer with order="admission".
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from trainer_hooks.prompts.ledger import STALE
 
 
 class AdmissionGate:
-    """Counts the batches that were admitted, and says whether one more may begin.
+    """Counts the admitted batches and decides whether one more may begin.
 
     Versions are counted from the producer's start. One batch makes one version: batch k is trained
-    at version k. At version v at most v + S + 1 batches have ever been admitted, so batch k is
+    at version k. At version v, at most v + S + 1 batches have ever been admitted. So batch k is
     admitted at a version >= k - S, and no token of it is more than S versions old when it is
-    trained. The place of a batch becomes free with the version that it made, not with its
-    hand-over: freed at the hand-over, a batch admitted while its predecessor trains would be one
-    version too old at its turn.
+    trained. A batch's place becomes free with the version made from it, not when the batch is
+    returned. Otherwise a batch admitted while its predecessor trains would be one version too old
+    when it is trained.
     """
 
     def __init__(self, max_staleness_versions: int) -> None:
@@ -29,67 +32,67 @@ class AdmissionGate:
         self.num_handed_over = 0
 
     def may_admit(self, version: int) -> bool:
-        """Whether the next batch may begin at `version`.
+        """Return whether the next batch may begin at `version`.
 
-        A trainer that makes several versions of one batch frees more places than it uses. So that
-        unused batches do not pile up, no more than S + 1 of them wait.
+        A trainer that makes several versions from one batch frees more places than it uses. So that
+        unused batches do not pile up, at most S + 1 of them wait.
         """
         num_waiting = self.num_admitted - self.num_handed_over
         num_allowed = version + self.max_staleness_versions + 1
         return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
 
     def is_beyond(self, version: int) -> bool:
-        """Whether the newest batch could not be admitted at `version`, were it not there yet."""
+        """Return whether the newest admitted batch exceeds the limits at `version`."""
         num_allowed = version + self.max_staleness_versions + 1
         num_waiting = self.num_admitted - self.num_handed_over
         return self.num_admitted > num_allowed or num_waiting > self.max_staleness_versions + 1
 
     def admit(self, version: int) -> int:
-        """Admit the next batch; returns its number, from 0."""
-        assert self.may_admit(version), "ask first"
+        """Admit the next batch. Returns its number, from 0."""
+        assert self.may_admit(version), "call may_admit first"
         self.num_admitted += 1
         return self.num_admitted - 1
 
     def withdraw(self) -> None:
-        """The newest waiting batch is given up; its number is given again."""
-        assert self.num_handed_over < self.num_admitted, "a batch is admitted first"
+        """Revoke the admission of the newest waiting batch. The next one gets its number."""
+        assert self.num_handed_over < self.num_admitted, "no admitted batch is waiting"
         self.num_admitted -= 1
 
     def hand_over(self) -> None:
-        """The oldest waiting batch has gone to the trainer."""
-        assert self.num_handed_over < self.num_admitted, "a batch is admitted first"
+        """Count the oldest waiting batch as returned to the trainer."""
+        assert self.num_handed_over < self.num_admitted, "no admitted batch is waiting"
         self.num_handed_over += 1
 
 
 class OpenBatch(GroupPool):
-    """A batch whose groups are being made, with refills until it has them.
+    """A batch in progress, which replaces failed and filtered groups until it has enough.
 
-    Those that are still being made then are aborted.
+    Groups that are still in progress then are aborted.
     """
 
     def __init__(self, parts: GroupParts, versions: VersionWatch) -> None:
-        """It is admitted at the reported version, which `version` keeps."""
+        """Open a batch at the reported version, which becomes `version`."""
         super().__init__(parts)
         self._versions, self.version = versions, versions.reported
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """The finished groups, in the order in which their prompts were first issued.
+        """Finished groups, in the order in which their prompts were first issued.
 
-        Without over-sampling, a batch that used the ledger alone does not depend on timing: it has
-        the first prompts that passed.
+        Without over-sampling, a batch that alone used the ledger does not depend on timing: it has
+        the first prompts that passed the filters.
         """
         return sorted(self.finished, key=lambda group: group.ticket)
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has all its groups, or those that the last prompts gave."""
+        """Whether the batch has all its groups, or all groups of the last prompts."""
         is_full = len(self.finished) >= self._rules.num_groups
         no_more = not self.running and self._ledger.is_exhausted
         return self.error is None and (is_full or no_more)
 
     def fill(self) -> None:
-        """Begin the missing groups, as long as there are prompts; abort those not needed."""
+        """Begin the missing groups while there are prompts. Abort groups in excess."""
         if len(self.finished) >= self._rules.num_groups:
             self._cancel(list(self.running), "aborted")
             return
@@ -105,9 +108,9 @@ class OpenBatch(GroupPool):
         self.fill()
 
     def drop_older_than(self, version: int) -> int:
-        """Give back the groups with a token sampled before `version`, and refill. Returns how many.
+        """Give back groups with a token sampled before `version`, and refill. Returns their number.
 
-        A refill that `max_refills` forbids sets `error`.
+        Sets `error` if a refill exceeds `max_refills`.
         """
         stale = [g for g, seen in self.finished.items() if seen and seen[0] < version]
         self._drop(stale, STALE)
@@ -120,7 +123,7 @@ class OpenBatch(GroupPool):
 
 
 class AdmissionOrder(BatchOrder):
-    """Up to S + 1 open batches; the oldest is the next."""
+    """Keeps up to S + 1 open batches and returns the oldest next."""
 
     def __init__(
         self, parts: GroupParts, versions: VersionWatch, max_staleness_versions: int
@@ -128,7 +131,7 @@ class AdmissionOrder(BatchOrder):
         self._parts, self._versions = parts, versions
         self._gate = AdmissionGate(max_staleness_versions)
         self._open: deque[OpenBatch] = deque()
-        self._withdrawn: Counter[str] = Counter()  # fates in batches that were given up
+        self._withdrawn: Counter[str] = Counter()  # fates of groups in withdrawn batches
 
     def begin(self) -> None:
         for batch in self._open:
@@ -141,11 +144,11 @@ class AdmissionOrder(BatchOrder):
             batch.fill()
 
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Of a lower bound: batches that the gate would not have admitted yet are given up, the
-        newest first; what has begun too early in the others is begun again.
+        """Change the bound. A lower one discards, newest first, batches that would not be admitted
+        under it; in the others, groups that began too early begin again.
 
-        Batch k, which is trained at version k, may have no token older than k - S. The batches that
-        stay have k <= version + S, so what begins now is young enough.
+        Batch k, which is trained at version k, may have no token older than k - S. The remaining
+        batches have k <= version + S, so groups that begin now are young enough.
         """
         is_lower = max_staleness_versions < self._gate.max_staleness_versions
         self._gate.max_staleness_versions = max_staleness_versions
@@ -176,10 +179,11 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Whether every token keeps the bound; groups that do not go back to the ledger.
+        """Return whether all tokens of `batch` are within the bound. Groups with others are given
+        back.
 
-        The gate ensures it as long as one batch makes one version. A token newer than the reported
-        version shows that the next version is in force already.
+        While one batch makes one version, the gate ensures this. A token newer than the reported
+        version shows that the next version is already in force.
         """
         for seen in batch.finished.values():
             if seen is not None:

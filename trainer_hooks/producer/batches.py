@@ -1,4 +1,7 @@
-"""The batch that the trainer gets."""
+"""TrainingBatch: the batch that a producer returns to the trainer, and its metrics.
+
+Used by AsyncRolloutProducer; training loops read the batch.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,36 @@ from trainer_hooks.rollouts import Rollout
 
 
 class ProducerError(RolloutError):
-    """No batch can come: the bound forbids it, all prompts fail, or the producer is closed."""
+    """No batch can be made: the bound forbids it, too many groups failed, or the producer is
+    closed.
+    """
 
 
-# What became of prompts while a batch was made, under the names of its metrics.
+# Fates of prompts while a batch was made, by the names in its metrics.
 _FATES = (
     "aborted",
     "failed",
-    "reward_failed",  # those of the failed whose score failed
+    "reward_failed",  # failed in scoring; also counted as failed
     "filtered",
     "stale",
     "error",
     "retried",
     "refilled",
 )
-# Before the reason of a group filter, in the counts of a pool and the names of metrics.
+# Prefix of a group filter's reason in the counts of a pool and in the names of metrics.
 FILTERED_PREFIX = "filtered/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """`rollouts`: the tensors, group by group in the order of `groups`, `group_size` rollouts each.
+    """One batch of scored groups, as objects and as tensors.
 
-    `index`: how many batches this producer handed over before. `version`: the weights version that
-    it is to be trained at. `admitted_at_version`: the one at which it was begun; in ready order the
-    oldest that sampled a token. `metrics`: flat, for MetricsLogger; those of `rollout_metrics`, and
-    how the batch was made.
+    `index`: number of batches that the producer returned before.
+    `rollouts`: tensors of all rollouts, in the order of `groups`, with `group_size` rollouts each.
+    `version`: weights version at which the batch is to be trained.
+    `admitted_at_version`: version at which the batch was begun; in ready order, the oldest version
+    that sampled a token of it.
+    `metrics`: flat, for MetricsLogger: `rollout_metrics`, and how the batch was made.
     """
 
     index: int
@@ -70,20 +77,22 @@ def collate_groups(
     logprobs_mode: TrainedLogprobs,
     routing: bool,
 ) -> RolloutBatch:
-    """The rollouts of all groups as one batch. Raises what collate_rollouts raises."""
+    """Return the rollouts of all groups as one batch. Raises the errors of collate_rollouts."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
     return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode, routing)
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:
-    """Updates between the KV that a trained token attended to and its trainer, on average."""
+    """Return the mean number of updates between the KV that a trained token attended to and
+    training.
+    """
     lag_BT = rollouts.policy_lag_BT + rollouts.kv_lag_BT
     return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
 
 
 def _state_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`environment/<name>`: the mean of each number in the states of the rollouts."""
+    """Return `environment/<name>`: the mean of each number in the rollouts' states."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.state.items():
@@ -100,10 +109,10 @@ def batch_metrics(
     waited_s: float,
     num_waiting_batches: int,
 ) -> dict[str, float]:
-    """Metrics of the rollouts and of the terms of their rewards, where the time of their batch
-    went, in seconds, and what became of its prompts, in groups.
+    """Return the metrics of a batch: its rollouts, the terms of their rewards, times, and fates.
 
-    `timing_s/batch_wait` is how long the trainer waited; generation and rewards ran beside it.
+    Times are in seconds, fates in numbers of groups. `timing_s/batch_wait` is the time that the
+    trainer waited; generation and rewards ran meanwhile.
     """
     group_size = len(groups[0].rewards)
     sampled = [rollout for group in groups for rollout in group.rollouts]

@@ -1,4 +1,7 @@
-"""Group filters: which finished groups are trained on."""
+"""Group filters: decide which finished groups are trained on.
+
+Used by AsyncRolloutProducer, which replaces filtered groups.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from rollout.ranges import AnyNumber, check_fields
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompts.history import PromptHistory
 
-# Says why a group is not to be trained on, in a word that names a metric, or None to train on it.
-# The history is that of its prompt, without this group.
+# Returns why a group is left out, as a word that becomes a metric's name, or None to train on it.
+# The history of the group's prompt does not yet contain this group.
 GroupFilter = Callable[[ScoredGroup, PromptHistory], str | None]
 
 
 def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
-    """Filters groups whose rewards are all equal, which give no gradient.
+    """Filter groups whose rewards are all equal, which give no gradient.
 
     Source: DAPO, "dynamic sampling" (Yu et al. 2025), arXiv 2503.14476, sec. 3.2.
     """
@@ -27,7 +30,7 @@ def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
 class RewardRangeFilter:
     """Filters groups whose mean reward is below `low` (too_hard) or above `high` (too_easy).
 
-    None is no bound. Raises ConfigError for bounds that leave nothing between them.
+    None means no limit. Raises ConfigError unless `low` is below `high`.
     """
 
     low: AnyNumber | None = None
@@ -39,7 +42,7 @@ class RewardRangeFilter:
             raise ConfigError(f"low={self.low} must be below high={self.high}")
 
     def __call__(self, group: ScoredGroup, history: PromptHistory) -> str | None:
-        """The reason, or None for a group within the bounds."""
+        """Return the reason, or None for a mean reward within the limits."""
         if self.low is not None and group.mean_reward < self.low:
             return "too_hard"
         if self.high is not None and group.mean_reward > self.high:

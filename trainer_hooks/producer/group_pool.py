@@ -1,4 +1,8 @@
-"""Groups that are being made, a task each, and those that are finished."""
+"""GroupPool: runs one task per prompt and keeps the finished groups.
+
+Used by both batch orders (OpenBatch, ReadyOrder). It issues prompts from the ledger, and consumes
+or gives back each of them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,12 @@ Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """What a batch is. `num_extra_groups`: begun beside the `num_groups` of each batch.
+    """The composition of a batch.
 
-    `filters`: the first that gives a reason decides. `max_refills`: how many groups of a batch may
-    be replaced.
+    `num_groups`: number of groups of a batch. `num_extra_groups`: number of groups begun beyond
+    that.
+    `filters`: group filters; the first that gives a reason decides.
+    `max_refills`: number of groups that may be replaced per batch.
     """
 
     num_groups: int
@@ -34,7 +40,9 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """What makes groups: shared by all pools of a producer. `on_change`: a group has ended."""
+    """The parts of a producer that all its pools share. `on_change` is called when a group has
+    ended.
+    """
 
     rules: BatchRules
     ledger: PromptLedger
@@ -45,19 +53,20 @@ class GroupParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunGroup:
-    """A group that is being made. `version`: the one that all engines had when it began."""
+    """A group in progress. `version`: version that all engines had when it began."""
 
     ticket: PromptTicket
     version: int
 
 
 class GroupPool(ABC):
-    """Runs a task per prompt, and says what became of each.
+    """Runs a task per prompt and records the fate of each prompt.
 
-    Each ticket that it was issued is in a finished group, in a task, consumed, or given back.
-    `finished`: with the oldest and the newest version of their tokens. `counts`: how many groups
-    had each fate other than trained; reward_failed ones are counted as failed, too. `error`: what
-    stopped the pool, until `take_error`.
+    Each issued ticket is in a finished group, in a running task, consumed, or given back.
+    `running`: tasks in progress.
+    `finished`: groups to train on, with the oldest and the newest version of their tokens.
+    `counts`: number of groups of each other fate; reward_failed groups also count as failed.
+    `error`: error that stopped the pool, until `take_error`.
     """
 
     def __init__(self, parts: GroupParts) -> None:
@@ -71,12 +80,12 @@ class GroupPool(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Begin the groups that are missing, as long as there are prompts, and end those that are
-        not wanted. Called when a group has ended.
+        """Begin missing groups while there are prompts, and end groups in excess. Called when one
+        ends.
         """
 
     def take_error(self) -> BaseException | None:
-        """Return and clear the error that stopped the pool; the next `fill` continues it."""
+        """Return and clear the error that stopped the pool. The next `fill` continues."""
         error, self.error = self.error, None
         if error is not None:
             self._num_refills = 0
@@ -90,7 +99,7 @@ class GroupPool(ABC):
     # ---- tasks
 
     def _begin_group(self, version: int) -> bool:
-        """Begin the next prompt of the ledger; False if there is none."""
+        """Begin a group of the ledger's next prompt. Returns False if there is no prompt."""
         ticket = self._ledger.issue()
         if ticket is None:
             return False
@@ -111,10 +120,10 @@ class GroupPool(ABC):
         return replace(group, filter_reason=next(filter(None, reasons), None))
 
     def _take(self, task: Task) -> None:
-        """Record how a task has ended."""
+        """Record the result of an ended task, and refill."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         begun = self.running.pop(task, None)
-        if begun is None:  # it was cancelled here
+        if begun is None:  # this pool cancelled the task
             return
         if error is None:
             self._judge(begun.ticket, task.result())
@@ -125,7 +134,7 @@ class GroupPool(ABC):
             self.error = self.error or error
         try:
             self.fill()
-        except Exception as unissued:  # of the loop's callbacks it would only be logged
+        except Exception as unissued:  # raised in a callback, it would only be logged
             self.error = self.error or unissued
         self._on_change()
 

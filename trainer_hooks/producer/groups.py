@@ -1,4 +1,8 @@
-"""Makes a scored group from a prompt: turns, samples, rewards, further attempts."""
+"""GroupMaker: makes a scored group from a prompt: samples, rewards, further attempts.
+
+Used by the producer's pools and, for samples of several turns, by `evaluate`. It calls the LLM and
+the reward runner and keeps no group.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ class GeneratesAsync(Protocol):
 class RolloutLLM:
     """Generates the turns of one sample, with the producer's sampling and a seed for each turn.
 
-    `tokenizer`: for text that a tool adds. Never decode and encode generated tokens again.
+    Passed to a `rollout_fn`. `tokenizer`: encodes text that a tool adds. Never decode generated
+    tokens and encode them again.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class RolloutLLM:
         sample_index: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """The seed of `sampling_params` is that of the group."""
+        """Generate for sample `sample_index` of a group, whose seed is `sampling_params.seed`."""
         self._llm = llm
         self.sampling_params = sampling_params
         self.item, self.sample_index, self.tokenizer = item, sample_index, tokenizer
@@ -54,11 +59,11 @@ class RolloutLLM:
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """The other columns of the prompt's row."""
+        """The prompt's other columns."""
         return self.item.columns
 
     async def generate(self, token_ids: Sequence[int], **changes: Any) -> DynamicInferenceRequest:
-        """One turn on the context `token_ids`; `changes` are fields of SamplingParams.
+        """Return one turn, generated after `token_ids`. `changes`: fields of SamplingParams.
 
         Raises ConfigError for an empty context.
         """
@@ -72,13 +77,15 @@ class RolloutLLM:
 
 
 def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | None:
-    """`tokenizer`, or else that of the llm. Raises TypeError for something else."""
+    """Return `tokenizer`, or the tokenizer of `llm` if None. Raises TypeError for other objects."""
     source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
     return None if source is None else as_tokenizer(source)
 
 
 def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -> Any:
-    """`prompt` as `llm` takes it: text stays text only where the llm has a tokenizer of its own."""
+    """Return `prompt` in the form that `llm` accepts: text only if the llm has its own
+    tokenizer.
+    """
     takes_text = getattr(llm, "tokenizer", None) is not None
     if isinstance(prompt, str) and not takes_text and tokenizer is not None:
         return encode_prompt(tokenizer, prompt)
@@ -89,9 +96,9 @@ def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -
 class ScoredGroup:
     """The samples of one prompt and their rewards, in sample order; NaN for a failed rollout.
 
-    `generate_s`, `reward_s`: seconds from the first request to the last, and for the rewards, of
-    the attempt that succeeded. `num_reissues`: how often the prompt came back as too old before.
-    `filter_reason`: why a group filter leaves it out; None for a group to train on.
+    `generate_s`, `reward_s`: seconds of generation and of scoring, in the attempt that succeeded.
+    `num_reissues`: number of times that the prompt was given back as too old before.
+    `filter_reason`: reason of the group filter that leaves the group out; None to train on it.
     """
 
     ticket: PromptTicket
@@ -114,22 +121,22 @@ class ScoredGroup:
 
     @property
     def mean_reward(self) -> float:
-        """Of the rollouts that did not fail; NaN if all did."""
+        """Mean over the rollouts that did not fail; NaN if all did."""
         valid = self.valid_rewards
         return sum(valid) / len(valid) if valid else math.nan
 
     @property
     def has_spread(self) -> bool:
-        """Two rewards differ by more than rounding, so that the group has a gradient."""
+        """Whether two rewards differ by more than rounding, so that the group has a gradient."""
         return bool(has_reward_spread(torch.tensor([self.rewards])))
 
     def consume(self, ledger: PromptLedger, reason: str) -> None:
-        """Finish its prompt, with what its history keeps of the group."""
+        """Consume the group's ticket in `ledger`, with its mean reward and newest version."""
         seen = self.version_range()
         ledger.consume(self.ticket, reason, self.mean_reward, None if seen is None else seen[1])
 
     def version_range(self) -> tuple[int, int] | None:
-        """The oldest and the newest version that sampled a token; None if there is no token."""
+        """Return the oldest and the newest version that sampled a token; None without tokens."""
         ranges = [
             (int(versions.min()), int(versions.max()))
             for rollout in self.rollouts
@@ -148,11 +155,11 @@ Result = TypeVar("Result")
 class GroupMaker:
     """Generates `group_size` samples of a prompt, scores them, and tries again if too many failed.
 
-    A score that fails is tried again by the runner, with the same samples; a prompt whose score
-    fails to the end is given up without another generation.
+    The runner repeats a failed score with the same samples. If its attempts all fail, the prompt
+    fails without another generation.
     Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, place in the
-    epoch, attempt), and `generate` mixes the sample's index in. Attempts of a prompt that is issued
-    again because its group grew too old are counted on: the same samples would grow too old again.
+    epoch, attempt), and `generate` mixes in the sample's index. A prompt that was given back as too
+    old continues the count of attempts, since the same samples would be too old again.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class GroupMaker:
         self._group_size, self._params, self._seed = group_size, sampling_params, seed
         self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
         self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
-        self.last_request_error: BaseException | None = None  # of one that the engine failed
+        self.last_request_error: BaseException | None = None  # why the engine failed a request
 
     @property
     def last_reward_error(self) -> BaseException | None:
@@ -186,10 +193,10 @@ class GroupMaker:
         count: Callable[[str], None],
         num_reissues: int = 0,
     ) -> ScoredGroup | None:
-        """The group; None if no attempt had enough valid samples, or their score failed.
+        """Return the group, or None if no attempt had enough valid samples or scoring failed.
 
         `count` is called with "retried" for each attempt after the first, and with "reward_failed".
-        Raises what generation raises, and RewardFunctionError.
+        Raises the errors of generation, and RewardFunctionError.
         """
         for attempt in range(self._max_attempts):
             if attempt:
@@ -242,7 +249,7 @@ class GroupMaker:
 async def sample_turns(
     rollout_fn: RolloutFunction, scoped: Sequence[RolloutLLM], prompt: Any
 ) -> list[Rollout]:
-    """A rollout of each scoped llm. If one raises, the others are cancelled."""
+    """Return a rollout for each of `scoped`. If one raises, the others are cancelled."""
 
     async def sample(llm: RolloutLLM) -> Rollout:
         turns = await rollout_fn(llm, prompt)
@@ -254,7 +261,7 @@ async def sample_turns(
 
 
 async def _all_or_none(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results. If one fails, or the caller is cancelled, the others are cancelled."""
+    """Return all results. If one fails, or the caller is cancelled, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,7 @@
-"""What the two orders of batches have in common: that of admission, and that of becoming ready."""
+"""BatchOrder: the interface of the two orders in which a producer makes batches.
+
+Used by AsyncRolloutProducer. Implemented by AdmissionOrder and ReadyOrder.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +15,60 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
-    """How a batch was made. `counts`: of its groups by fate; see `GroupPool.counts`."""
+    """How a batch was made. `counts`: number of its groups by fate; see `GroupPool.counts`."""
 
     admitted_at_version: int
     counts: Counter[str]
 
 
 class BatchOrder(ABC):
-    """Begins groups as the bound allows, and says which finished ones are the next batch."""
+    """Begins groups within the staleness bound and selects the groups of the next batch."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin all groups that the version allows and for which there are prompts."""
+        """Begin all groups that the current version allows, while there are prompts."""
 
     @abstractmethod
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Let another bound hold from now on, also for what is under way.
+        """Change the bound, also for groups in progress.
 
-        A lower one gives back, as "stale", what would be too old at its turn.
+        A lower bound gives groups that would be trained too old back to the ledger, as "stale".
         """
 
     @abstractmethod
     def take_error(self) -> BaseException | None:
-        """Return and clear an error that stopped a group; the next `begin` goes on."""
+        """Return and clear an error that stopped a group. The next `begin` continues."""
 
     @abstractmethod
     def next_groups(self) -> Sequence[ScoredGroup]:
-        """The groups of the next batch, in order; empty as long as it is not complete.
+        """Return the groups of the next batch, in order; empty while it is not complete.
 
-        All their tokens keep the bound: groups of older tokens go back to the ledger.
+        All their tokens are within the bound. Groups with older tokens go back to the ledger.
         """
 
     @abstractmethod
     def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
-        """`groups`, as `next_groups` gave them, are the trainer's."""
+        """Remove `groups`, the result of `next_groups`: the trainer has them."""
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """No group is being made: without newer weights, or other prompts, no batch will come."""
+        """Whether no group is in progress: no batch comes without newer weights or other
+        prompts.
+        """
 
     @property
     @abstractmethod
     def num_finished_groups(self) -> int:
-        """Finished groups that the next batch can take; they may be more than it takes."""
+        """Number of finished groups available to the next batch, which may be more than it
+        takes.
+        """
 
     @property
     @abstractmethod
     def num_waiting_batches(self) -> int:
-        """Batches that are complete and not handed over."""
+        """Number of complete batches that the trainer does not have yet."""
 
     @abstractmethod
     def give_up(self, reason: str) -> None:
-        """Cancel everything and give all prompts back."""
+        """Cancel all groups in progress and give all prompts back."""

@@ -1,4 +1,7 @@
-"""AsyncRolloutProducer: batches of rollouts for a trainer, made while it trains."""
+"""AsyncRolloutProducer: makes batches of rollouts while the trainer trains.
+
+Used by asynchronous training loops and by the training job.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def check_options(
     version_timeout_s: float,
     sampling_params: SamplingParams,
 ) -> None:
-    """Raise ConfigError for what could only fail later."""
+    """Raise ConfigError for options that would fail only later."""
     check_value("group_size", group_size, PositiveInt, ConfigError)
     check_value("batch_groups", batch_groups, PositiveInt, ConfigError)
     check_value("max_attempts", max_attempts, PositiveInt, ConfigError)
@@ -77,7 +80,7 @@ def ledger_of(
     num_epochs: int | None,
     curriculum: Curriculum | None,
 ) -> PromptLedger:
-    """The ledger of `prompts`. Raises ConfigError for a curriculum beside a ledger."""
+    """Return `prompts` as a ledger. Raises ConfigError for a curriculum beside a ledger."""
     if not isinstance(prompts, PromptLedger):
         return PromptLedger(prompts, seed, shuffle, num_epochs, curriculum)
     if curriculum is not None:
@@ -88,7 +91,9 @@ def ledger_of(
 def order_of(
     order: Order, parts: GroupParts, versions: VersionWatch, bound: int, max_reissues: int
 ) -> BatchOrder:
-    """The order of that name. Raises ConfigError for another name, and for negative numbers."""
+    """Return the batch order of this name. Raises ConfigError for another name or negative
+    numbers.
+    """
     if order == "admission":
         return AdmissionOrder(parts, versions, bound)
     if order == "ready":
@@ -103,7 +108,9 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """Return the rules of a batch; numbers that are None get their defaults. Raises ConfigError."""
+    """Return the rules of a batch, with defaults for None. Raises ConfigError for negative
+    numbers.
+    """
     check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
     check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
@@ -120,7 +127,7 @@ TRAINABLE = SamplingParams(return_log_probs=True, logprobs_mode="temperature")
 
 
 class AsyncRolloutProducer:
-    """Makes batches while the trainer trains on earlier ones; no token is older than the bound.
+    """Makes batches while the trainer trains on earlier ones, with no token older than a bound.
 
         async with AsyncRolloutProducer(llm, prompts, reward_fn, 8, 16, 1) as producer:
             async for batch in producer:
@@ -129,30 +136,33 @@ class AsyncRolloutProducer:
 
     A batch is `batch_groups` prompts with `group_size` samples each (fewer prompts at the end of
     the last epoch). One batch makes one version of the weights. With `max_staleness_versions` S,
-    each token of a batch was sampled at most S versions before the one that trains on it, and S + 1
-    batches are open at most. A rollout that is under way when weights change goes on under the new
-    ones. S = "ess", or an EssBound, follows the effective sample size that the trainer reports
+    each token of a batch was sampled at most S versions before the version that trains on it, and
+    at most S + 1 batches are open. A rollout in progress during an update continues under the new
+    weights. S = "ess", or an EssBound, follows the effective sample size that the trainer reports
     (`observe_effective_sample_size`).
 
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
     `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
-    `order`: `admission` hands batches over in the order in which they were begun, and waits for the
-    slowest rollout of each. `ready` makes a batch of whatever groups are finished; groups that grow
-    too old meanwhile are sampled again, with other seeds, and a prompt that grew too old
-    `max_reissues` times is waited for. It favours short rollouts: see docs/producer.md.
-    `reward_fn`: None where the rollouts of `rollout_fn` have rewards of their own.
-    `rollout_fn`: async, (RolloutLLM, prompt) -> the requests of one sample, a turn each, or a
-    Rollout of them; an EnvironmentRollouts is one.
-    `temperature`: the trainer's; None takes that of `sampling_params`, whose `logprobs_mode`,
-    `temperature` or `processed`, is what the batches have (`collate_rollouts`). `routing`: they
-    have the experts of the tokens, too.
-    `min_valid_samples`: a group with fewer rewards is made again, `max_attempts` times in all.
-    `oversample_groups`: begun beside each batch; the last ones to finish are aborted. None is a
-    quarter of a batch in ready order, which keeps the trainer busy, and else 0.
-    `group_filters`: say which groups to replace; `drop_zero_variance` is one more, of those whose
-    rewards are all equal. `curriculum`: draws the next prompts by their histories.
-    `max_refills`: replacements per batch before an error; None is 10 * batch_groups.
-    `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
+    `order`: `admission` returns batches in the order in which they were begun, and waits for the
+    slowest rollout of each. `ready` makes a batch of whichever groups are finished. It samples
+    groups that grow too old again, with other seeds, and waits for a prompt that grew too old
+    `max_reissues` times. It favours short rollouts: see docs/producer.md.
+    `reward_fn`: None if the rollouts of `rollout_fn` have rewards of their own.
+    `rollout_fn`: async function (RolloutLLM, prompt) -> the requests of one sample, one per turn,
+    or a Rollout of them, such as an EnvironmentRollouts.
+    `temperature`: divisor of the trainer's logits; None takes the one of `sampling_params`. Its
+    `logprobs_mode`, `temperature` or `processed`, is the mode of the batches (`collate_rollouts`).
+    `routing`: True adds the experts of the tokens to the batches.
+    `min_valid_samples`: a group with fewer rewards is made again, in at most `max_attempts`
+    attempts.
+    `oversample_groups`: number of groups begun beyond each batch; the last ones to finish are
+    aborted. None takes a quarter of a batch in ready order, which keeps the trainer busy, and else
+    0.
+    `group_filters`: decide which groups to replace. `drop_zero_variance` adds a filter of groups
+    whose rewards are all equal.
+    `curriculum`: draws the next prompts by their histories.
+    `max_refills`: number of replacements per batch before an error; None takes 10 * batch_groups.
+    `version_timeout_s`: seconds that a request for a batch waits for the new version it needs.
     """
 
     def __init__(
@@ -230,7 +240,7 @@ class AsyncRolloutProducer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort all rollouts, wait until they are gone, and give their prompts back. Twice is fine.
+        """Abort all rollouts, wait for their end, and give their prompts back. May be called twice.
 
         `state_dict` may still be called.
         """
@@ -251,16 +261,16 @@ class AsyncRolloutProducer:
     # ---- state
 
     def state_dict(self, last_batch_trained: bool = True) -> dict[str, Any]:
-        """For the trainer's checkpoint, as JSON: which prompts are finished, and which are next.
+        """Return the finished and the next prompts for the trainer's checkpoint, as JSON.
 
-        Unfinished rollouts are not in it; their prompts are issued again after a load.
-        `last_batch_trained`: whether the weights were trained on the batch handed over last.
+        Unfinished rollouts are not included: their prompts are issued again after a load.
+        `last_batch_trained`: whether the weights were trained on the batch that was returned last.
         """
         state = self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
         return state | self._bound.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; before `async with`. Raises ConfigError for other prompts."""
+        """Continue from a checkpoint, before `async with`. Raises ConfigError for other prompts."""
         self.ledger.load_state_dict(state)
         self._bound.load_state_dict(state)
         self._order.set_bound(self._bound.versions)
@@ -273,12 +283,12 @@ class AsyncRolloutProducer:
         return self._bound.versions
 
     def observe_effective_sample_size(self, ess: float) -> int:
-        """Report the ESS of the batch handed over last, once trained on; returns the bound.
+        """Report the ESS of the batch returned last, after training on it. Returns the bound.
 
-        It is that of the importance weights of its tokens, `eff_sample_size` of `policy_loss`. With
-        max_staleness_versions="ess" the bound follows it (EssBound): call it before the push. A
-        lower bound gives what would be too old back to the ledger, as "stale". With a number it
-        goes to the metrics only. Raises ConfigError for an ESS outside (0, 1].
+        The ESS of the importance weights of a batch's tokens is `eff_sample_size` of `policy_loss`.
+        With max_staleness_versions="ess" the bound follows it (EssBound): call this before the
+        push. A lower bound gives groups that would be too old back to the ledger, as "stale". With
+        a number the ESS only goes to the metrics. Raises ConfigError for an ESS outside (0, 1].
         """
         before, bound = self._bound.versions, self._bound.observe(ess)
         if bound != before:
@@ -287,27 +297,27 @@ class AsyncRolloutProducer:
             self._order.set_bound(bound)
             if self._is_running:
                 self._order.begin()
-            self._changed.set()  # the batch that is waited for may have been given back
+            self._changed.set()  # the awaited batch may have been given back
         return bound
 
     @property
     def version(self) -> int:
-        """The newest weights version seen, reported by the llm or stamped on a token."""
+        """The newest weights version, reported by the llm or seen on a token."""
         return self._versions.newest
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Scored rollouts of the batch that comes next, and how many it is to have."""
+        """Number of scored rollouts of the next batch, and their number when it is complete."""
         finished = min(self._order.num_finished_groups, self._batch_groups)
         return finished * self._group_size, self._batch_groups * self._group_size
 
-    def refresh_version(self, version: int | None = None) -> int:
+    def refresh_version(self) -> int:
         """Read the weights version and begin the batches that it allows. Returns the version.
 
-        Asking for a batch does this as well. Call it after an update if the next batch is asked for
-        much later. `version`: one that the llm does not report.
+        `anext()` does this as well. Call it after an update if the next batch is requested much
+        later.
         """
-        self._versions.refresh(version)
+        self._versions.refresh()
         if self._is_running:
             self._order.begin()
         return self._versions.reported
@@ -318,11 +328,11 @@ class AsyncRolloutProducer:
         return self
 
     async def __anext__(self) -> TrainingBatch:
-        """The next batch, once it is complete. Cancelled, it loses nothing.
+        """Return the next batch when it is complete. A cancelled call loses nothing.
 
-        Raises ProducerError if none can come until new weights do, and for a batch that needed too
-        many replacements; whatever ended a rollout's task (its prompt is issued again if one goes
-        on); StopAsyncIteration after the last epoch.
+        Raises ProducerError if no batch can come before new weights, or if a batch needed too many
+        replacements. An error that ended a rollout's task is raised here, and the call after it
+        continues with the prompt issued again. Raises StopAsyncIteration after the last epoch.
         """
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
@@ -349,7 +359,7 @@ class AsyncRolloutProducer:
             raise ProducerError(
                 f"no batch can come at version {self.version}: with max_staleness_versions="
                 f"{self._bound.versions} no more prompts may be issued before newer weights are "
-                "pushed, and all batches were handed over; push weights after each batch, or raise "
+                "pushed, and all batches were returned; push weights after each batch, or raise "
                 "max_staleness_versions"
             )
         # The llm sends no event for a new version, so it is polled.

@@ -1,4 +1,7 @@
-"""Ready order: a batch is made of the groups that are finished, whenever they were begun."""
+"""Ready order: a batch is made of whichever groups are finished.
+
+Used by AsyncRolloutProducer with order="ready".
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,20 @@ from trainer_hooks.prompts.ledger import STALE, PromptTicket
 
 
 class ReadyOrder(GroupPool, BatchOrder):
-    """A pool of groups; the next batch takes those of the oldest tokens that are finished.
+    """A pool of groups, of which the next batch takes finished groups with the oldest tokens.
 
-    One batch makes one version, so the next batch is trained at `_next_version` or later, and a
-    group that begins at version v has no token that is too old for the batches up to v + S. Where
-    these are past, or full of finished groups, none is begun. A group whose batches are past is
-    aborted, or dropped if it is finished; its prompt goes back to the ledger as "stale" and is
-    issued again, with other seeds.
+    One batch makes one version. So the next batch is trained at `_next_version` or later, and a
+    group begun at version v has no token that is too old for the batches up to v + S. If those
+    batches are past, or full of finished groups, no group begins. A group whose batches are past is
+    aborted, or dropped if finished. Its prompt goes back to the ledger as "stale" and is issued
+    again, with other seeds.
 
-    So rollouts that take longer than S versions last are sampled again, until they are shorter.
-    Where more groups are finished than a batch takes, prompts that came back are preferred.
-    No more groups are open than S + 1 batches of them with what is over-sampled, and no more than
-    the batches that they can join will probably need: `_usable_share` of the groups that were begun
-    lately were finished in time and passed the filters.
-    A prompt that came back `max_reissues` times is waited for: the batch that is the last one for
-    its group is handed over when that is finished.
+    Hence rollouts that take longer than S versions are sampled again until they are shorter. If
+    more groups are finished than a batch takes, prompts that were reissued come first.
+    The number of open groups is limited to S + 1 batches with their over-sampling, and to the
+    number that the batches in reach probably need, by the share of recent groups that were finished
+    in time and passed the filters (`_usable_share`).
+    After `max_reissues` reissues of a prompt, the last batch that its group can join waits for it.
     """
 
     def __init__(
@@ -39,14 +41,14 @@ class ReadyOrder(GroupPool, BatchOrder):
         max_staleness_versions: int,
         max_reissues: int,
     ) -> None:
-        """Raises ConfigError for a negative number."""
+        """Raises ConfigError for a negative `max_reissues`."""
         super().__init__(parts)
         if max_reissues < 0:
             raise ConfigError(f"max_reissues={max_reissues} must be 0 or more")
         self._versions, self._bound = versions, max_staleness_versions
         self._max_reissues = max_reissues
         self._next_version = 0
-        self._usable_share = 0.5  # as if half of them were late, until it is known
+        self._usable_share = 0.5  # an assumption until groups have been counted
 
     def begin(self) -> None:
         self.fill()
@@ -56,7 +58,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         self._give_back_stale()
 
     def fill(self) -> None:
-        """Give back what can join no batch, then begin groups up to S + 1 batches of them."""
+        """Give back groups that can join no batch, then begin groups up to the limit."""
         self._give_back_stale()
         while (
             self.error is None
@@ -76,8 +78,9 @@ class ReadyOrder(GroupPool, BatchOrder):
         self._cancel([task for task, b in self.running.items() if b.version < oldest], STALE)
 
     def _has_room(self, version: int) -> bool:
-        """Whether a group begun at `version` is wanted, and finds a place in a batch besides the
-        finished groups that grow too old with it or before it.
+        """Return whether a group begun at `version` is needed.
+
+        It is if there is a place in a batch besides the finished groups that are at least as old.
         """
         num_batches = version + self._bound - self._next_version + 1
         num_places = num_batches * self._rules.num_groups
@@ -86,9 +89,9 @@ class ReadyOrder(GroupPool, BatchOrder):
         return num_before < num_places and num_open < self._num_wanted(num_places)
 
     def _num_wanted(self, num_places: int) -> float:
-        """Open groups of which `num_places` become usable, with two standard deviations to spare.
-
-        One of them is always taken to be late.
+        """Return how many groups to keep open so that `num_places` end usable, with two standard
+        deviations in reserve. The share of usable groups is never taken to be 1: one may always be
+        late.
         """
         share = min(max(self._usable_share, 0.05), 1.0 - 1.0 / max(num_places, 2))
         spread = math.sqrt(num_places * (1.0 - share)) / share
@@ -105,7 +108,7 @@ class ReadyOrder(GroupPool, BatchOrder):
             self._count_usable(False)
 
     def _count_usable(self, is_usable: bool) -> None:
-        """A running mean over about four batches."""
+        """Update the running mean of usable groups, over about four batches."""
         weight = 1.0 / (4 * self._rules.num_groups)
         self._usable_share += weight * (is_usable - self._usable_share)
 
@@ -119,7 +122,9 @@ class ReadyOrder(GroupPool, BatchOrder):
         return sorted(by_age[: self._rules.num_groups], key=lambda group: group.ticket)
 
     def _urgency(self, group: ScoredGroup) -> tuple[int, int, PromptTicket]:
-        """Sorts first what grows too old first, and of these the prompts that came back often."""
+        """Return a sort key: groups with the oldest tokens first, then the most reissued
+        prompts.
+        """
         return (self._oldest_version(group), -group.num_reissues, group.ticket)
 
     def _oldest_version(self, group: ScoredGroup) -> int:
@@ -127,7 +132,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         return self._versions.newest if seen is None else seen[0]
 
     def _is_waited_for(self) -> bool:
-        """Whether a group that must be trained would be too old after this batch."""
+        """Return whether a prompt without further reissues would be too old after this batch."""
         oldest = self._next_version - self._bound
         return any(
             begun.version <= oldest

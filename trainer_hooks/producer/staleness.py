@@ -1,4 +1,7 @@
-"""How old a token may be: a number, or a number that follows the effective sample size."""
+"""The staleness bound: a number of versions, or a bound that follows the effective sample size.
+
+Used by AsyncRolloutProducer, which asks for the bound and reports each batch's sample size.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +64,12 @@ class EssBound:
 
 
 class StalenessBound:
-    """The bound in force, `versions`, and what it was told. A number stays what it is.
+    """The bound in force, `versions`, and the measurements it follows. A number never changes.
 
-    `ess`: the last effective sample size, None before the first. `variance_per_version`: the r of
-    EssBound, None before a batch with a lag. `num_calm_batches`: in sequence, of its patience.
+    `ess`: last effective sample size; None before the first.
+    `variance_per_version`: the r of EssBound; None before a batch with a lag.
+    `num_calm_batches`: number of successive batches so far that allow raising the bound. At
+    `patience` it rises by 1.
     """
 
     def __init__(self, bound: int | Literal["ess"] | EssBound) -> None:
@@ -83,13 +88,16 @@ class StalenessBound:
         self.num_calm_batches = 0
 
     def hand_over(self, mean_lag: float) -> None:
-        """A batch has gone to the trainer. `mean_lag`: updates between the KV that its tokens
-        attended to and its trainer.
+        """Record that a batch was returned to the trainer.
+
+        `mean_lag`: mean number of updates between the KV that its tokens attended to and its
+        training.
         """
         self._mean_lag = mean_lag
 
     def observe(self, ess: float) -> int:
-        """Take the ESS of the batch handed over last, once it is trained on; the new bound.
+        """Record the ESS of the batch that was returned last, after training on it. Returns the new
+        bound.
 
         Raises ConfigError for an ESS outside (0, 1].
         """
@@ -111,7 +119,7 @@ class StalenessBound:
         self.variance_per_version = weight * newest + (1.0 - weight) * (before or 0.0)
 
     def _follow(self, settings: EssBound) -> None:
-        """Lower the bound at once, raise it after some calm batches."""
+        """Lower the bound at once, or raise it after some calm batches."""
         rate, bound = self.variance_per_version, self.versions
         if rate is not None and bound > 0 and rate * bound > -math.log(settings.least_ess):
             self.versions = max(int(-math.log(settings.least_ess) / rate), settings.least)
@@ -124,21 +132,23 @@ class StalenessBound:
             self.versions, self.num_calm_batches = min(bound + 1, settings.most), 0
 
     def metrics(self) -> dict[str, float]:
-        """The bound in force and the last ESS, for MetricsLogger."""
+        """Return the bound in force and the last ESS, for MetricsLogger."""
         metrics: dict[str, float] = {"producer/max_staleness_versions": self.versions}
         return metrics if self.ess is None else {**metrics, "producer/ess": self.ess}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON, under the one key `staleness`; {} for a number."""
+        """Return the state for a checkpoint, as JSON under the one key `staleness`; {} for a
+        number.
+        """
         if self._settings is None:
             return {}
         own = {name: getattr(self, name) for name in _STATE}
         return {"staleness": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, within the limits of the settings.
+        """Continue from `state`, within the limits of the settings.
 
-        A number stays what it is; a state of a run whose bound was a number changes nothing.
+        A number keeps its value. The state of a run whose bound was a number changes nothing.
         """
         if self._settings is not None and "staleness" in state:
             for name in _STATE:

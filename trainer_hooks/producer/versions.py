@@ -1,4 +1,7 @@
-"""The weights version of the engines, as a producer sees it."""
+"""VersionWatch: the weights version of the engines, as a producer sees it.
+
+Used by AsyncRolloutProducer and its orders, which begin groups by version.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from trainer_hooks.producer.groups import GeneratesAsync
 
 
 class VersionWatch:
-    """The weights version of the engines: `reported` by the llm, and the `newest` one seen.
+    """The weights version that the llm reports, and the newest version seen on a token.
 
-    `reported` is in force on all engines; a token may show that one engine has a newer version.
-    Groups begin under `reported`: then no engine can sample them under an older version.
+    `reported` is in force on all engines. A token may show that one engine already has a newer
+    version. Groups begin under `reported`, so no engine can sample them under an older version.
     """
 
     def __init__(self, llm: GeneratesAsync) -> None:
@@ -23,18 +26,18 @@ class VersionWatch:
 
     @property
     def is_under_way(self) -> bool:
-        """A token is of a version that is not reported yet."""
+        """Whether a token has a version that is not yet reported."""
         return self.newest > self.reported
 
     def start(self) -> None:
-        """Count from the present version."""
+        """Count versions from the present one."""
         self._start = self.reported = self.newest = self._llm.weights_version
 
-    def refresh(self, version: int | None = None) -> None:
-        """Ask the llm. `version`: one that the llm does not report."""
-        self.reported = max(self.reported, self._llm.weights_version, version or 0)
+    def refresh(self) -> None:
+        """Read the llm's version."""
+        self.reported = max(self.reported, self._llm.weights_version)
         self.observe(self.reported)
 
     def observe(self, version: int) -> None:
-        """A token was sampled under `version`."""
+        """Record that a token was sampled under `version`."""
         self.newest = max(self.newest, version)

@@ -1,1 +1,3 @@
-"""Prompts of a training job: data sources, chat format, the ledger of what was drawn, curricula."""
+"""Prompts of a training job: data sources, chat format, checks, the ledger of issued prompts,
+curricula.
+"""

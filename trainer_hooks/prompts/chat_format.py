@@ -1,4 +1,7 @@
-"""From chat messages, or a user's text, to the text that the model goes on from."""
+"""ChatFormat: renders chat messages, or a user's text, into the text that the model continues.
+
+Used by prompt sources and by the training job.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from rollout.errors import ConfigError
 from rollout.text import RenderedText
 
 Messages = Sequence[Mapping[str, Any]]
-# From chat messages to the text, or the token ids, that the model goes on from.
+# Renders chat messages into the text, or the token ids, that the model continues.
 ChatTemplate = Callable[[Messages], str | Sequence[int]]
 
 
 class ChatFormat:
-    """A chat template that also takes text, as what the user says, behind solved examples.
+    """A chat template that also accepts text, as the user's message after a system prompt.
 
-    `tokenizer`: one of transformers with a chat template. `system_prompt` stands before messages
-    that have none of their own. `examples`: pairs of what a user says and the answer, as turns
-    before each prompt. `options`: further arguments of the template.
-    The messages of a prompt become its column `messages`.
+    `tokenizer`: transformers tokenizer with a chat template.
+    `system_prompt`: first message of prompts that have no system message.
+    `examples`: solved prompts, as turns before each prompt: pairs of the user's text and the answer.
+    `options`: further arguments of the template.
+    Prompt sources put the messages of a prompt into its column `messages`.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class ChatFormat:
         ]
 
     def messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
-        """Return the messages of a prompt, behind the system prompt and the examples."""
+        """Return the messages of a prompt, with the system prompt and the examples."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [dict(message) for message in prompt]
@@ -67,9 +71,10 @@ class ChatFormat:
 
 
 def as_chat_template(source: Any | None) -> ChatTemplate | None:
-    """A callable as it is; a transformers tokenizer as its template, up to the answer's start.
+    """Return a template from a callable or from a transformers tokenizer's `apply_chat_template`.
 
-    It makes text to which no special tokens are added: the template wrote them.
+    None stays None. The template renders up to the start of the answer and writes special tokens
+    itself, so none are added to its text. Raises ConfigError for another object.
     """
     if source is None or isinstance(source, ChatFormat):
         return source

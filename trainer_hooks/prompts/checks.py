@@ -1,4 +1,7 @@
-"""Checks of all rows of a source before a job begins, so that no row ends it in the middle."""
+"""Checks of all rows of a prompt source before a job begins, so that no bad row stops it later.
+
+Used by the training job. It reads every row once and returns the good ones.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from rollout.utf8_lines import lone_surrogate
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, item_of
 
 OnBadRow = Literal["refuse", "skip"]
-_NUM_SHOWN = 3  # bad rows that a message names
-_MAX_REPLACED = 100  # bad rows in turn after which a program that makes rows is at fault
-_CHUNK = 512  # rows whose prompts are encoded in one call
+_NUM_SHOWN = 3  # number of bad rows named in a message
+_MAX_REPLACED = 100  # successive bad rows that are an error of the program that makes the rows
+_CHUNK = 512  # number of rows encoded in one call
 logger = logging.getLogger(__name__)
 
 
@@ -25,9 +28,9 @@ logger = logging.getLogger(__name__)
 class PromptCheck:
     """Checks whether an engine can answer the prompt of a row.
 
-    `encode_all`: texts to the token ids that the engine makes of them. `vocab_size`,
-    `max_sequence_length`: of the engine's model and of the engine; None if unknown.
-    `answer_column`: a column that must hold a text or a number, since a warm-up learns it, or None.
+    `encode_all`: function from texts to the engine's token ids.
+    `vocab_size`: of the engine's model. `max_sequence_length`: of the engine. None if unknown.
+    `answer_column`: column that must hold a text or a number, which a warm-up trains on, or None.
     """
 
     encode_all: Callable[[Sequence[str]], Sequence[Sequence[int]]]
@@ -36,7 +39,7 @@ class PromptCheck:
     answer_column: str | None = None
 
     def faults(self, items: Sequence[PromptItem]) -> list[str | None]:
-        """Return what is wrong with each row; None for a good one."""
+        """Return an error text for each row, or None for a good row."""
         faults = [self._fault_of_values(item) for item in items]
         texts = {
             index: item.prompt
@@ -53,7 +56,7 @@ class PromptCheck:
 
     def _fault_of_values(self, item: PromptItem) -> str | None:
         if (text := lone_surrogate([item.prompt, item.columns])) is not None:
-            return f"half a surrogate pair in {text[:40]!r} is no text; write the whole character"
+            return f"{text[:40]!r} has half a surrogate pair; write the whole character"
         if self.answer_column is None:
             return None
         if self.answer_column not in item.columns:
@@ -64,8 +67,8 @@ class PromptCheck:
         answer = item.columns[self.answer_column]
         if isinstance(answer, bool) or not isinstance(answer, (str, Real)):
             return (
-                f"the warm-up learns the column {self.answer_column!r}, which is {answer!r:.60}; a "
-                "text or a number is wanted"
+                f"the warm-up learns the column {self.answer_column!r}, which is {answer!r:.60}; "
+                "it must be a text or a number"
             )
         return None
 
@@ -98,14 +101,15 @@ class SelectedRows:
         return as_prompt_item(self._rows[int(self._indices[index])])
 
     def place_of(self, index: int) -> str:
-        """Return how errors name a row: as the source does."""
+        """Return the name of a row in errors, as its source names it."""
         return place_of(self._rows, int(self._indices[index]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRows:
-    """The good rows of a source. `keys`: a hash of each row's prompt, equal for equal prompts.
-    `num_skipped`: bad rows that are left out.
+    """The good rows of a source.
+
+    `keys`: hash of each row's prompt, equal for equal prompts. `num_skipped`: number of bad rows.
     """
 
     rows: PromptRows
@@ -116,9 +120,9 @@ class CheckedRows:
 def check_rows(
     rows: PromptRows, check: PromptCheck, on_bad_row: OnBadRow, name: str
 ) -> CheckedRows:
-    """Read every row once. Bad ones are refused, or left out and counted in the log.
+    """Read every row once and return the good rows. Bad rows are refused, or skipped and logged.
 
-    `name`: of the source, for messages. Raises ConfigError, which names the first bad rows, for
+    `name`: name of the source in messages. Raises ConfigError, which names the first bad rows, for
     `on_bad_row` "refuse", and if no row is good.
     """
     good, keys = array("Q"), array("Q")
@@ -143,9 +147,9 @@ def check_rows(
 
 
 class CheckedWhenRead:
-    """Rows that a program makes when they are asked for, checked then.
+    """Rows of a program that makes them when they are read, checked at that time.
 
-    A bad row is logged, and replaced by the next good one: it cannot be found before the run.
+    A bad row is logged and replaced by the next good one, since it cannot be found before the run.
     """
 
     def __init__(self, rows: PromptRows, check: PromptCheck) -> None:
@@ -156,7 +160,7 @@ class CheckedWhenRead:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> PromptItem:
-        """Raises ConfigError where many rows in turn are bad."""
+        """Raises ConfigError after many successive bad rows."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         faults = []
@@ -170,8 +174,8 @@ class CheckedWhenRead:
             if fault is None:
                 return item
             faults.append(f"row {place} of the prompts: {fault}")
-            logger.warning("a bad row is replaced by the next one: %s", faults[-1])
-        raise ConfigError(f"{len(faults)} rows in turn are bad: {faults[0]}")
+            logger.warning("replaced a bad row by the next one: %s", faults[-1])
+        raise ConfigError(f"{len(faults)} successive rows are bad: {faults[0]}")
 
 
 def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) -> None:
@@ -186,7 +190,7 @@ def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) 
 
 
 def place_of(rows: PromptRows, index: int) -> str:
-    """Return how errors name row `index`: with its file and line where `rows` are of one."""
+    """Return the name of row `index` in errors: its file and line if `rows` come from a file."""
     own = getattr(rows, "place_of", None)
     return f"row {index} of the prompts" if own is None else str(own(index))
 

@@ -1,4 +1,7 @@
-"""A curriculum: which prompts of an epoch come first, or come at all, by their histories."""
+"""Curriculum: draws the prompts of an epoch by weights computed from their histories.
+
+Used by PromptLedger. Training loops and the training job configure it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ PromptWeight = Callable[[int, PromptHistory], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """Draws each next prompt with a chance in proportion to its weight.
+    """Draws each next prompt with a probability proportional to its weight.
 
-    `weight`: of row `index` with its history, 0 or more; a pure function of the two. Rows without
-    a weight come when no others are left.
-    `with_replacement`: False draws among the rows that the epoch has not had, so that each comes
-    once per epoch, and the weights say which come early. True draws among all: an epoch is then a
-    number of draws, as many as there are rows, and a row comes as often as its weight says.
+    `weight`: function of a row's index and history, 0 or more, without side effects. Rows of weight
+    0 come after all others.
+    `with_replacement`: False draws among the rows not yet drawn in the epoch: each comes once per
+    epoch, and weights decide which come early. True draws among all rows: an epoch is as many draws
+    as there are rows, and weights decide how often a row comes.
     """
 
     weight: Annotated[PromptWeight, AnyValue("its weights are checked when they are drawn by")]
@@ -38,10 +41,10 @@ class Curriculum:
 
 
 def learnability_weight(index: int, history: PromptHistory) -> float:
-    """p (1 - p) and a little, where p is the last mean reward, held within [0, 1].
+    """Return p (1 - p) + 0.01, where p is the last mean reward, clamped to [0, 1].
 
-    It is the variance of a reward of 0 or 1, and so how much the group can teach. Prompts that
-    were never scored weigh as much as the best; 0.01 lets the others come back.
+    p (1 - p) is the variance of a reward of 0 or 1, a measure of how much a group can teach.
+    Prompts without a score get the largest weight. The 0.01 lets all prompts return.
     Source: Foster et al. 2025, arXiv 2502.12272.
     """
     p = 0.5 if history.last_reward is None else min(max(history.last_reward, 0.0), 1.0)
@@ -49,10 +52,10 @@ def learnability_weight(index: int, history: PromptHistory) -> float:
 
 
 class CurriculumDraws:
-    """The draws of a curriculum over `num_rows` rows: which row comes at each place of an epoch.
+    """The draws of a curriculum over `num_rows` rows: a row for each position of an epoch.
 
-    A draw is a function of (seed, epoch, position), the weights, and the rows that the epoch has
-    had.
+    A draw is a function of (seed, epoch, position), the weights, and the rows drawn before in the
+    epoch. Used by PromptLedger.
     """
 
     def __init__(self, curriculum: Curriculum, num_rows: int, seed: int) -> None:
@@ -61,18 +64,20 @@ class CurriculumDraws:
         self._is_left = np.ones(num_rows, dtype=bool)  # not yet drawn in this epoch
 
     def weigh(self, indices: Iterable[int], history_of: Callable[[int], PromptHistory]) -> None:
-        """Compute the weights of these rows anew. Raises ConfigError for one that is no weight."""
+        """Recompute the weights of these rows. Raises ConfigError for a negative or infinite
+        weight.
+        """
         for index in indices:
             weight = float(self._curriculum.weight(index, history_of(index)))
             if not 0.0 <= weight < math.inf:
                 raise ConfigError(
-                    f"the curriculum's weight of row {index} is {weight}; 0 or more, and finite, "
-                    "is wanted"
+                    f"the curriculum's weight of row {index} is {weight}; it must be finite and "
+                    "0 or more"
                 )
             self._weights[index] = weight
 
     def draw(self, epoch: int, position: int) -> int:
-        """The row at the next place of the epoch."""
+        """Return the row at the next position of the epoch."""
         if position == 0:
             self._is_left[:] = True
         seed = np.array([mix_seed(self._seed, epoch)], dtype=np.uint64)
@@ -86,12 +91,14 @@ class CurriculumDraws:
         return index
 
     def state(self) -> dict[str, Any]:
-        """The rows that the epoch has left, as JSON; the weights are those of the histories."""
+        """Return the rows not yet drawn in the epoch, as JSON. Weights follow from the
+        histories.
+        """
         left = b64encode(np.packbits(self._is_left).tobytes()).decode()
         return {"with_replacement": self._curriculum.with_replacement, "left": left}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue an epoch. Raises ConfigError for a state of the other kind of draws."""
+        """Continue an epoch. Raises ConfigError for a state with another `with_replacement`."""
         is_own = self._curriculum.with_replacement
         if (is_saved := state["with_replacement"]) != is_own:
             raise ConfigError(
@@ -103,11 +110,11 @@ class CurriculumDraws:
 
 
 def _drawn(weights: NDArray[np.float64], share: float) -> int | None:
-    """The row at `share` of the sum of weights; None if all are 0."""
+    """Return the row at fraction `share` of the sum of weights, or None if all weights are 0."""
     ends = np.cumsum(weights)
     if not ends[-1] > 0.0:
         return None
     index = int(np.searchsorted(ends, share * ends[-1], side="right"))
-    if index == len(ends):  # the product has been rounded up to the sum
+    if index == len(ends):  # the product was rounded up to the sum
         index = int(np.flatnonzero(weights)[-1])
     return index

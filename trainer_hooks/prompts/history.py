@@ -1,4 +1,7 @@
-"""What became of each prompt so far: the history that group filters and curricula go by."""
+"""PromptHistory: how often a prompt was trained on, filtered or failed, and its last rewards.
+
+PromptLedger writes the histories. Group filters and curricula read them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ TRAINED, FILTERED, FAILED, GIVEN_BACK = "trained", "filtered", "failed", "given_
 class PromptHistory:
     """How often a prompt was trained on, filtered, failed, or given back to be issued again.
 
-    `num_scored`: its groups with a reward, which those have of which not every rollout failed.
-    `mean_reward`: over these groups, of their mean rewards; None before the first. `last_reward`:
-    of the latest of them. `last_version`: the newest version that sampled a token of it.
+    `num_scored`: number of its groups with at least one reward.
+    `mean_reward`: mean over these groups' mean rewards; None before the first.
+    `last_reward`: mean reward of the latest of these groups.
+    `last_version`: newest version that sampled a token of that group.
     """
 
     num_trained: int = 0
@@ -32,11 +36,11 @@ class PromptHistory:
 
     @property
     def num_issued(self) -> int:
-        """How often it was issued, as far as these have ended."""
+        """How often the prompt was issued, without groups in progress."""
         return self.num_trained + self.num_filtered + self.num_failed + self.num_given_back
 
     def after(self, outcome: PromptOutcome) -> PromptHistory:
-        """This history with one outcome more."""
+        """Return this history with one more outcome."""
         count = f"num_{outcome.fate}"
         counted = replace(self, **{count: getattr(self, count) + 1})
         if outcome.reward is None or math.isnan(outcome.reward):
@@ -57,10 +61,11 @@ NEW_PROMPT = PromptHistory()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOutcome:
-    """What became of a prompt that was issued. `key`: (epoch, position) of its ticket.
+    """The outcome of one issue of a prompt.
 
-    `fate`: a field of PromptHistory without its "num_". `reward`: the mean of the group;
-    None, or NaN, if it has none.
+    `key`: (epoch, position) of its ticket. `index`: row of the prompt.
+    `fate`: name of a count in PromptHistory, without "num_".
+    `reward`: mean reward of the group; None or NaN if it has none.
     """
 
     key: tuple[int, int]
@@ -71,26 +76,26 @@ class PromptOutcome:
 
 
 class PromptHistories:
-    """The histories of the prompts that were seen last, at most `max_prompts` of them.
+    """Histories of the `max_prompts` prompts seen last.
 
-    What is published changes with `publish` alone, which takes outcomes in the order of the
-    tickets: it does not depend on which group of a batch was finished first.
+    Published histories change only by `publish`, which applies outcomes in the order of tickets:
+    they do not depend on which group of a batch finished first.
     """
 
     def __init__(self, max_prompts: int) -> None:
         self._max_prompts = max_prompts
-        self._base: OrderedDict[int, PromptHistory] = OrderedDict()  # the one seen last at the end
-        # The outcomes of the last publish, apart, since a state may leave some of them out.
+        self._base: OrderedDict[int, PromptHistory] = OrderedDict()  # the latest seen at the end
+        # Outcomes of the last publish are kept apart, since a state may leave some of them out.
         self._last: list[PromptOutcome] = []
         self._pending: list[PromptOutcome] = []
         self._published: dict[int, PromptHistory] = {}  # of the prompts in `_last`
 
     def published(self, index: int) -> PromptHistory:
-        """The history of row `index` at the last `publish`; NEW_PROMPT if it is not known."""
+        """Return the history of row `index` at the last `publish`, or NEW_PROMPT."""
         return self._published.get(index) or self._base.get(index, NEW_PROMPT)
 
     def latest(self, index: int) -> PromptHistory:
-        """The same with all that was added since."""
+        """Return the history of row `index` with outcomes not yet published."""
         history = self.published(index)
         for outcome in self._pending:
             if outcome.index == index:
@@ -98,11 +103,11 @@ class PromptHistories:
         return history
 
     def add(self, outcome: PromptOutcome) -> None:
-        """Record what became of a prompt."""
+        """Record an outcome."""
         self._pending.append(outcome)
 
     def publish(self) -> set[int]:
-        """Publish what was added. Returns the rows whose published history has changed."""
+        """Publish the recorded outcomes. Returns the rows whose published history changed."""
         _fold(self._base, self._last)
         self._last = _by_ticket(self._pending)
         self._pending, self._published = [], {}
@@ -111,7 +116,7 @@ class PromptHistories:
         return self._published.keys() | self._forget()
 
     def _forget(self) -> set[int]:
-        """Forget the rows that are too many, those seen the longest ago; returns them."""
+        """Drop the histories beyond `max_prompts`, longest unseen first. Returns their rows."""
         num_too_many = len(self._base.keys() | self._published.keys()) - self._max_prompts
         older = (index for index in self._base if index not in self._published)
         forgotten = set(islice(older, max(num_too_many, 0)))
@@ -120,7 +125,10 @@ class PromptHistories:
         return forgotten
 
     def state(self, untrained: Container[tuple[int, int]] = ()) -> list[list[Any]]:
-        """All that was added, as JSON. `untrained`: keys whose being trained is left out."""
+        """Return all histories with all outcomes, as JSON.
+
+        `untrained`: keys whose outcome "trained" is left out.
+        """
         histories = self._base.copy()
         _fold(
             histories,
@@ -133,7 +141,7 @@ class PromptHistories:
         return [[index, *astuple(history)] for index, history in histories.items()]
 
     def load(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Forget everything, and continue from a `state`."""
+        """Replace all histories by a `state`."""
         self._last, self._pending, self._published = [], [], {}
         names = [field.name for field in fields(PromptHistory)]
         self._base = OrderedDict(

@@ -1,4 +1,8 @@
-"""PromptLedger: every prompt exactly once per epoch, through crashes and resumes."""
+"""PromptLedger: issues every prompt exactly once per epoch, also across crashes and resumes.
+
+Used by AsyncRolloutProducer, `evaluate` and training loops. It is the only writer of the position
+in the prompts and of their histories.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,11 @@ from trainer_hooks.prompts.history import (
     PromptOutcome,
 )
 
-# Prompts whose content a fingerprint covers, evenly spread; a whole dataset may be slow to read.
+# Number of prompts in a fingerprint, evenly spread. Reading a whole dataset may be slow.
 _NUM_FINGERPRINTED = 64
-# Rows of a source without a length, which are all kept in memory.
+# Limit on the rows of a source without a length, which are all kept in memory.
 MAX_ITERATED_ROWS = 1_000_000
-# Why a prompt comes back whose group grew too old to train on.
+# Reason for giving back a prompt whose group grew too old to train on.
 STALE = "stale"
 _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
 
@@ -39,7 +43,7 @@ _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
 class PromptItem:
     """A prompt, as text or token ids, and the other columns of its row.
 
-    `columns` go to the reward function by name: an answer, an entry, a difficulty.
+    `columns`: passed to the reward function by name, such as an answer or a difficulty.
     """
 
     prompt: str | Sequence[int]
@@ -47,7 +51,7 @@ class PromptItem:
 
 
 def as_prompt_item(source: PromptItem | str | Sequence[int] | Mapping[str, Any]) -> PromptItem:
-    """A bare prompt, or a row with the key "prompt" and other columns, as an item.
+    """Return a PromptItem from a bare prompt or from a row with "prompt" and other columns.
 
     Raises ValueError for a row without a prompt.
     """
@@ -82,18 +86,19 @@ class PromptTicket:
 
 
 class PromptLedger:
-    """Issues prompts in a seeded order per epoch and records what became of each one.
+    """Issues prompts in a seeded order per epoch and records the outcome of each.
 
-    A ticket is out until it is consumed, with a reason, or given back; one given back is issued
-    again before any new one. The state is small: a position, what was not consumed before it, and
-    the histories.
-    `source`: rows as `as_prompt_item` takes them, in a list, in a dataset with `len` and `[index]`
-    (read when needed), or in anything that can be iterated again, as an IterableDataset (read at
-    once; at most MAX_ITERATED_ROWS).
-    `num_epochs`: None goes on for ever.
-    `curriculum`: draws the next prompts by their histories, in place of the shuffled order. With
-    replacement "once per epoch" becomes "as many draws per epoch as there are prompts".
-    `max_histories`: prompts whose history is kept, those seen last.
+    A ticket is out from `issue` until it is consumed, with a reason, or given back. Tickets that
+    were given back are issued again before new ones. The state for checkpoints is small: a
+    position, the unconsumed tickets before it, and the histories.
+    `source`: rows as `as_prompt_item` accepts them, in a list, in a dataset with `len` and
+    `[index]` (read when issued), or in an iterable that can be iterated again, such as an
+    IterableDataset (read at once, at most MAX_ITERATED_ROWS).
+    `num_epochs`: None never ends.
+    `curriculum`: draws the next prompts by their histories instead of the shuffled order. With
+    replacement, an epoch is as many draws as there are prompts, and a prompt may come several
+    times.
+    `max_histories`: number of prompts whose history is kept, latest seen first.
     """
 
     def __init__(
@@ -105,8 +110,9 @@ class PromptLedger:
         curriculum: Curriculum | None = None,
         max_histories: int = 20_000,
     ) -> None:
-        """Raises ConfigError for a source that is empty, a single prompt, or used up by reading,
-        for a curriculum beside shuffle=False, and for a weight that is none."""
+        """Raises ConfigError for a source that is empty, a single prompt, or an iterator, for a
+        curriculum with shuffle=False, and for a negative or infinite weight.
+        """
         self._rows = as_rows(source)
         if num_epochs is not None and num_epochs < 1:
             raise ConfigError(f"num_epochs={num_epochs} must be at least 1, or None for no end")
@@ -135,26 +141,26 @@ class PromptLedger:
 
     @property
     def num_out(self) -> int:
-        """Prompts that are issued, neither consumed nor given back."""
+        """Number of prompts that are issued, neither consumed nor given back."""
         return len(self._out)
 
     @property
     def is_exhausted(self) -> bool:
-        """No prompt can be issued now; those that are out may still be given back."""
+        """Whether no prompt can be issued now. Prompts that are out may still be given back."""
         is_over = self._num_epochs is not None and self._epoch >= self._num_epochs
         return is_over and not self._returned
 
     def item(self, ticket: PromptTicket) -> PromptItem:
-        """The ticket's prompt, as text or a list of ids, and columns.
+        """Return the ticket's prompt, as text or a list of ids, and columns.
 
-        Raises ConfigError if its row holds none.
+        Raises ConfigError for a row without a prompt.
         """
         return item_of(self._rows, ticket.index)
 
     def issue(self) -> PromptTicket | None:
-        """The next prompt, the earliest of those given back first; None if there is none left.
+        """Return a ticket: the earliest one given back, else a new one; None if no prompt is left.
 
-        A curriculum goes by what became of prompts until the last ones were trained on.
+        A curriculum uses histories with all outcomes up to the last trained batch.
         """
         if self._has_trained:
             self._publish_histories()
@@ -177,10 +183,11 @@ class PromptLedger:
         reward: float | None = None,
         version: int | None = None,
     ) -> None:
-        """Finish the prompt for this epoch. Raises ConfigError for one that is not out.
+        """Finish the prompt for this epoch. Raises ConfigError if the ticket is not out.
 
-        `reason`: "trained", "failed", "filtered"; its history counts any other one as filtered.
-        `reward`, `version`: of its group, for its history.
+        `reason`: "trained", "failed" or "filtered". The history counts any other reason as
+        filtered.
+        `reward`, `version`: the group's mean reward and newest version, for the history.
         """
         self._remove_issued(ticket)
         self._reissues.pop(ticket, None)
@@ -189,7 +196,7 @@ class PromptLedger:
         self._record(ticket, reason if reason in (TRAINED, FAILED) else FILTERED, reward, version)
 
     def give_back(self, ticket: PromptTicket, reason: str) -> None:
-        """Put the prompt back, to be issued again. Raises ConfigError for one that is not out."""
+        """Return the prompt to be issued again. Raises ConfigError if the ticket is not out."""
         self._remove_issued(ticket)
         self.given_back[reason] += 1
         if reason == STALE:
@@ -198,11 +205,11 @@ class PromptLedger:
         self._record(ticket, GIVEN_BACK)
 
     def history(self, index: int) -> PromptHistory:
-        """What became of the prompt in row `index` so far."""
+        """Return the history of the prompt in row `index`."""
         return self._histories.latest(index)
 
     def num_reissues(self, ticket: PromptTicket) -> int:
-        """How often an unfinished prompt was given back as STALE."""
+        """Return how often an unfinished prompt was given back as STALE."""
         return self._reissues[ticket]
 
     def _remove_issued(self, ticket: PromptTicket) -> None:
@@ -231,9 +238,9 @@ class PromptLedger:
     # ---- state
 
     def state_dict(self, untrained: Iterable[PromptTicket] = ()) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON. Prompts that are out count as not consumed.
+        """Return the state for a checkpoint, as JSON. Prompts that are out count as not consumed.
 
-        `untrained`: tickets consumed as "trained" that the checkpoint's weights do not know yet.
+        `untrained`: tickets consumed as "trained" that are not in the checkpoint's weights.
         """
         pending = {*self._out, *self._returned}
         again = set(untrained) - pending
@@ -260,8 +267,7 @@ class PromptLedger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: its unfinished prompts are issued first, in their old order.
 
-        Raises ConfigError for a state of other prompts or of another order, and while prompts are
-        out.
+        Raises ConfigError for a state of other prompts or another order, and while prompts are out.
         """
         if self._out:
             raise ConfigError(f"{len(self._out)} prompts are out; load a state before any is")
@@ -284,10 +290,10 @@ class PromptLedger:
         self._epoch, self._position = state["epoch"], state["position"]
         heapq.heapify(self._returned)
         known = {(ticket.epoch, ticket.position): ticket for ticket in self._returned}
-        self._reissues = Counter({known[e, p]: n for e, p, n in state.get("reissues", ())})
+        self._reissues = Counter({known[e, p]: n for e, p, n in state["reissues"]})
         self.consumed = Counter(state["consumed"])
         self.given_back = Counter(state["given_back"])
-        self._histories.load(state.get("histories", ()))
+        self._histories.load(state["histories"])
         if self._draws is not None:
             self._draws.weigh(range(len(self)), self._histories.published)
 
@@ -306,11 +312,11 @@ class PromptLedger:
         return PromptTicket(epoch, position, draw(epoch, position))
 
     def _index(self, epoch: int, position: int) -> int:
-        """The row at a place of an epoch, where no curriculum draws it."""
+        """Return the row at a position of an epoch without a curriculum."""
         if not self._shuffle:
             return position
         if epoch not in self._orders:
-            # Two epochs are in use around a change of epoch; an older one is rare, and made again.
+            # Two epochs are in use around a change of epoch. An older one is rare: recompute it.
             while len(self._orders) > 1:
                 del self._orders[min(self._orders)]
             self._orders[epoch] = _shuffled(len(self), mix_seed(self._seed, epoch))
@@ -318,25 +324,23 @@ class PromptLedger:
 
 
 def _shuffled(num_prompts: int, seed: int) -> NDArray[np.intp]:
-    """A permutation that is a pure function of its arguments, in all releases of numpy."""
+    """Return a permutation that depends only on the arguments, in all releases of numpy."""
     seeds = np.full(num_prompts, seed, dtype=np.uint64)
     return np.argsort(uniforms(seeds, np.arange(num_prompts)), kind="stable")
 
 
 def as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
-    """Return `source` as rows by number; what can only be iterated is read now, into a list.
+    """Return `source` as rows by number. A source that can only be iterated is read into a list.
 
-    Raises ConfigError for a single prompt, an iterator, a source without rows, and for one without
-    a length that has more than MAX_ITERATED_ROWS.
+    Raises ConfigError for a single prompt, an iterator, a source without rows, and more than
+    MAX_ITERATED_ROWS rows of a source without a length.
     """
     if isinstance(source, (str, bytes, Mapping, PromptItem)):
-        raise ConfigError(
-            f"prompts is one {type(source).__name__}; a sequence of prompts is wanted"
-        )
+        raise ConfigError(f"prompts is one {type(source).__name__}; give a sequence of prompts")
     if isinstance(source, Iterator):
         raise ConfigError(
             "prompts is an iterator, which a resumed run could not read again; pass a list, a "
-            "dataset, or an object whose __iter__ starts anew"
+            "dataset, or an object whose __iter__ starts from the beginning"
         )
     has_rows = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     rows: PromptRows = source if has_rows else _iterated(source)  # type: ignore[arg-type,assignment]
@@ -357,7 +361,9 @@ def _iterated(source: Iterable[Any]) -> list[Any]:
 
 
 def item_of(rows: PromptRows, index: int) -> PromptItem:
-    """Return row `index` as a PromptItem. Raises ConfigError, naming the row, for another value."""
+    """Return row `index` as a PromptItem. Raises ConfigError, which names the row, for a bad
+    one.
+    """
     try:
         item = as_prompt_item(rows[index])
     except ValueError as error:

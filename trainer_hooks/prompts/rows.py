@@ -1,4 +1,7 @@
-"""A row of a file or dataset as a PromptItem: its prompt, through a chat template, and columns."""
+"""as_item: makes a PromptItem from a row of a file or dataset, through a chat template.
+
+Used by the prompt sources.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ def as_item(
     *,
     is_arrow: bool = False,
 ) -> PromptItem:
-    """Return a row as a PromptItem. `place`: how errors name the row.
+    """Return a row as a PromptItem. `place`: name of the row in errors.
 
-    `is_arrow`: the row comes from Arrow, where every object of a column has the keys that any of
-    them has, with null for those that it had not. Within tool calls such keys are left out.
-    Raises ConfigError for a row without a prompt, for one that its chat template refuses, and for
-    half a surrogate pair in any of its columns.
+    `is_arrow`: True if the row comes from Arrow, which gives all objects of a column the same keys,
+    with null for missing values. In tool calls these keys are removed.
+    Raises ConfigError for a row without a prompt, a prompt that its chat template refuses, and half
+    a surrogate pair in any column.
     """
     if prompt_column not in values:
         raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
     if (text := lone_surrogate(values)) is not None:
         raise ConfigError(
-            f"{place} holds half a surrogate pair, {_shown(text)}, which is no text; write the "
-            "whole character, or leave it out"
+            f"{place} holds half a surrogate pair, {_shown(text)}; write the whole character, or "
+            "leave it out"
         )
     columns = {name: value for name, value in values.items() if name != prompt_column}
     scoring = columns.get("reward_model")
@@ -67,10 +70,11 @@ def _are_messages(value: Any) -> bool:
 
 
 def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
-    """Return a chat message as templates expect it. Raises ConfigError for parts that are no
-    text."""
+    """Return a chat message as templates expect it. Raises ConfigError for parts that are not
+    text.
+    """
     if is_arrow and isinstance(calls := message.get("tool_calls"), list):
-        # A JSON text of arguments keeps the nulls that somebody wrote.
+        # Arguments that are JSON text keep their nulls.
         message = {**message, "tool_calls": _without_nulls(calls)}
     try:
         plain = plain_message(message)
@@ -82,7 +86,7 @@ def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> di
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return `value` without the keys of objects that are null."""
+    """Return `value` without object keys whose value is null."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     if isinstance(value, list):
@@ -104,7 +108,7 @@ def _as_prompt(value: Any, template: ChatTemplate | None, place: str) -> str | S
                 )
             return _rendered(value, template, place)
     raise ConfigError(
-        f"{place} is {_shown(value)}; text, token ids or messages with role and content are wanted"
+        f"{place} is {_shown(value)}; it must be text, token ids or messages with role and content"
     )
 
 
@@ -113,7 +117,7 @@ def _rendered(
 ) -> str | Sequence[int]:
     try:
         return template(messages)
-    except Exception as error:  # a template is a program; it raises anything
+    except Exception as error:  # a template is a program and may raise any error
         raise ConfigError(
             f"{place}: the chat template refuses the messages {_shown(messages)}: "
             f"{type(error).__name__}: {error}"

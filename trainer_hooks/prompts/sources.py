@@ -1,6 +1,7 @@
-"""Prompts from JSONL and parquet files, `datasets` and reasoning-gym, read when they are asked for.
+"""Prompt sources: JSONL and parquet files, `datasets` and reasoning-gym, read when needed.
 
-Each source is a Sequence of PromptItem. Every error names file, line or row, and column.
+Used by training loops and the training job, as the `source` of a PromptLedger. Each source is a
+Sequence of PromptItem. Every error names file, line or row, and column.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _LazyPrompts(Sequence[PromptItem]):
-    """A Sequence over `_read`; a slice is a list."""
+    """A Sequence whose items come from `_read`. A slice is a list."""
 
     @abstractmethod
     def _read(self, index: int) -> PromptItem: ...
 
     def place_of(self, index: int) -> str:
-        """Return how errors name a row, such as "questions.jsonl, line 7"."""
+        """Return the name of a row in errors, such as "questions.jsonl, line 7"."""
         return f"row {index} of {type(self).__name__}"
 
     @overload
@@ -52,12 +53,12 @@ class _LazyPrompts(Sequence[PromptItem]):
 
 
 class JsonlPrompts(_LazyPrompts):
-    """One JSON object per line: the prompt in `prompt_column`, the rest as columns.
+    """Rows of JSONL files: one JSON object per line, with the prompt in `prompt_column`.
 
-    Only the offsets of the lines are kept, 16 bytes each; empty lines are left out. The prompt is
+    Only the offsets of the lines are kept, 16 bytes each; empty lines are skipped. The prompt is
     text, token ids or, with a `chat_template` (a callable or a transformers tokenizer), messages.
-    Raises ConfigError for a file that cannot be read, and, when the line is asked for, for one that
-    is no object with a prompt, or a file that was changed.
+    Raises ConfigError for an unreadable file, and, when a line is read, for a line that is not an
+    object with a prompt and for a file that has changed.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class JsonlPrompts(_LazyPrompts):
         except ValueError as error:
             raise ConfigError(f"{place} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{place} is a {type(values).__name__}; an object is wanted")
+            raise ConfigError(f"{place} is a {type(values).__name__}; it must be an object")
         return as_item(values, self._prompt_column, self._template, place)
 
     def place_of(self, index: int) -> str:
@@ -98,13 +99,13 @@ class JsonlPrompts(_LazyPrompts):
 
 
 class ParquetPrompts(_LazyPrompts):
-    """Rows of parquet files, as verl's datasets have them: the prompt and any other columns.
+    """Rows of parquet files, such as verl's datasets: the prompt and any other columns.
 
-    `reward_model.ground_truth` is also a column of its own, `ground_truth`. One row group is held
-    in memory: shuffled access is quick where row groups are small or all rows are in one.
-    `columns`: what to read besides the prompt; None reads all.
-    Raises ConfigError if pyarrow is missing, for a file that cannot be read, for a column that is
-    not there, and, when the row is asked for, for one without a prompt.
+    `reward_model.ground_truth` is also given as a column of its own, `ground_truth`. One row group
+    is kept in memory: shuffled access is quick if row groups are small or all rows are in one.
+    `columns`: columns to read besides the prompt; None reads all.
+    Raises ConfigError if pyarrow is missing, for an unreadable file or a missing column, and, when
+    a row is read, for a row without a prompt.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class ParquetPrompts(_LazyPrompts):
             values = held[1].slice(row, 1).to_pylist()[0]
         except UnicodeDecodeError as error:  # files of other programs may hold any bytes
             raise ConfigError(
-                f"{place} holds text that is not UTF-8: {error}; write the file anew"
+                f"{place} holds text that is not UTF-8: {error}; write the file again as UTF-8"
             ) from error
         return as_item(values, self._prompt_column, self._template, place, is_arrow=True)
 
@@ -168,12 +169,13 @@ class ParquetPrompts(_LazyPrompts):
 
 
 class DatasetPrompts(_LazyPrompts):
-    """Rows of a `datasets.Dataset`, or of one that `save_to_disk` left in a directory.
+    """Rows of a `datasets.Dataset`, or of one that `save_to_disk` wrote to a directory.
 
-    `split`: which one, where there are several. As ParquetPrompts otherwise. An IterableDataset is
-    read now, into memory, so that its rows come in a shuffled order and a run can be resumed.
+    `split`: name of the split, if there are several. Prompts and columns are as in ParquetPrompts.
+    An IterableDataset is read into memory at once, so that its rows can be shuffled and a run can
+    be resumed.
     Raises ConfigError if the package is missing, for a directory without a dataset or split, for a
-    column that is not there, and for an IterableDataset that may never end.
+    missing column, and for an IterableDataset that may never end.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class DatasetPrompts(_LazyPrompts):
             dataset = _load_dataset(self._place)
         if isinstance(dataset, Mapping):  # a DatasetDict or an IterableDatasetDict
             dataset = _split_of(dataset, split, self._place)
-        # None of an IterableDataset that has not looked at its rows.
+        # An IterableDataset that has not read a row has no names.
         names = dataset.column_names
         if names is not None and prompt_column not in names:
             raise ConfigError(
@@ -211,9 +213,9 @@ class DatasetPrompts(_LazyPrompts):
 
 
 class ReasoningGymPrompts(_LazyPrompts):
-    """A reasoning-gym dataset; columns `answer` and `entry`, which its `score_answer` wants.
+    """Rows of a reasoning-gym dataset, with columns `answer` and `entry` for its `score_answer`.
 
-    `dataset`: one that was made already, or a name with its `size`, `seed` and own `settings`.
+    `dataset`: a dataset, or a name with its `size`, `seed` and own `settings`.
     """
 
     def __init__(
@@ -261,12 +263,14 @@ class FormattedPrompts(_LazyPrompts):
 
 
 class MixedPrompts(_LazyPrompts):
-    """Rows of several sources, each as often as its weight says, with its name as `data_source`.
+    """Rows of several sources, in proportion to their weights, with the source's name as
+    `data_source`.
 
-    It is as long as it takes until every row of every source has come; rows of sources that have
-    few for their weight come several times. A row's own column `data_source` stays. Unshuffled, the
-    sources take turns. `sources`: rows and weight, by name.
-    Raises ConfigError without a source, for one without rows and for weights that are not above 0.
+    An epoch ends when every row of every source has come at least once. Rows of a source that is
+    small for its weight come several times. A row's own column `data_source` is kept. Unshuffled,
+    the sources alternate. `sources`: rows and weight by name.
+    Raises ConfigError without sources, for a source without rows, and for weights that are not
+    above 0.
     """
 
     def __init__(self, sources: Mapping[str, tuple[PromptRows, float]]) -> None:
@@ -282,7 +286,7 @@ class MixedPrompts(_LazyPrompts):
         self._rows = [rows for rows, _ in sources.values()]
         per_weight = max(len(rows) / weight for rows, weight in sources.values())
         counts = [max(round(per_weight * weight), 1) for _, weight in sources.values()]
-        # Where the k-th row of a source stands among all, on a scale from 0 to 1.
+        # Position of the k-th row of a source among all rows, on a scale from 0 to 1.
         places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
         owners = np.repeat(np.arange(len(counts)), counts)
         numbers = np.concatenate([np.arange(count) for count in counts])
@@ -338,7 +342,9 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Which part `index` is in, and where in it; `ends`: running sum of the parts' lengths."""
+    """Return the part that contains `index`, and the index in it. `ends`: running sum of
+    lengths.
+    """
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 

@@ -1,4 +1,6 @@
-"""Reward functions: how they are called, combined, and kept from blocking; some ready-made."""
+"""Reward functions: calling, combining and timing them, conventions of other systems, ready-made
+ones.
+"""
 
 from trainer_hooks.rewards.adapters import (
     ConversationalReward,

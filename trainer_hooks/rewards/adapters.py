@@ -1,4 +1,7 @@
-"""Adapters for reward functions of other conventions."""
+"""Adapters: several reward functions as one, and functions in the conventions of TRL and verl.
+
+Used by training loops and the training job around users' functions, before a RewardRunner.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from trainer_hooks.rewards.failures import FailureLog
 
 
 class WeightedReward(float):
-    """A weighted sum that keeps its `terms`: what each function gave, unweighted, by its name."""
+    """A weighted sum that keeps its `terms`: the unweighted result of each function, by name."""
 
     terms: Mapping[str, float]
 
@@ -34,12 +37,12 @@ class WeightedReward(float):
 
 
 class WeightedRewards:
-    """Several reward functions as one: the weighted sum of what they give, in TRL's convention.
+    """Several reward functions as one: the weighted sum of their results, as in TRL.
 
-    A None or NaN of one function is left out of a sample's sum; if all give none, so does this.
-    The functions are called one after another; each gets the columns that it names. Async ones are
-    then awaited together. Each reward is a WeightedReward, from which `reward_metrics` and the
-    samples of a run read the terms.
+    A None or NaN of one function is left out of a sample's sum. If all functions give none, the sum
+    is None. The functions are called one after another, each with the columns that it names; then
+    async ones are awaited together. Each reward is a WeightedReward, from which `reward_metrics`
+    and the samples of a run read the terms.
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class WeightedRewards:
         reward_weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """`names`: of the terms; None takes those of the functions.
+        """`names`: names of the terms; None takes the functions' names.
 
-        Raises ConfigError unless there is one weight and one name of its own per function.
+        Raises ConfigError unless there are as many weights and distinct names as functions, and at
+        least one.
         """
         if reward_weights is None:
             reward_weights = [1.0] * len(reward_funcs)
@@ -60,8 +64,8 @@ class WeightedRewards:
         if not reward_funcs or not len(reward_weights) == len(set(names)) == len(reward_funcs):
             raise ConfigError(
                 f"{len(reward_weights)} reward_weights for {len(reward_funcs)} reward_funcs named "
-                f"{list(names)}; one for each, each with a name of its own, and at least one, is "
-                "wanted"
+                f"{list(names)}; give at least one function, with one weight and one distinct "
+                "name each"
             )
         self._functions, self._weights = list(reward_funcs), list(reward_weights)
         self._names = list(names)
@@ -79,8 +83,10 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """One sum per completion, or None. Raises ConfigError unless each function gives as many
-        numbers. With an async function the result is to be awaited.
+        """Return one sum or None per completion, or with an async function an awaitable of the
+        sums.
+
+        Raises ConfigError unless each function returns one number per completion.
         """
         results: list[Any] = [None] * len(self._functions)
         # Async ones last: one that raises before them leaves no coroutine behind.
@@ -114,9 +120,10 @@ class WeightedRewards:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
-    """`rewards/<name>/mean` and `/std` of each term over the rewards that have it, as TRL's.
+    """Return `rewards/<name>/mean` and `/std` of each term over the rewards that have it, as in
+    TRL.
 
-    Rewards without terms, which are not of WeightedRewards, give nothing.
+    Rewards without terms, which are not from WeightedRewards, are ignored.
     """
     values: dict[str, list[float]] = {}
     for reward in rewards:
@@ -130,10 +137,10 @@ def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
 
 
 class ConversationalReward:
-    """A reward function that wants completions as chat messages, as TRL's conversational ones do.
+    """A reward function that takes completions as chat messages, as TRL's conversational ones do.
 
-    It gets `completions` as [{"role": "assistant", "content": text}] each, and `prompts` as the
-    messages of the row's column `messages`, or else as one user's message. Other columns go on.
+    Its `completions` are [{"role": "assistant", "content": text}] each. Its `prompts` are the
+    messages in the row's column `messages`, else one user message. Other columns are passed on.
     """
 
     def __init__(self, reward_function: RewardFunction) -> None:
@@ -147,7 +154,7 @@ class ConversationalReward:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """What the function returns."""
+        """Return the function's result."""
         chats = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
         answers = [[{"role": "assistant", "content": text}] for text in completions]
         return call_reward(self._function, chats, answers, completion_ids, columns)
@@ -156,10 +163,10 @@ class ConversationalReward:
 class VerlReward:
     """A `compute_score(data_source, solution_str, ground_truth, extra_info)` in verl's convention.
 
-    It returns a number, or a mapping with "score". The columns are those of verl's rows:
-    data_source, extra_info, and reward_model with "ground_truth" in it (or ground_truth itself).
-    A sample whose call raises or gives no number has no reward, and the error is logged; the others
-    keep theirs. If it raises for every sample, so does this.
+    The function returns a number, or a mapping with "score". Its columns are those of verl's rows:
+    data_source, extra_info, and ground_truth, or reward_model with "ground_truth" in it.
+    A sample whose call raises or returns no number has no reward, and the error is logged; other
+    samples keep theirs. If every sample's call raises, the first error is raised.
     """
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:
@@ -174,7 +181,7 @@ class VerlReward:
         ground_truth: Sequence[Any] | None = None,
         extra_info: Sequence[Any] | None = None,
     ) -> list[float | None]:
-        """One score per completion. Raises ConfigError without a ground truth."""
+        """Return one score per completion. Raises ConfigError without a ground truth."""
         if ground_truth is None:
             if reward_model is None:
                 raise ConfigError("verl's rewards need a column ground_truth or reward_model")

@@ -1,4 +1,7 @@
-"""Calling a reward function: the arguments that its signature names, and what it returns."""
+"""Calls a reward function with the arguments that its signature names, and checks its result.
+
+Used by RewardRunner, its processes, and the adapters. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ def arguments_for(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `reward_fn(prompts, completions, completion_ids, ...)`, by kind.
+    """Return the positional and named arguments of `reward_fn(prompts, completions, completion_ids,
+    ...)`.
 
-    They go by name where the function names any of the three, in this order otherwise. Of the
-    columns it gets those that it names, or all with `**columns`.
+    The first three go by name if the function names any of them, else by position. Of the columns
+    it gets those that it names, or all if it has `**columns`.
     Raises ConfigError if it needs a column that the prompts do not have.
     """
     standard = dict(zip(_STANDARD, (prompts, completions, completion_ids), strict=True))
@@ -61,15 +65,15 @@ def call_reward(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> Any:
-    """Call the function with the arguments that it names; return what `rewards_of` returns."""
+    """Call the function with the arguments that it names. Returns the result of `rewards_of`."""
     args, named = arguments_for(reward_fn, prompts, completions, completion_ids, columns)
     return rewards_of(reward_fn, args, named)
 
 
 def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Return what the function returns for these arguments, as a list if it can be iterated.
+    """Return the function's result for these arguments, as a list if it is iterable.
 
-    A generator runs here, so that the result can be sent to another process.
+    A generator runs to its end here, so that its result can be sent to another process.
     """
     result = reward_fn(*args, **named)
     try:
@@ -80,10 +84,10 @@ def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[
 
 
 def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
-    """Return the rewards that the function returned as numbers; NaN for None.
+    """Return the function's rewards as numbers, with NaN for None.
 
-    A float of another class stays what it is: a WeightedReward keeps its terms.
-    Raises ConfigError if they are not one number per completion.
+    Floats of another class stay as they are: a WeightedReward keeps its terms.
+    Raises ConfigError unless there is one number per completion.
     """
     try:
         numbers = [
@@ -101,11 +105,11 @@ def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) ->
 
 
 def name_of(reward_fn: RewardFunction) -> str:
-    """Return the name of the function in messages."""
+    """Return the function's name for messages."""
     return str(getattr(reward_fn, "__name__", type(reward_fn).__name__))
 
 
 def is_async(reward_fn: RewardFunction) -> bool:
-    """Return whether calls of the function are to be awaited."""
+    """Return whether calls of the function return an awaitable."""
     call = getattr(reward_fn, "__call__", None)  # noqa: B004 - its kind is asked for
     return inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)

@@ -1,5 +1,7 @@
-"""Errors of reward functions: their types, their tracebacks, and the warnings in the log, of calls
-that take long as well."""
+"""Errors of reward functions, and what the log says of them and of slow calls.
+
+Used by RewardRunner and its processes; users catch the errors.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ class RewardFailed(RolloutError):
 
 
 class RewardCallStillRuns(RewardFailed):
-    """A call took too long in a thread, which cannot be ended: its function still runs."""
+    """A call in a thread took too long. A thread cannot be ended, so its function still runs."""
 
 
 class RewardProcessesClosed(RewardFailed):
-    """The processes were closed before a call had its turn; its rewards are not needed any more."""
+    """The processes were closed while a call was waiting. Its rewards are no longer needed."""
 
 
 class RewardFunctionError(RolloutError):
@@ -38,7 +40,7 @@ class RewardFunctionError(RolloutError):
 class RemoteTraceback(Exception):
     """The traceback of an error in another process; it becomes the cause of the error raised here.
 
-    `place`: what `place_of` returned in that process.
+    `place`: result of `place_of` in that process.
     """
 
     def __init__(self, text: str, place: str) -> None:
@@ -50,12 +52,12 @@ class RemoteTraceback(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteTraceback:
-        """The traceback of `error`, with all its causes."""
+        """Return the traceback of `error`, with all its causes."""
         return cls("".join(traceback.format_exception(error)), place_of(error))
 
 
 def place_of(error: BaseException) -> str:
-    """The type of `error` and the line that raised it, equal whatever the data was."""
+    """Return the type of `error` and the line that raised it, which do not depend on the data."""
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.place
     frames = traceback.extract_tb(error.__traceback__)
@@ -64,7 +66,9 @@ def place_of(error: BaseException) -> str:
 
 
 def below_this_package(frames: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback below our own last frame; all of it if nothing is below."""
+    """Return the frames of a traceback below the last one of this package, or all if there are
+    none.
+    """
     part, below = frames, frames
     while part is not None:
         if part.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
@@ -74,15 +78,15 @@ def below_this_package(frames: TracebackType | None) -> TracebackType | None:
 
 
 class FailureLog:
-    """Logs each distinct error once, with its traceback, and its count at 10, 100, ..."""
+    """Logs each distinct error once, with its traceback, and then its count at 10, 100, ..."""
 
     def __init__(self, subject: str) -> None:
-        """`subject`: whose errors they are, as "reward function score"."""
+        """`subject`: what failed, such as "reward function score"."""
         self._subject = subject
         self._counts: Counter[str] = Counter()
 
     def add(self, error: BaseException) -> None:
-        """Count `error`. Errors raised by the same line count as one."""
+        """Count `error` and log it if due. Errors raised by the same line count as one."""
         place = place_of(error)
         self._counts[place] += 1
         count = self._counts[place]
@@ -100,22 +104,28 @@ class FailureLog:
 
 
 class SlowCallWarnings:
-    """Warns of calls that take long, while they run: one that hangs would hold a run up unseen."""
+    """Warns of slow calls while they run: a call that hangs would otherwise stop a run
+    unnoticed.
+    """
 
     def __init__(self, name: str, after_s: float | None) -> None:
-        """`name`: of the function. `after_s`: None warns of none."""
+        """`name`: name of the function. `after_s`: seconds before the first warning; None for no
+        warnings.
+        """
         self._name, self._after_s = name, after_s
 
     @contextmanager
     def watch(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-        """In the block, a call of the function, warn after each time that is twice the last."""
+        """Watch the call of the function in the block. Warn after `after_s`, then at each doubled
+        time.
+        """
         loop, timer = asyncio.get_running_loop(), None
 
         def warn(elapsed_s: float) -> None:
             nonlocal timer
             _log.warning(
                 "reward function %s still runs after %g s; it scores %d completions, the first is "
-                "%s to the prompt %s. Its RewardRunner takes a timeout_s (reward.timeout_s)",
+                "%s to the prompt %s. RewardRunner's timeout_s (reward.timeout_s) limits a call",
                 self._name, elapsed_s, len(completions), _shown(completions), _shown(prompts),
             )  # fmt: skip
             timer = loop.call_later(elapsed_s, warn, 2 * elapsed_s)
@@ -130,6 +140,6 @@ class SlowCallWarnings:
 
 
 def _shown(values: Sequence[Any]) -> str:
-    """The first value, cut short."""
+    """Return the first value as text, shortened."""
     text = repr(values[0]) if len(values) else "none"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

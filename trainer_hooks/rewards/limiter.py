@@ -1,4 +1,7 @@
-"""CallLimiter: limits how many calls run at a time, over all event loops and threads."""
+"""CallLimiter: limits how many calls run at a time, over all event loops and threads.
+
+Used by RewardRunner for its thread and by RewardProcesses for its processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""python -m trainer_hooks.rewards.process: a child of RewardProcesses, which computes rewards."""
+"""python -m trainer_hooks.rewards.process: a child of RewardProcesses, which computes rewards.
+
+Started by RewardProcesses. It reads calls from a pipe and writes results to it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from trainer_hooks.rewards.failures import RemoteTraceback, RewardFailed
 
 
 def serve(pipe: Connection, reward_fn: RewardFunction) -> None:
-    """Answer calls until the parent is gone."""
+    """Run calls from the pipe until the parent closes it."""
     pipe.send("ready")
     while True:
         try:
@@ -23,7 +26,7 @@ def serve(pipe: Connection, reward_fn: RewardFunction) -> None:
             pipe.send((rewards_of(reward_fn, args, named), None, None))
         except ConfigError as fault:
             error, cause = ConfigError(str(fault)), RemoteTraceback.of(fault)
-        except Exception as fault:  # the user's function; the other side makes a failed reward
+        except Exception as fault:  # the user's function may raise any error
             error = RewardFailed(f"{type(fault).__name__}: {fault}")
             cause = RemoteTraceback.of(fault)
         if error is not None:

@@ -1,4 +1,7 @@
-"""RewardProcesses: processes that compute rewards, replaced when they die or take too long."""
+"""RewardProcesses: processes that compute rewards, replaced when they die or take too long.
+
+Used by RewardRunner with `workers`. `in_thread` is also used for calls without processes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Watch = Callable[[], AbstractContextManager[None]]
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """The result of `work`, run in a daemon thread; the exit of the program does not wait for it.
+    """Run `work` in a daemon thread, which does not delay the program's exit. Returns a future.
 
     A StopIteration becomes a RewardFailed, since a future cannot hold it.
     """
@@ -49,7 +52,7 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
             outcome = None, failure
         except BaseException as error:
             outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits the result
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
@@ -57,10 +60,10 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
 
 
 class RewardProcesses:
-    """`num_workers` processes, each started when it is first needed.
+    """Up to `num_workers` processes, each started when it is first needed.
 
-    They are spawned, so the function must be importable there: a program that defines it itself
-    must guard its start by `if __name__ == "__main__":`.
+    They are spawned, so they must be able to import the function. A program that defines the
+    function itself must guard its start by `if __name__ == "__main__":`.
     """
 
     def __init__(self, reward_fn: RewardFunction, num_workers: int) -> None:
@@ -78,12 +81,12 @@ class RewardProcesses:
         timeout_s: float | None,
         watch: Watch = nullcontext,
     ) -> Any:
-        """Call the function in a process; return what `rewards_of` returns there.
+        """Call the function in a process. Returns the result of `rewards_of` there.
 
-        `watch`: a context around the call, entered when a process is free.
-        Raises ConfigError if the function does. Raises RewardFailed, caused by the function's own
-        traceback where it raised; a process that hangs or died is replaced. Raises
-        RewardProcessesClosed for calls that still wait when the processes are closed.
+        `watch`: context around the call, entered when a process is free.
+        Raises ConfigError if the function does, and RewardFailed if the call fails, caused by the
+        function's own traceback if it raised. A process that hangs or died is replaced. Raises
+        RewardProcessesClosed for calls that are waiting when the processes are closed.
         """
         permit = await self._limiter.acquire()
         try:
@@ -119,7 +122,7 @@ class RewardProcesses:
         return worker
 
     def close(self) -> None:
-        """End all processes, and start no more."""
+        """End all processes. No further ones are started."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill()
@@ -135,13 +138,13 @@ class _Worker:
     def call(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
     ) -> tuple[Any, Exception | None]:
-        """Return what the function returned, and the error to raise if it raised one. Blocks.
+        """Return the function's result and the error to raise if it raised one. Blocks.
 
         Raises RewardFailed if the process ended, or did not reply within `timeout_s`.
         """
         pipe = self._process.pipe
         try:
-            if not self._is_ready:  # the imports of a new process take no reward's time
+            if not self._is_ready:  # the imports of a new process do not count as reward time
                 self._process.send(self._reward_fn)
                 self._process.receive(_START_TIMEOUT_S)
                 self._is_ready = True
@@ -154,7 +157,7 @@ class _Worker:
                 raise
             raise RewardFailed(f"the reward's process ended: {fault!r}") from fault
         if error is not None:
-            error.__cause__ = cause  # which no pickle of the error carries
+            error.__cause__ = cause  # pickling an error loses its cause
         return rewards, error
 
     def kill(self) -> None:

@@ -1,4 +1,7 @@
-"""Reward functions that many jobs want: length, format, the verifiers of reasoning-gym."""
+"""Ready-made reward functions: length, format, and the verifiers of reasoning-gym.
+
+Used by training loops and by the training job's configs. Pure functions of completions.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import torch
 from rollout.errors import ConfigError
 from trainer_hooks.losses.advantages import overlong_penalties
 
-# <think>, reasoning, </think>, and then an answer: what TRL's think_format_reward wants.
+# <think>, reasoning, </think>, then an answer: the format of TRL's think_format_reward.
 THINK_FORMAT = r"\s*<think>(?!.*<think>).*?</think>.*"
 
 
 class LengthReward:
-    """0 up to `max_tokens` - `buffer_tokens`, then linearly to -1 at `max_tokens`.
+    """A penalty for long completions: 0 up to `max_tokens` - `buffer_tokens`, then linearly to -1
+    at `max_tokens`.
 
     Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
     """
@@ -26,27 +30,29 @@ class LengthReward:
         self._max_tokens, self._buffer_tokens = max_tokens, buffer_tokens
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """One number in [-1, 0] per completion."""
+        """Return one number in [-1, 0] per completion."""
         lengths_B = torch.tensor([len(ids) for ids in completion_ids])
         penalties_B = overlong_penalties(lengths_B, self._max_tokens, self._buffer_tokens)
         return [float(penalty) for penalty in penalties_B]
 
 
 class FormatReward:
-    """1 for a completion that matches `pattern` from its beginning to its end, 0 for any other.
+    """1 for a completion that matches `pattern` from its beginning to its end, else 0.
 
-    A dot also matches a line break.
+    A dot in the pattern also matches a line break.
     """
 
     def __init__(self, pattern: str = THINK_FORMAT) -> None:
-        """Raises ConfigError for a pattern that is no regular expression."""
+        """Raises ConfigError for a pattern that is not a regular expression."""
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"pattern={pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"pattern={pattern!r} is not a regular expression: {error}"
+            ) from error
 
     def __call__(self, completions: Sequence[str]) -> list[float]:
-        """One number per completion."""
+        """Return 1.0 or 0.0 per completion."""
         return [float(self._pattern.fullmatch(text) is not None) for text in completions]
 
 
@@ -55,9 +61,9 @@ def reasoning_gym_reward(
     completion_ids: Sequence[Sequence[int]],
     entry: Sequence[Mapping[str, Any]],
 ) -> list[float | None]:
-    """The score of each completion by the verifier of its reasoning-gym dataset, in [0, 1].
+    """Return the score of each completion by the verifier of its reasoning-gym dataset, in [0, 1].
 
-    None where nothing was generated. Raises ConfigError if reasoning-gym is not installed.
+    An empty completion has the score None. Raises ConfigError if reasoning-gym is not installed.
     """
     return [
         _verifier(own["metadata"]["source_dataset"])(completion, entry=own) if ids else None

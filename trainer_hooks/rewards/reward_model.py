@@ -1,4 +1,7 @@
-"""Rewards that are computed in batches over all groups that wait for one: reward models."""
+"""BatchedReward and RewardModel: rewards computed in batches over all groups that wait for one.
+
+Used as the reward function of a RewardRunner.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ Score = Callable[[list[str], list[str]], Sequence[float]]
 
 
 class BatchedReward:
-    """`score(prompts, completions)` in batches of up to `batch_size`, over all calls that wait.
+    """Calls `score(prompts, completions)` in batches of up to `batch_size`, over all waiting calls.
 
-    A producer asks for the rewards of one group at a time; while one batch is computed, in a
-    thread, the groups that come meanwhile make up the next. It serves one event loop.
+    A producer requests the rewards of one group at a time. While a batch is computed in a thread,
+    the groups that arrive make up the next one. An instance serves one event loop.
     """
 
     def __init__(self, score: Score, batch_size: int) -> None:
@@ -28,16 +31,18 @@ class BatchedReward:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self._score, self._batch_size = score, batch_size
         self._waiting: list[tuple[str, str, asyncio.Future[float]]] = []
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """One number per completion. Raises what `score` raises for a batch with one of them."""
+        """Return one number per completion. Raises the error of `score` for a batch with one of
+        them.
+        """
         loop = asyncio.get_running_loop()
         own: list[asyncio.Future[float]] = [loop.create_future() for _ in completions]
         self._waiting += zip(prompts, completions, own, strict=True)
         try:
             while not all(future.done() for future in own):
-                async with self._turn:
+                async with self._lock:
                     if not all(future.done() for future in own):
                         await self._score_next()
             return [future.result() for future in own]
@@ -54,14 +59,14 @@ class BatchedReward:
             scores = await in_thread(lambda: list(self._score(prompts, completions)))
             if len(scores) != len(batch):
                 raise ConfigError(f"{len(scores)} scores for a batch of {len(batch)} completions")
-        except asyncio.CancelledError:  # the others of the batch still wait
+        except asyncio.CancelledError:  # other callers of the batch still wait
             self._waiting = batch + self._waiting
             raise
         except Exception as error:  # `score` may raise anything; each caller gets it
             for future in futures:
                 if not future.done():
                     future.set_exception(error)
-                    future.exception()  # seen, for a caller that raises that of another sample
+                    future.exception()  # marks it as retrieved: a caller raises one sample's error
             return
         for future, score in zip(futures, scores, strict=True):
             if not future.done():  # its caller was cancelled
@@ -69,15 +74,15 @@ class BatchedReward:
 
 
 class RewardModel(BatchedReward):
-    """The score of a transformers sequence-classification model with one label, for each
-    completion after its prompt.
+    """The score of each completion by a transformers sequence-classification model with one label.
 
-    `path`: a Hugging Face directory with its tokenizer. The text is that of the prompt, template
-    and all, followed by the completion. `max_tokens`: longer ones lose their beginning.
+    `path`: Hugging Face directory with the model and its tokenizer. The model reads the prompt, as
+    rendered by its template, followed by the completion. `max_tokens`: longer texts lose their
+    beginning.
     """
 
     def __init__(self, path: str, batch_size: int = 16, max_tokens: int | None = None) -> None:
-        """Raises ConfigError if there is none at `path`, and for a model with several labels."""
+        """Raises ConfigError if there is no model at `path`, or one with several labels."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         super().__init__(self._logits, batch_size)

@@ -1,4 +1,7 @@
-"""RewardRunner: calls a reward function without blocking the event loop; failures become NaN."""
+"""RewardRunner: calls a reward function without blocking the event loop.
+
+Used by AsyncRolloutProducer, `evaluate` and training loops.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +40,25 @@ WARN_AFTER_S = 60.0
 
 
 class RewardRunner:
-    """Awaitable scores of `reward_fn(prompts, completions, completion_ids, **columns)`.
+    """Scores completions by `reward_fn(prompts, completions, completion_ids, **columns)`,
+    awaitably.
 
-    An async function is awaited, any number at a time. Any other runs in a thread, one call at a
-    time, so it need not be safe for threads; with `workers` it runs in so many spawned processes
-    instead, which are replaced when they die. `timeout_s`: seconds per call; None waits for ever.
-    A thread cannot be ended. If its caller is cancelled, the next call waits until the function
-    returns, `timeout_s` at most. If a call takes too long, its result is dropped and the next call
-    begins while it still runs, so a function that hangs does not hold up all others.
-    `max_attempts`: calls with the same completions before a score counts as failed. After one that
-    took too long in a thread there is no further attempt, since that call still runs.
+    An async function is awaited, any number of calls at a time. Any other function runs in a
+    thread, one call at a time, so it need not be thread-safe. With `workers` it runs in that many
+    spawned processes, which are replaced when they die.
+    `timeout_s`: limit on a call in seconds; None for no limit. A thread cannot be ended. If its
+    caller is cancelled, the next call waits until the function returns, for at most `timeout_s`. If
+    a call takes too long, its result is dropped and the next call begins while it still runs, so
+    that a call that hangs does not block all others.
+    `max_attempts`: number of calls with the same completions before a score counts as failed. A
+    call that still runs in a thread is not repeated.
     `max_first_failures`: if this many scores fail before any has succeeded, the function itself is
-    at fault, which is an error. Each distinct error is logged once, with its traceback.
-    `warn_after_s`: a call that takes longer is named in the log, with its first sample, and again
-    each time that it has taken twice as long; None for no warning.
-    A runner serves one event loop after another, and without workers several at once. Close it, or
-    use it in a `with` block, to end its processes.
+    at fault, and RewardFunctionError is raised. Each distinct error is logged once, with its
+    traceback.
+    `warn_after_s`: seconds after which a running call is named in the log, with its first sample,
+    and again at each doubled time. None for no warnings.
+    A runner serves one event loop after another, and without workers several at once. `close` it,
+    or use it in a `with` block, to end its processes.
     """
 
     def __init__(
@@ -65,8 +71,8 @@ class RewardRunner:
         max_first_failures: int = 3,
         warn_after_s: float | None = WARN_AFTER_S,
     ) -> None:
-        """Raises ConfigError for numbers out of range, and for a function that workers cannot run:
-        one that is async, or cannot be pickled.
+        """Raises ConfigError for numbers out of range, and with `workers` for a function that is
+        async or cannot be pickled.
         """
         check_value("workers", workers, NonNegativeInt, ConfigError)
         check_value("timeout_s", timeout_s, PositiveSeconds | None, ConfigError)
@@ -94,12 +100,12 @@ class RewardRunner:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[float]:
-        """One reward per completion; NaN where the function gave None, NaN or infinity.
+        """Return one reward per completion, NaN where the function returned None, NaN or infinity.
 
-        All NaN if every attempt raised or took too long; `last_error` says why. `columns` hold one
-        value per completion. Raises ConfigError if the function needs another column, or does not
-        return one number per completion: that is no failed rollout. Raises RewardFunctionError for
-        one that has never succeeded, with its own traceback.
+        If every attempt raised or took too long, all rewards are NaN and `last_error` is the
+        reason. `columns`: one value per completion each. Raises ConfigError if the function needs
+        another column, or does not return one number per completion: such a mistake is not a failed
+        rollout. Raises RewardFunctionError for a function that has never succeeded.
         """
         try:
             return await self.score_or_raise(prompts, completions, completion_ids, columns)
@@ -113,10 +119,12 @@ class RewardRunner:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[float]:
-        """As `score`; raises RewardFailed, caused by the last error, if every attempt failed."""
+        """Return the rewards as `score` does. Raises RewardFailed, caused by the last error, if all
+        attempts failed.
+        """
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         watch = partial(self._slow.watch, prompts, completions)
-        # Attempts share them: once they are closed, another attempt starts no new ones.
+        # All attempts use the same processes: after `close`, no attempt starts new ones.
         processes = self._opened_processes()
         num_attempts = 0
         while num_attempts < self._max_attempts:
@@ -143,7 +151,7 @@ class RewardRunner:
     def _failed_score(
         self, error: Exception, num_attempts: int
     ) -> RewardFailed | RewardFunctionError:
-        """The error for a score whose attempts all failed, the last one with `error`."""
+        """Return the error for a score whose attempts all failed, the last one with `error`."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
             self._num_first_failures += 1
@@ -157,7 +165,7 @@ class RewardRunner:
         return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
 
     def _opened_processes(self) -> RewardProcesses | None:
-        """None where the function runs in this process."""
+        """Return the processes, or None if the function runs in this process."""
         if self._num_workers and self._processes is None:
             self._processes = RewardProcesses(self._reward_fn, self._num_workers)
         return self._processes
@@ -169,7 +177,7 @@ class RewardRunner:
         named: dict[str, Any],
         watch: Watch,
     ) -> Any:
-        """Run one attempt. `watch`: entered when the function is called, not before."""
+        """Run one attempt. `watch`: context entered when the function is called, not before."""
         if processes is not None:
             return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
@@ -219,7 +227,7 @@ class RewardRunner:
             raise RewardFailed(f"no reward within {self._timeout_s} s") from error
 
     def close(self) -> None:
-        """End the processes; twice is fine."""
+        """End the processes. May be called twice."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -239,7 +247,7 @@ class RewardRunner:
 def _check_picklable(reward_fn: RewardFunction) -> None:
     try:
         pickle.dumps(reward_fn)
-    except Exception as error:  # pickle raises what it likes
+    except Exception as error:  # pickle may raise any error
         raise ConfigError(
             f"{name_of(reward_fn)} cannot be sent to another process ({error}); define it at the "
             "top of a module, or use workers=0"
@@ -249,7 +257,7 @@ def _check_picklable(reward_fn: RewardFunction) -> None:
 def as_runner(
     reward_fn: RewardFunction | RewardRunner | None,
 ) -> tuple[RewardRunner | None, bool]:
-    """A runner, and whether it was made here, so that the caller is to close it; None for None."""
+    """Return a runner, and whether it is new, so that the caller must close it; None for None."""
     if reward_fn is None or isinstance(reward_fn, RewardRunner):
         return reward_fn, False
     return RewardRunner(reward_fn), True

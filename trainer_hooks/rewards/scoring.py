@@ -1,4 +1,7 @@
-"""Rewards of the samples of one prompt."""
+"""score_rollouts: the rewards of the samples of one prompt.
+
+Used by the producer's GroupMaker and by `evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ async def score_rollouts(
     rollouts: Sequence[Rollout],
     tokenizer: Tokenizer | None,
 ) -> list[float]:
-    """One reward per rollout; NaN for those that failed, which the function never sees.
+    """Return one reward per rollout. Failed rollouts get NaN without a call of the function.
 
-    It is the rollout's own reward, what the function gives, or their sum where there are both.
-    `reward`: None where the rollouts have rewards of their own. Completions are texts, or token ids
-    without a tokenizer. A completion of several turns includes tool output. The function is offered
-    the prompt's columns and those of the rollouts, which are None where a rollout lacks one.
-    Raises ConfigError for a rollout that has no reward at all, and what RewardRunner.score_or_raise
-    raises.
+    A reward is the rollout's own, the function's result, or the sum of both.
+    `reward`: None if the rollouts have rewards of their own. Completions are texts, or token ids
+    without a tokenizer; a completion of several turns includes tool output. The function gets the
+    prompt's columns and the rollouts' columns, with None for a rollout that lacks one.
+    Raises ConfigError for a rollout without any reward, and the errors of
+    RewardRunner.score_or_raise.
     """
     rewards = [math.nan] * len(rollouts)
     valid = [i for i, each in enumerate(rollouts) if each.succeeded() and not _is_nan(each.reward)]
@@ -64,7 +67,9 @@ def _columns(item: PromptItem, rollouts: Sequence[Rollout]) -> dict[str, list[An
 
 
 def _total(rollout: Rollout, score: float | None) -> float:
-    """The rollout's own reward and `score` of the reward function, with the terms of both."""
+    """Return the sum of the rollout's own reward and the function's `score`, with the terms of
+    both.
+    """
     if score is None and rollout.reward is None:
         raise ConfigError(
             "a rollout has no reward: there is no reward function, and the rollout_fn returned a "
@@ -84,7 +89,7 @@ def _total(rollout: Rollout, score: float | None) -> float:
 
 
 def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
-    """The text of all turns with tool output; token ids without a tokenizer."""
+    """Return the text of all turns with tool output, or token ids without a tokenizer."""
     if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
         return rollout.requests[0].generated_text
     ids = rollout.completion_ids

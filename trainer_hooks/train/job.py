@@ -278,8 +278,8 @@ class JobSettings:
             self._check_sharded()
         if not self.num_engines and self.launcher.path != LOCAL_LAUNCHER:
             raise ConfigError(
-                f"launcher.path={self.launcher.path} with num_engines=0: there is nothing to start; "
-                "set num_engines, or leave launcher out"
+                f"launcher.path={self.launcher.path} with num_engines=0: there is nothing to "
+                "start; set num_engines, or leave launcher out"
             )
 
     def _check_sharded(self) -> None:

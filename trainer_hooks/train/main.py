@@ -1,16 +1,16 @@
-"""The program `rollout train`: GRPO and its kin on your model, prompts and rewards, or on the demo's.
+"""`rollout train`: GRPO and its kin on a model, prompts and rewards of your own, or on the demo.
 
     rollout train model.path=DIR data=jsonl data.path=train.jsonl reward=mine:score
     rollout train --config-name demo                                # the demo, seed 0
-    rollout train --config-name demo resume=auto                    # continue after a kill or Ctrl-C
+    rollout train --config-name demo resume=auto                    # continue after kill or Ctrl-C
     rollout train --config-name demo run_name=seeds seeds=3         # seeds 0, 1, 2, then a table
     rollout train --config-name demo run_name=async mode=async      # engines in their own processes
     rollout train --config-name demo run_name=ppo algorithm=ppo     # with a critic
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (each step's prompts
-as [epoch, index], and how often each was sampled again because its rollouts grew too old),
+Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (prompts of each
+step as [epoch, index], and how often each was sampled again because its rollouts grew too old),
 completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, reference/ if
 there is a KL term, base/ (the weights below a LoRA adapter), and skipped/ (batches of steps with
 non-finite gradients). A run that starts over renames the previous run's directory to
@@ -362,7 +362,9 @@ class Run:
                     yield threaded
 
     def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
-        """Return the producer of training batches, with its prompts where the checkpoint left them."""
+        """Return the producer of training batches; its prompts continue where the checkpoint left
+        them.
+        """
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
@@ -465,7 +467,7 @@ class Training:
         return trained
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the policy, the optimizer and the producer's prompts after `step`."""
+        """Write a checkpoint of policy, optimizer and the producer's prompts after `step`."""
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)

@@ -358,8 +358,8 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def _age_legend() -> str:
     boxes = " ".join(f'<span class="age{i}">{name}</span>' for i, name in enumerate(_AGES))
     return (
-        '<p class="note">Each step shows the best of one group, the worst of another and one between. '
-        f"Colours show by how many versions the sampling weights are older than the trained ones: {boxes} "
+        '<p class="note">Each step shows the best of one group, the worst of another, one between. '
+        f"Colours show how many versions older the sampling weights are than the trained: {boxes} "
         '<span class="tool">not trained on: text of tools, users or failed rollouts</span></p>'
     )
 

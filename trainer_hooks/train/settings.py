@@ -87,7 +87,8 @@ class ModelSettings:
         if self.path is None and (missing or self.tokenizer is None):
             raise ConfigError(
                 "model.path is missing: name a directory with a Hugging Face checkpoint, or give a "
-                f"shape for random weights and a tokenizer (missing: {', '.join(missing) or 'tokenizer'})"
+                "shape for random weights and a tokenizer (missing: "
+                f"{', '.join(missing) or 'tokenizer'})"
             )
         if self.path is not None and len(missing) < len(self.shape):
             raise ConfigError(
@@ -367,7 +368,7 @@ class WeightSyncSettings:
         check_fields(self, ConfigError)
         if self.release and self.mode == "in_flight":
             raise ConfigError(
-                f"release={list(self.release)} with mode='in_flight', which frees no memory; choose "
+                f"release={list(self.release)} with mode='in_flight', which frees nothing; choose "
                 "mode='suspend', or leave release out"
             )
 

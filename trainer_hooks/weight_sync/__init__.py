@@ -1,4 +1,4 @@
-"""A trainer's weights on their way into engines: what they are read from, and the push."""
+"""Pushing a trainer's weights into engines: reading them from any trainer, and the push itself."""
 
 from trainer_hooks.weight_sync.sources import full_tensors, join_push, merged_tensors, weights_of
 from trainer_hooks.weight_sync.weight_sync import (

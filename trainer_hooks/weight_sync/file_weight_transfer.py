@@ -1,4 +1,8 @@
-"""FileWeightTransfer: a trainer's weights to a server through files and HTTP calls."""
+"""FileWeightTransfer: sends a trainer's weights to a server through files and HTTP calls.
+
+Used by TRL's asynchronous trainers as their `weight_transfer`. It writes directories of
+safetensors, which the server commits to its engines.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ _POLL_S = 0.5
 
 
 class FileWeightTransfer:
-    """What TRL's asynchronous trainers take as `weight_transfer`; it needs no NCCL and no GPU.
+    """A `weight_transfer` for TRL's asynchronous trainers that needs no NCCL and no GPU.
 
         rollout serve model=DIR checkpoint_roots=/dev/shm
         trainer = AsyncGRPOTrainer(..., weight_transfer=FileWeightTransfer("http://127.0.0.1:8000"))
 
     Each update is a directory of safetensors, which the server reads and this object then removes.
-    Engines freeze their requests meanwhile and go on with them under the new weights. Not thread
-    safe. All methods raise WeightUpdateError with the server's reason.
+    Engines freeze their requests meanwhile and continue them under the new weights. Not
+    thread-safe. All methods raise WeightUpdateError with the server's reason.
     """
 
     def __init__(
@@ -40,18 +44,19 @@ class FileWeightTransfer:
         start_timeout_s: float = 600.0,
         timeout_s: float = 1800.0,
     ) -> None:
-        """directory: where updates are written, below one of the server's checkpoint_roots, on a
-        file system that both see. None: shared memory, or the system's folder for temporary files.
-        admin_key: the server's. max_shard_bytes: of a file, unless one tensor is larger.
-        start_timeout_s: how long `init_weight_transfer` waits for the server. timeout_s: for each
-        answer.
+        """directory: folder for updates, below one of the server's checkpoint_roots, on a file
+        system that both see. None takes shared memory, or the system's folder for temporary files.
+        admin_key: the server's key.
+        max_shard_bytes: limit on a file; a larger tensor gets a file of its own.
+        start_timeout_s: seconds that `init_weight_transfer` waits for the server.
+        timeout_s: seconds to wait for each reply.
         """
         self._parent = None if directory is None else Path(directory).absolute()
         self._url, self._admin_key = url.rstrip("/"), admin_key
         self._max_shard_bytes = max_shard_bytes
         self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
         self._is_paused = False
-        # Trainer and server share a file system: no proxy lies between them.
+        # Trainer and server share a file system, so no proxy is used.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def init_weight_transfer(self) -> None:
@@ -67,14 +72,15 @@ class FileWeightTransfer:
             time.sleep(_POLL_S)
 
     def pause(self) -> None:
-        """Freeze the running requests; their KV stays."""
+        """Freeze the running requests, keeping their KV."""
         self._call("POST", "/pause?mode=keep&clear_cache=false")
         self._is_paused = True
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Write all tensors and have the server commit them; returns when all engines have.
+        """Write all tensors and let the server commit them. Returns when all engines have
+        committed.
 
-        Sharded ones are gathered. After an error the server has its old weights.
+        Sharded tensors are gathered. After an error the server has its old weights.
         """
         tensors = iter(iterator)
         try:
@@ -84,22 +90,24 @@ class FileWeightTransfer:
                         files.add(name, tensor)
                 self._call("POST", "/update_weights", {"weight_dir": str(directory)})
         except WeightUpdateError:
-            for _ in tensors:  # other ranks gather the rest together with this one
+            for _ in tensors:  # gathering is a collective: this rank must take part to the end
                 pass
             raise
 
     def resume(self) -> None:
-        """Let the requests go on."""
+        """Continue the frozen requests."""
         self._call("POST", "/resume")
         self._is_paused = False
 
     def destroy(self) -> None:
-        """Leave the server running, also after an update that failed."""
+        """Resume the server's requests if an update failed. The server keeps running."""
         if self._is_paused:
             self.resume()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Raises WeightUpdateError with the server's reason, or why there was no answer."""
+        """Make an HTTP call. Raises WeightUpdateError with the server's reason, or why it did not
+        reply.
+        """
         headers = {"Content-Type": "application/json"}
         if self._admin_key is not None:
             headers["Authorization"] = f"Bearer {self._admin_key}"

@@ -1,4 +1,7 @@
-"""Weights of a model under FSDP1 (FullyShardedDataParallel), one unit after the other."""
+"""Reads the weights of a model under FSDP1 (FullyShardedDataParallel), one unit at a time.
+
+Used by `full_tensors` and by pushes. It gathers units, and changes no weight.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ def has_units(module: nn.Module) -> bool:
 def unit_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters and persistent buffers under their plain names, unit by unit.
 
-    A unit is whole in memory while its tensors are read: gathering it is a collective of its ranks.
+    A unit is whole in memory while its tensors are read. Gathering it is a collective of its ranks.
     """
     yield from _tensors_outside_units(module, "")
     for path, unit in module.named_modules():
         if _is_unit(unit):
             prefix = f"{path}." if path else ""
-            kind: Any = type(unit)  # its own module, whose import takes seconds, is not needed
+            kind: Any = type(unit)  # importing FSDP's module would take seconds
             with kind.summon_full_params(unit, recurse=False, writeback=False):
                 yield from _tensors_outside_units(getattr(unit, _WRAPPED), prefix)
 
@@ -45,7 +48,9 @@ def _tensors_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or on the host a copy: FSDP1 frees it, which fails if NumPy sees it."""
+    """Return `tensor`, or a copy if it is on the host: FSDP1 frees it, which fails if NumPy uses
+    it.
+    """
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 

@@ -1,7 +1,10 @@
-"""A transformers policy under FSDP2, and its checkpoints, which have whole tensors.
+"""A transformers policy under FSDP2, and checkpoints of it with whole tensors.
+
+Used by the training job with trainer.strategy=fsdp2, and by sharded training loops. `shard` changes
+the policy in place.
 
 Every rank has a part of each parameter, of its gradient and of its optimizer state. A checkpoint
-has them whole, so any number of ranks can load it, and one process without FSDP2, too.
+has whole tensors, so any number of ranks can load it, also one process without FSDP2.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from trainer_hooks.weight_sync import full_tensors, join_push
 
 
 def shard(policy: nn.Module) -> None:
-    """Shard `policy` in place among all ranks, layer by layer, as its `_no_split_modules` says.
+    """Shard `policy` in place among all ranks, layer by layer, by its `_no_split_modules`.
 
-    A collective. Each rank must have the same whole policy before.
+    A collective. Before it, each rank must have the same whole policy.
     """
     mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     layers = set(getattr(policy, "_no_split_modules", None) or ())
@@ -35,7 +38,7 @@ def shard(policy: nn.Module) -> None:
 
 
 def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
-    """Return what `save_checkpoint` saves: the policy, or the gathered tensors of a sharded one.
+    """Return an object for `save_checkpoint`: the policy, or the gathered tensors of a sharded one.
 
     A collective for a sharded policy. `is_kept`: whether this rank writes the checkpoint.
     """
@@ -60,15 +63,17 @@ class _Gathered:
 
 
 class WholeOptimizer:
-    """An optimizer whose state `save_checkpoint` and `load_checkpoint` see as a whole, whether
-    ranks have parts of it or not."""
+    """An optimizer whose state is whole in checkpoints, also if ranks hold parts of it.
+
+    Pass it to `save_checkpoint` and `load_checkpoint`.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     @property
     def kind(self) -> str:
-        """Name in checkpoints: the optimizer's class, sharded or not."""
+        """Name of the optimizer's class in checkpoints, sharded or not."""
         return type(self._optimizer).__name__
 
     @property

@@ -1,8 +1,10 @@
-"""One stream over the weights of any trainer: (Hugging Face name, whole tensor), one at a time.
+"""Reads the weights of any trainer as one stream: (Hugging Face name, whole tensor), one at a time.
 
-Ranks of a trainer that have parts of the weights read the stream together: each tensor is gathered
-by a collective of all of them, in the same order. A rank needs memory for one whole tensor beside
-the model; with FSDP1, which gathers by unit, for one unit.
+Used by WeightSync, checkpoints and users' own exports. It changes no weight.
+
+If ranks of a trainer hold parts of the weights, they read the stream together: each tensor is
+gathered by a collective of all ranks, in the same order. A rank needs memory for one whole tensor
+beside the model, or with FSDP1 for one unit.
 """
 
 from __future__ import annotations
@@ -17,12 +19,11 @@ from torch import Tensor, nn
 from rollout.models.plain_tensors import is_sharded, named_weights, plain_name
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.lora_merge import Merger, gathered
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import NamedTensors, by_name, lasting, streamed
+from rollout.weights.update import NamedTensors, WeightStream, by_name, lasting, streamed
 from trainer_hooks.weight_sync.fsdp1 import has_units, unit_tensors
 from trainer_hooks.weight_sync.zero3 import gathered_partitions, is_partitioned
 
-_LORA = ".lora_"  # stands in the names of what PEFT adds to a model
+_LORA = ".lora_"  # part of the names of all tensors that PEFT adds to a model
 _PEFT_ROOT = "base_model.model."
 _PEFT_LAYER = ".base_layer."
 
@@ -30,22 +31,23 @@ _PEFT_LAYER = ".base_layer."
 def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of `source` under its Hugging Face name, as a whole plain tensor.
 
-    `source`: a module, plain or wrapped by DDP, FSDP2, FSDP1, DeepSpeed (ZeRO-3 as well) or
-    torch.compile, with its persistent buffers, tied weights once; a mapping; any iterator of names
-    and tensors, such as the export of a Megatron bridge; or an adapter (see `weights_of`).
+    `source`: a module, plain or wrapped by DDP, FSDP2, FSDP1, DeepSpeed (also ZeRO-3) or
+    torch.compile, with its persistent buffers and each tied weight once; a mapping; an iterator of
+    names and tensors, such as a Megatron bridge's export; or an adapter (see `weights_of`).
 
-    Where ranks have parts, reading is a collective: all ranks read to the end, from sources of one
-    kind. A rank without an engine calls `join_push(policy)` while another one pushes. Gathered
-    tensors are copies here; a push does without these. Raises WeightUpdateError naming a tensor
-    that cannot be read.
+    If ranks hold parts, reading is a collective: all ranks read to the end, from sources of one
+    kind. A rank without an engine calls `join_push(policy)` while another rank pushes. Gathered
+    tensors are copied here; a push avoids the copies. Raises WeightUpdateError naming a tensor that
+    cannot be read.
     """
     return map(_kept_pair, streamed(weights_of(source)))
 
 
 def join_push(source: NamedTensors) -> None:
-    """Gather together with the rank that pushes a source of the same kind, and keep nothing.
+    """Take part in the gathering of a push by another rank, and keep nothing.
 
-    Raises WeightUpdateError naming a tensor that cannot be read.
+    The other rank's source must be of the same kind. Raises WeightUpdateError naming a tensor that
+    cannot be read.
     """
     deque(streamed(weights_of(source)), maxlen=0)
 
@@ -55,9 +57,10 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights of a PEFT model with its adapter merged: base + scale * (B @ A), cast once.
 
-    The sum is float32. `adapter_name` None means the active adapter. The model is not changed. For
-    engines that do not serve the model's base, where the adapter alone is not enough. Collectives
-    are as for `full_tensors`. Raises WeightUpdateError naming what B @ A cannot express.
+    The sum is float32. `adapter_name` None means the active adapter. The model is not changed. Use
+    it for engines that do not serve the model's base, which cannot apply the adapter alone.
+    Collectives are as for `full_tensors`. Raises WeightUpdateError naming a part of the adapter
+    that B @ A cannot express.
     """
     adapter = _gathered_adapter(model, adapter_name)
     pairs = replace(adapter, tensors=gathered(adapter.tensors)).pairs()
@@ -74,10 +77,10 @@ def merged_tensors(
 
 
 def weights_of(source: NamedTensors) -> NamedTensors:
-    """Return what a push of `source` gives to an LLM: detached tensors under plain names.
+    """Return the tensors that a push of `source` gives to an LLM: detached, under plain names.
 
-    Tensors that this process has whole come live. Sharded tensors, and tensors of an iterator, come
-    as a WeightStream. A PEFT model gives its active adapter, gathered.
+    Tensors that this process holds whole are live, not copied. Sharded tensors, and tensors of an
+    iterator, become a WeightStream. A PEFT model gives its active adapter, gathered.
     """
     if isinstance(source, nn.Module):
         if _peft_model(source) is not None:
@@ -98,7 +101,9 @@ def weights_of(source: NamedTensors) -> NamedTensors:
 def _weights_in(
     module: nn.Module, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> NamedTensors:
-    """Return the module's weights of wanted names: live, or as a stream that gathers them."""
+    """Return the module's weights whose names are wanted: live, or as a stream that gathers
+    them.
+    """
     if has_units(module):
         pairs = ((name, tensor) for name, tensor in unit_tensors(module) if is_wanted(name))
         return streamed(pairs)
@@ -116,7 +121,7 @@ def _live_or_gathered(weights: Iterable[tuple[str, Any]]) -> NamedTensors:
 
 
 def _detached_pair(pair: tuple[str, Any]) -> tuple[str, Any]:
-    """Detach a tensor. Any other value stays, and is refused by name where tensors are read."""
+    """Detach a tensor. Other values stay, and are refused by name where tensors are read."""
     name, tensor = pair
     return name, tensor.detach() if isinstance(tensor, Tensor) else tensor
 
@@ -126,7 +131,7 @@ def _kept_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter:
-    """Return the adapter of a PEFT model, wrapped or not: live where this process has it whole."""
+    """Return the adapter of a PEFT model, wrapped or not; live if this process holds it whole."""
     parts = _weights_in(model, lambda name: _LORA in name)
     lasting = by_name(parts)
     peft_model = _peft_model(model)
@@ -134,5 +139,5 @@ def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter
 
 
 def _peft_model(module: nn.Module) -> nn.Module | None:
-    """Return `module`, or the model that it wraps, if that has PEFT adapters."""
+    """Return `module`, or the model inside it that has PEFT adapters; None without adapters."""
     return next((part for part in module.modules() if getattr(part, "peft_config", None)), None)

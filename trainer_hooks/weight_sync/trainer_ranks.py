@@ -1,6 +1,7 @@
-"""TrainerRanks: the data-parallel ranks of a trainer, of which rank 0 has the rollouts and leads.
+"""TrainerRanks: the data-parallel ranks of a trainer. Rank 0 has the rollouts and leads.
 
-All ranks compute an update on the same batch, each its own passes of it. Rank 0 says what is next.
+Used by `update_policy` and by the training job. All ranks compute an update on the same batch, each
+its own forward passes. Rank 0 broadcasts each next message.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import torch.distributed as dist
 from rollout.backends.group_bytes import all_gather_bytes, broadcast_bytes
 from rollout.errors import ConfigError
 
-# How long the others wait for a word of rank 0, which may wait for rollouts.
+# Timeout of a broadcast by rank 0, which may itself wait for rollouts.
 _FOREVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRanks:
-    """This rank, of `size`. `words`: the group over which rank 0 says what is next.
+    """This rank, one of `size`. `words`: process group for the messages of rank 0.
 
-    All else goes over the default group of torch.distributed.
+    All other collectives use the default group of torch.distributed.
     """
 
     rank: int = 0
@@ -35,28 +36,30 @@ class TrainerRanks:
     words: Any = None
 
     def broadcast(self, word: Any) -> None:
-        """Rank 0: send `word` to the others, with the state of torch's generator. They do what it
-        means together with this one, which waits for none of them.
+        """Send `word`, and the state of torch's generator, from rank 0 to all others.
 
-        `word` holds tensors, numbers, text, tuples, lists and dicts: data that runs no code.
+        Rank 0 does not wait for them; all ranks then act on the message together. `word`: tensors,
+        numbers, text, tuples, lists and dicts, which run no code when read.
         """
         if self.size > 1 and self.rank == 0:
             broadcast_bytes(self.words, _encoded((word, torch.get_rng_state())))
 
     def receive(self) -> Any:
-        """Any other rank: the next word of rank 0, which has drawn as many random numbers."""
+        """Return the next message of rank 0, on any other rank. Sets torch's generator to rank 0's
+        state.
+        """
         word, random_state = _decoded(broadcast_bytes(self.words))
         torch.set_rng_state(random_state)
         return word
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of what each rank has, in place."""
+        """Sum `tensor` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, own: list[Any]) -> list[Any]:
-        """Return the lists of all ranks, one after the other. They hold what a word may hold."""
+        """Return the lists of all ranks, concatenated. They hold what a message may hold."""
         if self.size == 1:
             return own
         parts = all_gather_bytes(None, _encoded(own))
@@ -73,26 +76,27 @@ def _encoded(value: Any) -> bytes:
 
 
 def _decoded(content: bytes) -> Any:
-    """Raises pickle.UnpicklingError for anything but data."""
+    """Raises pickle.UnpicklingError for anything but plain data."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def torchrun_place() -> tuple[int, int]:
-    """The rank that torchrun has given to this process, and the number of ranks; (0, 1) without
-    torchrun."""
+    """Return the rank that torchrun gave this process and the number of ranks; (0, 1) without
+    torchrun.
+    """
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def torchrun_ranks() -> Iterator[TrainerRanks]:
-    """The ranks that torchrun has started, connected by gloo.
+    """The ranks that torchrun started, connected by gloo, for the length of a block.
 
-    The network must be closed to others: what ranks say to each other is neither signed nor hidden.
-    Raises ConfigError if torchrun has not started this process.
+    The network must be private: messages between ranks are neither signed nor encrypted. Raises
+    ConfigError if torchrun did not start this process.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "a sharded trainer wants ranks: start it by torchrun --nproc-per-node N, as in "
+            "a sharded trainer needs ranks: start it by torchrun --nproc-per-node N, as in "
             "docs/how-to/cluster.md, or choose trainer.strategy=single"
         )
     dist.init_process_group("gloo")

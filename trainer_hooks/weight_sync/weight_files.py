@@ -1,4 +1,7 @@
-"""WeightFiles: a trainer's weights as a directory of safetensors, which another process reads."""
+"""WeightFiles: writes a trainer's weights as a directory of safetensors for another process.
+
+Used by FileWeightTransfer and rollout_verl.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from rollout.errors import WeightUpdateError
 from rollout.models.checkpoints.writer import CheckpointWriter
 from rollout.models.plain_tensors import full_tensor, refusal
 
-STABLE_FILE = "STABLE"  # written last: a program that watches the directory may read it now
+STABLE_FILE = "STABLE"  # written last, to tell other programs that the directory is complete
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightFiles:
-    """Writes tensors as they come, to files of at most `max_file_bytes`, or of one larger tensor.
+    """Writes tensors in order, to files of at most `max_file_bytes`, or of one larger tensor.
 
     A context manager: at its end it writes the index of the files, and last the file STABLE. Every
     method raises WeightUpdateError for tensors that cannot be read and files that cannot be
@@ -35,7 +38,7 @@ class WeightFiles:
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor. A sharded one is gathered, which is a collective."""
+        """Write a tensor. Gathering a sharded one is a collective."""
         if reason := refusal(tensor):
             raise WeightUpdateError(f"{name!r} {reason}")
         if name in self._names:
@@ -57,7 +60,7 @@ class WeightFiles:
 def weight_directory(parent: Path | None = None) -> Iterator[Path]:
     """Yield a new directory, which is removed at the end. Raises WeightUpdateError.
 
-    parent: None for shared memory, or the system's folder for temporary files.
+    parent: folder of the directory; None takes shared memory, or the system's temporary folder.
     """
     if parent is None:
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())

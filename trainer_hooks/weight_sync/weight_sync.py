@@ -1,4 +1,7 @@
-"""WeightSync: carries a trainer's weights into the engines of an LLM."""
+"""WeightSync: pushes a trainer's weights into the engines of an LLM.
+
+Used by training loops and the training job after each update. The LLM's engines commit the weights.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from rollout.control.reports import WeightUpdateReport
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import NamedTensors
+from rollout.weights.update import NamedTensors, WeightStream
 from trainer_hooks.weight_sync.sources import weights_of
 
 NamedParameters = NamedTensors
@@ -29,19 +31,19 @@ class UpdatesWeights(Protocol):
 
 
 class WeightSync:
-    """Pushes a trainer's weights to all engines of `llm`: all of them commit, or none does.
+    """Pushes a trainer's weights to all engines of `llm`. Either all engines commit, or none does.
 
         sync = WeightSync(llm)
         sync.push(policy)  # await sync.apush(policy) for AsyncLLM and ThreadedLLM
 
     An engine in this process copies the trainer's live tensors in place. Engine processes (of
-    AsyncLLM or LLM(use_coordinator=True)) get them by the LLM's `weight_transport`, which is shared
-    memory by default; subclasses choose another one. `in_flight`: commit between two steps while
-    requests run. Otherwise the engines must be paused or suspended.
+    AsyncLLM or LLM(use_coordinator=True)) get them by the LLM's `weight_transport`, by default
+    shared memory; subclasses choose another transport. `in_flight`: True commits between two steps
+    while requests run. Otherwise the engines must be paused or suspended.
     """
 
-    # Before each further attempt of a push that failed with an engine. A network failure may take
-    # all engines, which connect again for 30 s.
+    # Seconds before each further attempt of a push that failed because an engine disconnected. A
+    # network failure may disconnect all engines, which try to reconnect for 30 s.
     retry_pauses_s: ClassVar[Sequence[float]] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
     def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
@@ -53,18 +55,18 @@ class WeightSync:
     ) -> WeightUpdateReport:
         """Commit the weights under `version` (None: the next one above the current).
 
-        `named_parameters`: what `full_tensors` reads: a module (a transformers model, say), wrapped
-        or not, whose persistent buffers are part of the update; its `named_parameters()`; a mapping
-        of names to tensors; an iterator of pairs. A PEFT model gives its active adapter, which the
-        engines merge into their own base; so does a LoraAdapter. Tensors are only read, and not
-        kept. Where ranks have parts (FSDP, ZeRO-3), the parts are gathered one after the other, so
-        all ranks push at the same time; a rank without an engine calls `join_push`.
+        `named_parameters`: any source of `full_tensors`: a module (such as a transformers model),
+        wrapped or not, whose persistent buffers are part of the update; its `named_parameters()`; a
+        mapping of names to tensors; an iterator of pairs. A PEFT model or a LoraAdapter gives its
+        adapter, which the engines merge into their own base. Tensors are only read, and not kept.
+        If ranks hold parts (FSDP, ZeRO-3), the parts are gathered one after the other, so all ranks
+        push at the same time; a rank without an engine calls `join_push`.
 
-        Raises WeightUpdateError, with weights and version untouched, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one. The other ranks are
-        not blocked then. An update that failed because an engine disconnected is tried again with
-        the remaining engines, after `retry_pauses_s`, unless its tensors can be read only once.
-        Raises ConfigError for an asynchronous LLM, before anything is sent.
+        Raises WeightUpdateError, with weights and version unchanged, if a tensor is missing, extra,
+        misshapen or not finite, or if `version` is not above the current one. Other ranks are not
+        left waiting. A push that failed because an engine disconnected is repeated with the
+        remaining engines, after `retry_pauses_s`, unless its tensors can be read only once. Raises
+        ConfigError for an asynchronous LLM, before anything is sent.
         """
         tensors = weights_of(named_parameters)
         pauses = iter(self.retry_pauses_s)
@@ -105,12 +107,12 @@ class WeightSync:
             except WeightUpdateError as error:
                 await asyncio.to_thread(_drain, tensors)
                 await asyncio.sleep(_pause_s(error, tensors, pauses))
-            except Exception:  # not a cancellation: the update goes on, and reads the tensors
+            except Exception:  # a cancelled update continues and still reads the tensors
                 await asyncio.to_thread(_drain, tensors)
                 raise
 
 
-InProcessWeightSync = WeightSync  # its name for an engine in this process
+InProcessWeightSync = WeightSync  # the same class, named for an engine in this process
 
 
 class _TransportWeightSync(WeightSync):
@@ -132,8 +134,8 @@ class _TransportWeightSync(WeightSync):
 class SharedMemoryWeightSync(_TransportWeightSync):
     """Pushes weights through shared memory to engine processes of this machine.
 
-    The tensors are copied once, and all engines read that copy. The last committed copy stays for
-    an engine that comes late.
+    The tensors are copied once, and all engines read that copy. The last committed copy is kept for
+    engines that connect later.
     """
 
     def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
@@ -144,9 +146,9 @@ class SharedMemoryWeightSync(_TransportWeightSync):
 class CollectiveWeightSync(_TransportWeightSync):
     """Pushes weights by broadcasts to engines on any host, in a group of torch.distributed.
 
-    `host`: an address of this machine that the engines reach; None: the one they know the
-    coordinator by. Nothing is kept: an engine that comes late waits for the next push. The network
-    must be closed to others.
+    `host`: address of this machine that the engines can reach; None takes the address by which they
+    reach the coordinator. Nothing is kept: an engine that connects later waits for the next push.
+    The network must be private.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class CollectiveWeightSync(_TransportWeightSync):
 class CheckpointWeightSync(_TransportWeightSync):
     """Pushes weights as checkpoints in `directory`, which the engines see under the same path.
 
-    The last committed checkpoint stays for an engine that comes late, until the LLM ends.
+    The last committed checkpoint is kept for engines that connect later, until the LLM ends.
     """
 
     def __init__(self, llm: UpdatesWeights, directory: str | Path, in_flight: bool = False) -> None:
@@ -168,7 +170,7 @@ class CheckpointWeightSync(_TransportWeightSync):
 
 
 def _drain(tensors: NamedTensors) -> None:
-    """Read the rest of a stream, which the trainer's other ranks gather together with this one."""
+    """Read the rest of a stream: the trainer's other ranks gather it together with this one."""
     if isinstance(tensors, WeightStream):
         tensors.drain()
 
@@ -180,7 +182,8 @@ def _pause_s(error: WeightUpdateError, tensors: NamedTensors, pauses: Iterator[f
         raise error
     if isinstance(tensors, WeightStream):
         again = WeightUpdateError(
-            f"{error}; its tensors, sharded or of an iterator, were read: push again on all ranks"
+            f"{error}; its tensors, sharded or from an iterator, can be read only once: push again "
+            "on all ranks"
         )
         again.is_transient = True
         raise again from error

@@ -1,4 +1,7 @@
-"""Weights that DeepSpeed has partitioned (ZeRO stage 3), one parameter after the other."""
+"""Reads weights that DeepSpeed has partitioned (ZeRO stage 3), one parameter at a time.
+
+Used by `full_tensors` and by pushes. It changes no weight.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ def is_partitioned(tensor: Tensor) -> bool:
 def gathered_partitions(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors in the order of names. DeepSpeed frees each one before the next.
 
-    Gathering is a collective of all ranks. Tensors that are not partitioned come as they are.
+    Gathering is a collective of all ranks. Tensors that are not partitioned are yielded as they
+    are.
     """
     import deepspeed
 

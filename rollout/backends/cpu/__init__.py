@@ -1,1 +1,1 @@
-"""The CPU backend: kernels in C, their Python bindings, and host memory."""
+"""The CPU backend: kernels in C (native/), their Python bindings, torch fallbacks, host memory."""

@@ -1,9 +1,10 @@
 """NativePagedAttention: compiled attention that reads blocks in place, for float32 and bfloat16.
 
-Rows that share their first blocks, as samples of one prompt do, read them once. A row's result does
-not depend on that, nor on the other rows, nor on the number of threads. Prefill over a bfloat16
-cache rounds queries and weights to bfloat16 where the processor multiplies pairs of such numbers,
-unless it is to be deterministic. Other dtypes and head dims take the inherited torch path.
+The attention of the CPU backend; writes only the KV cache. Rows that share their first blocks, as
+samples of one prompt do, read them once. A row's result depends neither on that, nor on the other
+rows, nor on the number of threads. Prefill over a bfloat16 cache rounds queries and weights to
+bfloat16 if the processor has dot products of such pairs, unless the backend is deterministic. Other
+dtypes and head dims use the inherited torch path.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim.
 """
@@ -26,15 +27,15 @@ from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch,
 
 MAX_HEAD_DIM = 576
 MAX_GROUP = 240  # query heads per KV head
-_MIN_KV_BYTES_PER_THREAD = 1 << 20  # read in 50 us, which is what a second thread costs
+_MIN_KV_BYTES_PER_THREAD = 1 << 20  # reading them takes 50 us, as much as starting a thread
 
 
 class NativePlan(TorchPlan):
-    """What all layers of a forward pass share, for the kernels and for the torch path."""
+    """Values that all layers of a forward pass share, for the kernels and for the torch path."""
 
     @cached_property
     def args(self) -> AttentionArgs:
-        """The kernels' view of the batch; each layer sets what is its own."""
+        """Arguments of the kernels; each layer sets its own fields."""
         batch = self.batch
         assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
         return AttentionArgs(
@@ -48,7 +49,7 @@ class NativePlan(TorchPlan):
 
     @cached_property
     def num_decode_tokens(self) -> int:
-        """Tokens of the contexts of all decode rows."""
+        """Number of tokens in the contexts of all decode rows."""
         return int(self.batch.context_lens[: self.batch.num_decode_rows].sum())
 
 
@@ -63,7 +64,7 @@ class NativePagedAttention(TorchSdpaAttention):
         self._prefill_units = prefill_units(kernels, deterministic=deterministic)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with a NativePlan."""
+        """Return the batch with a NativePlan."""
         return replace(batch, plan=NativePlan(batch))
 
     def attend(
@@ -94,7 +95,7 @@ class NativePagedAttention(TorchSdpaAttention):
             self._decode(args, num_decode, batch.plan.num_decode_tokens * token_bytes)
         if num_rows > num_decode:
             self._prefill(args, num_decode, num_rows)
-        # Where V is a part of K, the kernels have summed the other dims as well.
+        # If V is a part of K, the kernels have also summed K's other dims.
         return out_THD if cache.shape[2] == 2 else out_THD[..., : v_TGD.shape[2]]
 
     def _decode(self, args: AttentionArgs, num_rows: int, kv_bytes: int) -> None:
@@ -127,7 +128,7 @@ def set_tensors(
     out_THD: Tensor,
     cache: Tensor,
 ) -> None:
-    """What the kernels read and write, which must outlive `args`."""
+    """Set the addresses and sizes of a layer's tensors, which must outlive `args`."""
     args.out, args.cache = out_THD.data_ptr(), cache.data_ptr()
     args.q, args.k, args.v = q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()
     args.q_stride, args.k_stride, args.v_stride = q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)
@@ -138,22 +139,23 @@ def set_tensors(
 
 
 def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | None) -> None:
-    """`sinks_H` are float32, and must outlive `args`."""
+    """Set scale, window, softcap and sinks. `sinks_H`, float32, must outlive `args`."""
     args.window, args.softcap = traits.window or 0, traits.softcap or 0.0
     args.sinks = None if sinks_H is None else sinks_H.data_ptr()
     args.scale = traits.scale_of(args.dim)
 
 
 def prefill_units(kernels: Kernels, *, deterministic: bool) -> dict[torch.dtype, int]:
-    """What multiplies in prefill, by the dtype of the cache. If `deterministic`, what multiplies in
-    decoding, so with the same bits.
+    """Return the kernel unit that prefill uses for each cache dtype.
+
+    If `deterministic`, it is decode's unit, so that both give the same bits.
     """
     has_pairs = not deterministic and kernels.dot_is_usable()
     return {torch.float32: VECTORS, torch.bfloat16: DOT if has_pairs else VECTORS}
 
 
 def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
-    """Heads of a multiple of 16, with gaps at most between tokens."""
+    """Return whether the kernels support these dtypes, head dims and strides."""
     head_dim = cache.shape[-1]
     return (
         cache.dtype in TYPES

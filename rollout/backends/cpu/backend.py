@@ -1,4 +1,7 @@
-"""The four parts that make the CPU backend."""
+"""cpu_backend: put the parts of the CPU backend together.
+
+Called by `create_backend`, and by weight transfers that need CPU operations for fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 def cpu_backend(
     memory_kind: str, *, deterministic: bool = False, collectives: Collectives = ONE_RANK
 ) -> Backend:
-    """A Backend on CPU, with compiled kernels if there are any.
+    """Return a Backend on CPU, with compiled kernels if the machine can compile them.
 
-    `memory_kind` is "device" or "reserved". `deterministic`: the numbers of a token do not
+    `memory_kind` is "device" or "reserved". `deterministic`: a token's logits and log-probs do not
     depend on the schedule; raises ConfigError without compiled kernels.
     """
     device = torch.device("cpu")

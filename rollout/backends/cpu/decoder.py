@@ -1,6 +1,7 @@
-"""NativeDecoder: a decoder's forward pass as one call of the compiled kernels.
+"""NativeDecoder: a decoder's forward pass as one call of the compiled kernels (native/decoder.c).
 
-Weights and KV are float32 or bfloat16; what is between them is float32.
+`CausalLM.forward` calls `run`, which writes only the KV cache. Weights and KV are float32 or
+bfloat16; activations are float32.
 
 Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
 """
@@ -43,22 +44,22 @@ _ADD_UP = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 
 
 class GroupSums:
-    """Sums over a group, as the compiled decoder calls them between its phases."""
+    """Lets the compiled decoder sum over the ranks of a group between its phases."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._room: Tensor | None = None
         self._failure: BaseException | None = None
-        self._function = _ADD_UP(self._add_up)  # kept, as C has its address only
+        self._function = _ADD_UP(self._add_up)  # C has only its address
 
     @property
     def address(self) -> int:
-        """Of the function that C calls."""
+        """Address of the function that C calls to sum."""
         return cast(self._function, c_void_p).value or 0
 
     @contextmanager
     def within(self, room: Tensor) -> Iterator[None]:
-        """Let numbers of `room` be added up meanwhile. Raises what a sum raised, at the end."""
+        """Allow sums of floats in `room` while entered. At the end, raise an error of a sum."""
         self._room, self._failure = room, None
         yield
         self._room = None
@@ -66,7 +67,10 @@ class GroupSums:
             raise self._failure
 
     def _add_up(self, _context: int | None, address: int, count: int) -> None:
-        """An exception would be lost in C: it is kept, and the sums that follow are left out."""
+        """Sum `count` floats at `address` over the ranks, in place.
+
+        C cannot pass an exception on: it is kept for `within`, and later sums are skipped.
+        """
         assert self._room is not None
         try:
             if self._failure is None:
@@ -77,16 +81,17 @@ class GroupSums:
 
 
 class NativeDecoder:
-    """Implements `FusedDecoder` for passes in which one compiled product serves all weights.
+    """Implements `FusedDecoder` for passes in which all weights use one compiled product.
 
-    The addresses of the weights and caches are collected once, and again when they have moved.
+    Addresses of weights and caches are collected at the first pass, and again when they change.
     """
 
     def __init__(
         self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
     ) -> None:
-        """`deterministic`: every pass is to run here. Raises ConfigError where the kernels cannot
-        run the decoder at all.
+        """`deterministic`: every pass must run here.
+
+        Raises ConfigError then if the kernels do not support the decoder.
         """
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
         self._prefill_units = prefill_units(kernels, deterministic=deterministic)
@@ -103,15 +108,15 @@ class NativeDecoder:
         ]
         self._layers: Array[LayerArgs] = (LayerArgs * len(parts.layers))()
         self._decoder = DecoderArgs()
-        self._floats: list[Tensor] = []  # copies of norms and biases
+        self._floats: list[Tensor] = []  # float32 copies of norms and biases
         self._seen: Any = None
-        self._products: Mapping[int, NativeProduct] = {}  # of the buckets that run here
+        self._products: Mapping[int, NativeProduct] = {}  # by bucket, for those that run here
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
-        """Final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
+        """Return final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
 
-        Returns None, and has done nothing, for another dtype, for sizes that the kernels are not
-        made for, and where another product is faster.
+        Returns None without doing anything if the kernels do not support the dtype or the sizes, or
+        if another product was chosen for this number of rows.
         """
         generation = sum([handle.generation for handle in self.handles])
         addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
@@ -125,13 +130,13 @@ class NativeDecoder:
             assert not self._deterministic, "the layers one by one would give other bits"
             return None
         out_LE = torch.empty(num_kept, _hidden_size(self._parts), dtype=torch.float32)
-        # The product of all tokens serves the kept ones as well.
+        # The product chosen for all tokens also serves the kept tokens.
         self._forward(out_LE, batch, unit=self._products[bucket].unit)
         dtype = self._parts.embedding.dtype
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
     def explain(self) -> str:
-        """Such as "for 1 to 64 rows; for others the layers run one by one, as ..."."""
+        """Return a text such as "for 1 to 64 rows; for others the layers run one by one, ..."."""
         if not self.handles:
             return f"never: the compiled kernels need {_what_is_supported(self._parts)}"
         buckets = self._find_products().keys()
@@ -143,7 +148,7 @@ class NativeDecoder:
         return f"for {_rows_of(buckets)} rows; for others {others}"
 
     def _find_products(self) -> dict[int, NativeProduct]:
-        """Return, by bucket, the compiled product that serves all weights.
+        """Return, by bucket, the compiled product that all weights use.
 
         A weight has one packed copy, which all these products share.
         """
@@ -156,7 +161,7 @@ class NativeDecoder:
         return products
 
     def _collect(self, tables: Sequence[tuple[Tensor, Tensor]], caches: Sequence[Tensor]) -> None:
-        """Find out which buckets the kernels can run, and where everything is."""
+        """Collect the buckets that the kernels can run, and the addresses of all tensors."""
         parts = self._parts
         self._products = self._find_products()
         if not all(cache.dtype in TYPES for cache in caches):
@@ -179,7 +184,7 @@ class NativeDecoder:
         )
 
     def _share_args(self) -> tuple[int | None, ...]:
-        """The fields of DecoderArgs that are about a group."""
+        """Return the last fields of DecoderArgs, which describe the group."""
         share = self._parts.share
         if share is None or self._sums is None:
             return None, None, 0, _MAX_IDS, 0, 0, 0
@@ -189,7 +194,7 @@ class NativeDecoder:
     def _collect_layer(
         self, args: LayerArgs, layer: DecoderLayerParts, tables: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        """Everything of a layer but its cache."""
+        """Fill in the fields of a layer, except its cache."""
         args.attention_norm, args.attention_after = map(self._norm, layer.attention_norms_E)
         args.mlp_norm, args.mlp_after = map(self._norm, layer.mlp_norms_E)
         is_reordered = layer.order_D is not None and not layer.has_whole_norms
@@ -205,7 +210,7 @@ class NativeDecoder:
         args.is_parallel, args.has_whole_norms = layer.is_parallel, layer.has_whole_norms
 
     def _norm(self, weight: Tensor | None, order_D: Tensor | None = None) -> int | None:
-        """The address of a norm's weight with its offset, in this order; None for None."""
+        """Return the address of a norm's weight with its offset, reordered; None for None."""
         if weight is None or (not self._parts.norm_offset and order_D is None):
             return self._float(weight)
         values = weight.detach().float() + self._parts.norm_offset
@@ -213,12 +218,12 @@ class NativeDecoder:
         return self._floats[-1].data_ptr()
 
     def _float(self, values: Tensor | None) -> int | None:
-        """The address of these values in float32; None for None."""
+        """Return the address of these values in float32; None for None."""
         if values is None:
             return None
         if values.dtype != torch.float32:
             values = values.detach().float()
-            self._floats.append(values)  # others must not be kept: their memory may be released
+            self._floats.append(values)  # only copies: the model's own memory may be released
         return values.data_ptr()
 
     def _weight(self, handle: LinearHandle) -> WeightArgs:
@@ -266,8 +271,10 @@ class NativeDecoder:
             self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
 
     def _room_sizes(self, num_tokens: int, num_kept: int) -> tuple[int, ...]:
-        """How many floats a pass works in: residual, normed, fused heads, widest activations, what
-        a branch adds, and sums of squares.
+        """Return the number of floats in each work buffer of a pass.
+
+        These are residual, normed, fused heads, widest activations, a branch's output and sums of
+        squares.
         """
         parts = self._parts
         hidden_size = _hidden_size(parts)
@@ -288,9 +295,9 @@ class NativeDecoder:
 def native_decoder(
     kernels: Kernels, parts: DecoderParts | None, *, deterministic: bool = False
 ) -> NativeDecoder | None:
-    """A decoder of these parts; None for a model without them, whose layers run one by one.
+    """Return a decoder of these parts; None for a model without parts, whose layers run one by one.
 
-    Raises ConfigError where that, or the kernels, would make `deterministic` untrue.
+    Raises ConfigError if `deterministic` and the model, or the kernels, cannot be so.
     """
     if parts is not None:
         return NativeDecoder(kernels, parts, deterministic=deterministic)
@@ -314,7 +321,7 @@ def _what_is_supported(parts: DecoderParts) -> str:
 
 
 def _rows_of(buckets: Collection[int]) -> str:
-    """The numbers of rows in these buckets, such as "1 to 64, 129 or more"."""
+    """Describe the numbers of rows in these buckets, such as "1 to 64, 129 or more"."""
     ranges = []
     for is_in, group in groupby(range(len(BUCKETS)), lambda bucket: bucket in buckets):
         first, *_, last = [*group] * 2
@@ -326,7 +333,10 @@ def _rows_of(buckets: Collection[int]) -> str:
 
 
 def _has_indirect_branches(parts: DecoderParts) -> bool:
-    """Whether what a branch adds is normed, scaled or summed with something else first."""
+    """Return whether branches need a buffer of their own before they are added to the residual.
+
+    They do if an output is normed, scaled, or summed with another branch or over the group.
+    """
     return (
         parts.residual_multiplier != 1.0
         or parts.share is not None
@@ -346,7 +356,7 @@ def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
 
 
 def _is_supported(parts: DecoderParts) -> bool:
-    """Float32 or bfloat16, whole vectors, and heads that the attention kernels take."""
+    """Return whether the kernels support the dtype, the sizes and the heads."""
     hidden_size, intermediate_size = _hidden_size(parts), parts.layers[0].down.num_inputs
     return (
         parts.embedding.dtype in TYPES

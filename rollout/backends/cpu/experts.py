@@ -1,6 +1,7 @@
-"""A mixture's experts by the compiled kernel, float32 or bfloat16; it computes in float32.
+"""A mixture's experts by the compiled kernel, for float32 or bfloat16; it computes in float32.
 
-What a token gets does not depend on the tokens beside it, nor on the number of threads.
+Called by `NativeOps.experts`. A token's result depends neither on the tokens beside it nor on the
+number of threads.
 Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
 experts, E hidden size, F expert size, G = 2 F.
 """
@@ -15,10 +16,10 @@ from torch import Tensor
 from rollout.backends.base import ExpertWeights
 from rollout.backends.cpu.kernels import TYPES, ExpertsArgs, Kernels
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # the enum of experts.c
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # enum activation of experts.c
 WIDEST = 0
 
-_ROWS = 8  # of a weight, which are multiplied together
+_ROWS = 8  # rows of a weight that the kernel multiplies together
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
@@ -50,7 +51,10 @@ def run_experts(
     *,
     lanes: int = WIDEST,
 ) -> Tensor:
-    """As `Ops.experts`, for weights that `can_run`. `lanes`: 8 for vectors of 256 bits."""
+    """As `Ops.experts`, for weights that `can_run` accepts.
+
+    `lanes`: 8 for vectors of 256 bits, WIDEST for the machine's widest.
+    """
     num_experts, hidden_size, expert_size = experts.down_NEF.shape
     (num_tokens, per_token), num_assignments = ids_TK.shape, ids_TK.numel()
     x_f32_TE, ids_TK = x_TE.float().contiguous(), ids_TK.contiguous()

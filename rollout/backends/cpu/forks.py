@@ -1,8 +1,8 @@
-"""Forks: a child has its parent's memory but not its threads, and must not wait for those.
+"""Fork handlers, so that torch works in children of os.fork.
 
-Pools of Python threads are made anew by their owners (`Kernels.split`). Torch's operations run on
-OpenMP's threads, which GNU's OpenMP goes on to use in a child where they do not exist: the first
-parallel operation there would never end. LLVM's and Intel's OpenMP see to forks themselves.
+`create_backend` registers them. A child has its parent's memory but not its threads. GNU's OpenMP
+would wait for the missing threads forever at the child's first parallel operation of torch; LLVM's
+and Intel's OpenMP handle forks themselves. Pools of Python threads are replaced in `Kernels.split`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_HARD = 2  # omp_pause_hard: give all threads up
+_HARD = 2  # omp_pause_hard: end all threads
 
 
 @cache
 def prepare_for_forks() -> None:
-    """Let children of os.fork, from now on, use torch. Once a process is enough."""
+    """Register fork handlers so that forked children can use torch. Later calls are no-ops."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_end_openmp_threads, after_in_child=_use_one_thread_if_stuck)
 
 
 def _end_openmp_threads() -> None:
-    """End the threads that GNU's OpenMP keeps for this one; the next operation starts others.
+    """Before a fork, end the threads of GNU's OpenMP; the next parallel operation starts new ones.
 
-    Parent and child then each have their own. Takes 0.1 ms. One of before GCC 9 cannot do it.
+    Parent and child then each start their own. Takes 0.1 ms. GCC before version 9 lacks the call.
     """
     library = ctypes.CDLL(None)
     if _is_gnu(library) and hasattr(library, "omp_pause_resource_all"):
@@ -37,13 +37,13 @@ def _end_openmp_threads() -> None:
 
 
 def _use_one_thread_if_stuck() -> None:
-    """In the child of a process that could not end them: let torch wait for no other thread."""
+    """In a child whose parent could not end its OpenMP threads, make torch use one thread."""
     library = ctypes.CDLL(None)
     if not _is_gnu(library) or hasattr(library, "omp_pause_resource_all"):
         return
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)
-        logger.warning("forked: this OpenMP has no threads in a child; using 1 instead")
+        logger.warning("after a fork, this OpenMP cannot start threads: torch uses one thread")
 
 
 def _is_gnu(library: ctypes.CDLL) -> bool:

@@ -1,4 +1,7 @@
-"""Kernels: the C functions with their types, and their work split over threads."""
+"""Kernels: the functions of the compiled library with their types, and work split over threads.
+
+Used by all of the CPU backend that calls C. The structures must match the C structs field by field.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the first enum of vectors.h
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # first enum of vectors.h
 VECTORS, DOT, AMX = range(3)  # enum unit of vectors.h
 
 _CACHE_LINE = 64
@@ -49,7 +52,7 @@ _SIGNATURES = {
     "amx_is_usable": "",
 }
 
-_RETURNS_NUMBER = ("_bytes", "_lanes", "_at_once", "_usable")  # how names of such functions end
+_RETURNS_NUMBER = ("_bytes", "_lanes", "_at_once", "_usable")  # name endings; others return void
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -151,7 +154,7 @@ class ScoringArgs(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of the compiled library; while they run, other Python threads can."""
+    """The functions of the compiled library, as attributes. Calls release the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
@@ -160,10 +163,10 @@ class Kernels:
             function.restype = c_int64 if name.endswith(_RETURNS_NUMBER) else None
             setattr(self, name, function)
         self._pool: ThreadPoolExecutor | None = None
-        self._pool_pid = 0  # of the process whose threads the pool has
+        self._pool_pid = 0  # the process that started the pool's threads
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is no kernel; the kernels are {sorted(_SIGNATURES)}")
+        raise AttributeError(f"{name} is not a kernel; the kernels are {sorted(_SIGNATURES)}")
 
     def run(
         self,
@@ -174,10 +177,10 @@ class Kernels:
         smallest: int = 1,
         scratch_bytes: int = 0,
     ) -> None:
-        """part(args, scratch, first, last) over [0, num_items), on as many threads as torch has.
+        """Call part(args, scratch, first, last) over [0, num_items), on up to torch's threads.
 
-        `part` is one of the functions with these arguments. No thread gets less than `smallest`
-        items; each has `scratch_bytes` of its own.
+        `part` is a function of the library with these arguments. Each thread gets at least
+        `smallest` items, and `scratch_bytes` of its own.
         """
         num_threads = max(1, min(torch.get_num_threads(), num_items // smallest))
         scratch_bytes = -(-scratch_bytes // _CACHE_LINE) * _CACHE_LINE
@@ -190,9 +193,9 @@ class Kernels:
             self.run_parts(function, *pointers, scratch_bytes, num_items, num_threads)
 
     def split(self, num_items: int, work: Callable[[int, int], None], smallest: int = 1) -> None:
-        """Python's work(first, last) over [0, num_items), in as many parts as torch has threads.
+        """Call Python's work(first, last) over [0, num_items), on up to torch's threads.
 
-        No part is smaller than `smallest`: handing one to another thread costs some 50 us.
+        Each part has at least `smallest` items, since starting one on another thread costs 50 us.
         """
         num_threads = torch.get_num_threads()
         num_parts = 1 if num_threads == 1 else min(num_threads, num_items // smallest)

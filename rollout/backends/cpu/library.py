@@ -1,4 +1,7 @@
-"""Build the C kernels with the system's compiler, once per machine and version, and load them."""
+"""Build the C kernels with the system's compiler, once per machine and version, and load them.
+
+`cpu_backend` calls `load_library`. The shared object is kept in the user's cache directory.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +23,27 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "ROLLOUT_NATIVE"  # "0" turns the kernels off
 _FOLDER = Path(__file__).parent / "native"
-# No -ffast-math: the kernels tell NaN and infinity apart. Vectors are explicit in the source, and
-# so are products that are one instruction with a sum: the same bits whatever -march is.
+# No -ffast-math: the kernels distinguish NaN and infinity. Vectors and fused multiply-adds are
+# explicit in the source, so that results have the same bits for each -march.
 _FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off"),
     *("-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC"),
 )
 _COMPILE_TIMEOUT_S = 120
-_PRICE = "using torch, which is 2 to 3 times slower"
+_FALLBACK = "using torch, which is 2 to 3 times slower"
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None, with one log line that says why.
+    """Return the compiled kernels, or None and log the reason in one line.
 
-    None if ROLLOUT_NATIVE=0, without a C compiler, or where compiling or loading fails.
+    None if ROLLOUT_NATIVE=0, without a C compiler, or if compiling or loading fails.
     """
     if os.environ.get(SWITCH) == "0":
         logger.info("native kernels: off (%s=0); using torch", SWITCH)
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
-        logger.warning("native kernels: off (no C compiler found: install gcc); %s", _PRICE)
+        logger.warning("native kernels: off (no C compiler found: install gcc); %s", _FALLBACK)
         return None
     started = time.monotonic()
     try:
@@ -48,7 +51,7 @@ def load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        logger.warning("native kernels: off (%s); %s", str(detail).strip(), _PRICE)
+        logger.warning("native kernels: off (%s); %s", str(detail).strip(), _FALLBACK)
         return None
     how = "compiled" if was_built else "loaded"
     logger.info("native kernels: %s %s (%.2f s)", how, path, time.monotonic() - started)
@@ -56,12 +59,12 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _build(compiler: str) -> tuple[Path, bool]:
-    """(the shared object of these sources, compiler, flags and CPU; whether it was made now)."""
+    """Return the shared object for these sources, compiler, flags and CPU; whether it is new."""
     sources = sorted(_FOLDER.glob("*.c"))
     path = private_folder("native") / f"{_digest(compiler, sources)}.so"
     if path.exists():
         return path, False
-    # Compiled beside its place and renamed: another process sees all of it or nothing.
+    # Compiled to another name and then renamed: other processes see all of it or nothing.
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
@@ -73,21 +76,27 @@ def _build(compiler: str) -> tuple[Path, bool]:
 
 
 def _compile(command: list[str]) -> None:
-    """With OpenMP, or for one thread in `decoder.c` and `exchange` where the compiler has none."""
+    """Compile with OpenMP, or without it if the compiler lacks it.
+
+    `decoder.c` and `exchange` then use one thread.
+    """
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _COMPILE_TIMEOUT_S}
     if subprocess.run([*command, "-fopenmp"], **options).returncode:
         subprocess.run(command, check=True, **options)
 
 
 def _digest(compiler: str, sources: list[Path]) -> str:
-    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, cpu_identity())).encode())
+    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, _cpu_identity())).encode())
     for file in (*sources, *sorted(_FOLDER.glob("*.h"))):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def cpu_identity() -> str:
-    """What -march=native depends on: a home folder may be shared by different machines."""
+def _cpu_identity() -> str:
+    """Return a text that identifies the CPU type, on which -march=native depends.
+
+    It is part of the digest, since different machines may share a home folder.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:

@@ -1,4 +1,6 @@
-"""CpuOps: the reference, with a matrix product of this machine for each weight.
+"""CpuOps: the reference operations, with matrix products chosen for this machine.
+
+The operations of the CPU backend without compiled kernels, and the base of NativeOps.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -39,13 +41,12 @@ class CpuOps(TorchOps):
     def __init__(self, rule: ProductRule | None = None) -> None:
         """`rule`: by default what `rule_of_environment` returns without kernels."""
         self._rule = rule_of_environment() if rule is None else rule
-        self._explained: dict[str, str] = {}  # the products in use, by the weight's shape and dtype
+        self._explained: dict[str, str] = {}  # products in use, by the weight's shape and dtype
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> LinearHandle:
-        """Return a handle with the plain product, until `choose_products` packs the weight for
-        others."""
+        """Return a handle with torch's product; `choose_products` replaces it."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
     def choose_products(
@@ -54,12 +55,12 @@ class CpuOps(TorchOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Give each handle the products of the rule, and their packed copy."""
+        """Give each handle the products of the rule, pack its weight, and log the choice."""
         for handle in handles:
             products = self._rule.products_for(handle.weight_NK)
             self._explain(handle.weight_NK, "", [product.name for product in products])
             handle.use(products)
-        trim_heap()  # weights were reordered piece by piece
+        trim_heap()  # reordering has freed many small tensors
         logger.info("products: %s", "; ".join(self.explain().splitlines()))
         if fused is not None:
             logger.info("forward passes in one call: %s", fused.explain())
@@ -74,39 +75,39 @@ class CpuOps(TorchOps):
         self._explained[key] = summary(names)
 
     def linear(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        """x @ weight.T + bias, [T, N]."""
+        """Return x @ weight.T + bias, [T, N]."""
         return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
     def linear_float32(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        """`linear`, cast to float32."""
+        """Return `linear` cast to float32."""
         return self.linear(x_TK, handle).float()
 
     def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:
-        """The packed copy of the weight to come, None where none is kept."""
+        """Return a packed copy of the new weight; None if the handle has no packed copy."""
         if handle.packing is None:
             return None
         cast = [part.detach().to(handle.weight_NK.dtype) for part in parts]
         return handle.packing.pack(torch.cat(cast) if len(cast) > 1 else cast[0])
 
     def refresh(self, handle: LinearHandle, staged: Any = None) -> None:
-        """Take the staged packed copy, or pack again, after the weight was changed in place."""
+        """Use the staged packed copy, or pack again, after the weight was changed in place."""
         handle.refresh(staged)
 
     def repacked(self, handle: LinearHandle) -> RepackedWeight | None:
-        """The weight in panels, where the compiled product serves all its buckets."""
+        """Return the weight in panels, if it is packed in its own memory; else None."""
         return handle.packed if handle.is_repacked else None
 
     def release(self, handle: LinearHandle) -> None:
-        """Drop the packed copy; plain products stand in until `refresh`."""
+        """Drop the packed copy; torch's product serves until `refresh`."""
         handle.release()
 
     def packed(self, handle: LinearHandle) -> Any:
-        """The packed copy, if it can be unpacked; `refresh` replaces it and never writes to it."""
+        """Return the packed copy if it can be unpacked, else None. `refresh` never writes to it."""
         packing = None if handle.is_repacked else handle.packing
         return handle.packed if packing is not None and packing.unpacks else None
 
     def unpack(self, packed: Any) -> Tensor:
-        """The weight; its packed copy only has its numbers in another order."""
+        """Return the weight of a packed copy, which has the same numbers in another order."""
         weight_NK: Tensor = packed.to_dense()
         return weight_NK
 
@@ -117,7 +118,7 @@ def rule_of_environment(
     """Return the rule that ROLLOUT_TUNE asks for.
 
     `native_only` forces the compiled product by vectors, whose results do not depend on the batch.
-    Raises ConfigError if the environment forces another one.
+    Raises ConfigError if the environment forces another product.
     """
     switch = os.environ.get(SWITCH, "1")
     if native_only and not switch.startswith("native"):

@@ -1,8 +1,8 @@
-"""Private anonymous mappings as tensors: host memory whose pages really go back to the system.
+"""Private anonymous mappings as tensors: host memory that can be returned to the system.
 
-malloc keeps freed memory below its mmap threshold (which grows up to 32 MiB) for itself, so torch's
-own CPU tensors cannot promise that. A mapping's pages are zero-filled by the system at their first
-touch.
+Used by the memory kinds, host arenas and packed weights. malloc caches freed blocks below its mmap
+threshold, which grows up to 32 MiB, so torch's own CPU tensors may not be returned. The system
+fills a mapping's pages with zeros at their first touch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ _HUGE_PAGE = 2 << 20
 
 
 def frees_pages_in_place() -> bool:
-    """Whether madvise takes pages at once and they then read as zero, as Linux's does."""
-    return hasattr(mmap, "MADV_DONTDUMP")  # which Linux alone has
+    """Return whether madvise frees pages at once and they then read as zero, as on Linux."""
+    return hasattr(mmap, "MADV_DONTDUMP")  # only Linux has it
 
 
 class Mapping(NamedTuple):
-    """A mapping and the flat uint8 tensor over its bytes from `start` on.
+    """A mapping, and the flat uint8 tensor over its bytes from `start` on.
 
-    It is unmapped when the last tensor on it is gone. Before and after the tensor lies at least a
-    page that belongs to nobody.
+    It is unmapped with its last tensor. At least one unused page lies on both sides of the tensor.
     """
 
     region: mmap.mmap
@@ -40,7 +39,7 @@ class Mapping(NamedTuple):
     def give_back(self, start: int, end: int) -> int:
         """Free the whole pages in the tensor's bytes [start, end); they then read as zero.
 
-        Returns bytes freed: 0 where the system cannot do it.
+        Returns bytes freed, 0 if the system cannot free pages in place.
         """
         if not frees_pages_in_place():
             return 0
@@ -53,7 +52,7 @@ class Mapping(NamedTuple):
 
 
 def map_bytes(name: str, num_bytes: int) -> Mapping:
-    """A new zero-filled mapping. Raises ConfigError, naming the buffer, if it is refused."""
+    """Return a new zero-filled mapping. Raises ConfigError with the buffer's name if refused."""
     length = _round_up(num_bytes, mmap.PAGESIZE)
     slack = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 0
     try:
@@ -63,7 +62,7 @@ def map_bytes(name: str, num_bytes: int) -> Mapping:
         )
     except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError(
-            f"no {num_bytes} bytes to be had for buffer {name!r} ({error}); lower buffer_size_gb"
+            f"cannot map {num_bytes} bytes for buffer {name!r} ({error}); lower buffer_size_gb"
         ) from error
     whole = torch.frombuffer(region, dtype=torch.uint8)
     address, alignment = whole.data_ptr(), _HUGE_PAGE if slack else mmap.PAGESIZE
@@ -78,13 +77,13 @@ def map_bytes(name: str, num_bytes: int) -> Mapping:
 
 
 def _prefer_huge_pages(region: mmap.mmap, start: int, length: int) -> None:
-    """Back these bytes with 2 MiB pages where the system can.
+    """Ask the system to back these bytes with pages of 2 MiB.
 
-    512 MiB are then given back in 1.4 ms instead of 32, and touched again in 75 instead of 310
-    (a copy into them included; EPYC, one thread, Linux 6.18).
+    Freeing 512 MiB then takes 1.4 ms instead of 32, and touching them again 75 ms instead of 310
+    (including a copy into them; EPYC, one thread, Linux 6.18).
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them says EINVAL
+        with contextlib.suppress(OSError):  # EINVAL from a kernel built without huge pages
             region.madvise(mmap.MADV_HUGEPAGE, start, length)
 
 
@@ -93,9 +92,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def trim_heap() -> None:
-    """Give the heap's free pages back, too: packed weights of torch's products lie there.
+    """Return the heap's free pages to the system, such as torch's freed packed weights.
 
-    Does nothing where the C library has no malloc_trim.
+    No-op if the C library has no malloc_trim.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,4 +1,7 @@
-"""Buffers of the host, dropped or given back in place, and an arena for offloaded bytes."""
+"""The CPU's memory kinds "device" and "reserved", and its arena for offloaded bytes.
+
+Used by the KV cache and weight memory through the protocols of buffers.py.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from rollout.errors import ConfigError
 
 
 class DeviceMemory:
-    """Implements `MemoryBackend`. Memory goes back once the caller has dropped its own views, too.
+    """Implements `MemoryBackend` with a new mapping for each allocation.
 
-    Each buffer is a mapping of its own, so that the system gets the memory at once.
+    The system gets a released buffer's memory once the caller has dropped its views as well.
     """
 
     has_stable_addresses = False
@@ -26,7 +29,7 @@ class DeviceMemory:
         self._tensors: dict[str, Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
         assert name not in self._num_bytes, f"buffer {name!r} exists"
         self._tensors[name] = map_bytes(name, num_bytes).tensor
         self._num_bytes[name] = num_bytes
@@ -40,68 +43,71 @@ class DeviceMemory:
         return self._num_bytes[name]
 
     def trim(self) -> None:
-        """Nothing: `release` has done it."""
+        """No-op: `release` already returned the memory."""
 
     def restore(self, name: str) -> Tensor:
-        """The buffer, allocated anew if it was released; its address may differ."""
+        """Return the buffer, allocated again if it was released; its address may differ."""
         if name not in self._tensors:
             self._tensors[name] = map_bytes(name, self._num_bytes[name]).tensor
         return self._tensors[name]
 
 
 class ReservedMemory:
-    """Implements `MemoryBackend` with one anonymous mapping per buffer, kept for good.
+    """Implements `MemoryBackend` with one mapping per buffer for the buffer's whole life.
 
-    Release hands all pages to the system with madvise(MADV_DONTNEED), whoever still holds a view:
-    the addresses stay valid and read as zero, and a page comes back when it is touched.
+    Release returns all pages to the system with madvise(MADV_DONTNEED). Views stay valid and read
+    as zero; a page gets memory again when it is touched.
     """
 
     has_stable_addresses = True
 
     def __init__(self) -> None:
-        """Raises ConfigError on a system that cannot take pages and keep their addresses."""
+        """Raises ConfigError unless the system can free pages and keep their addresses."""
         if not frees_pages_in_place():
             raise ConfigError(
-                "memory_kind='reserved' needs Linux, whose madvise takes pages and keeps their "
+                "memory_kind='reserved' needs Linux, whose madvise frees pages and keeps their "
                 "addresses; use memory_kind='device', with static_kv_memory_pointers=False or "
                 "kv_cache_management_mode='persist'"
             )
         self._mappings: dict[str, Mapping] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled. Raises ConfigError if there is no address space."""
+        """Return a new flat uint8 tensor, zero-filled.
+
+        Raises ConfigError if it cannot be mapped.
+        """
         assert name not in self._mappings, f"buffer {name!r} exists"
         self._mappings[name] = map_bytes(name, num_bytes)
         return self._mappings[name].tensor
 
     def release(self, name: str) -> int:
-        """Give the buffer's pages back. Returns its bytes, whether or not they had been touched."""
+        """Return the buffer's pages to the system. Returns its bytes, touched or not."""
         mapping = self._mappings[name]
         num_bytes = mapping.give_back(0, mapping.tensor.numel())
         trim_heap()
         return num_bytes
 
     def trim(self) -> None:
-        """Nothing: `release` has done it."""
+        """No-op: `release` already returned the memory."""
 
     def restore(self, name: str) -> Tensor:
-        """The same tensor; its pages appear as they are touched."""
+        """Return the same tensor; its pages get memory as they are touched."""
         return self._mappings[name].tensor
 
 
 class MappedHostArena:
-    """Implements `HostArena` with an anonymous mapping, which goes when its views are gone."""
+    """Implements `HostArena` with an anonymous mapping, unmapped with its last view."""
 
     def __init__(self) -> None:
         self._mapping: Mapping | None = None
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """A flat uint8 view of exactly `num_bytes`; earlier contents are lost if it has to grow.
+        """Return a flat uint8 view of exactly `num_bytes`. Growing discards earlier contents.
 
-        Raises ConfigError if the memory is not to be had.
+        Raises ConfigError if memory is short.
         """
         if num_bytes > self.num_bytes or self._mapping is None:
-            self._mapping = None  # before the new mapping is made: the two never exist together
+            self._mapping = None  # unmap first, so that the two never exist together
             self._mapping = map_bytes("host arena", num_bytes)
         return self._mapping.tensor[:num_bytes]
 
@@ -111,7 +117,7 @@ class MappedHostArena:
         return 0 if self._mapping is None else self._mapping.tensor.numel()
 
     def discard(self, start: int, end: int) -> int:
-        """Free the whole pages in bytes [start, end); contents lost. Returns bytes freed."""
+        """Free the whole pages in bytes [start, end); contents are lost. Returns bytes freed."""
         return 0 if self._mapping is None else self._mapping.give_back(start, end)
 
     def release(self) -> int:

@@ -1,4 +1,6 @@
-"""NativeWeight: a weight in the compiled kernel's own layout, which only reorders the numbers.
+"""NativeWeight: a weight in the compiled kernels' layout, which only reorders the numbers.
+
+Made by NativeProduct; read and written by weight slots, and swapped by weight updates.
 
 Shape letters: N out features, K in features, P panels, W out features of a panel, R rows, T tokens.
 """
@@ -16,14 +18,14 @@ from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.mapping import map_bytes
 
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
-_REORDERED_AT_ONCE = 1 << 18  # numbers, of a weight that is reordered in place
+_REORDERED_AT_ONCE = 1 << 18  # numbers that are copied at a time to reorder in place
 
 
 class NativeWeight:
-    """P panels of W outputs, for each of the K inputs; W is two vectors' floats.
+    """P panels of W outputs, each with its K inputs; W is the floats of two vectors.
 
-    `panels_PKW` is memory of its own, or the weight's, which is then reordered; as such it
-    implements `RepackedWeight`.
+    `panels_PKW` is a copy, or the weight's own memory, reordered: then this implements
+    `RepackedWeight`.
     """
 
     __slots__ = (
@@ -35,16 +37,16 @@ class NativeWeight:
         self._kernels = kernels
         self._num_exchanges = c_int64(0)
         self.panels_PKW, self.num_outputs = panels_PKW, num_outputs
-        self.sizes_PKW = tuple(panels_PKW.shape)  # known while the memory is released, too
+        self.sizes_PKW = tuple(panels_PKW.shape)  # also known while the memory is released
         _, num_inputs, width = self.sizes_PKW
         self.min_panels_per_thread = _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1
 
     @classmethod
     def copy_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
-        """Pack a float32 or bfloat16 weight in panels of 2 * `lanes` outputs; it stays as it is."""
+        """Return a copy of a float32 or bfloat16 weight in panels of 2 * `lanes` outputs."""
         num_outputs, num_inputs = weight_NK.shape
         shape = -(-num_outputs // (2 * lanes)), num_inputs, 2 * lanes
-        # Mapped, for huge pages where there are some: products are up to a tenth faster.
+        # Mapped memory gets huge pages if the system has some: products are up to a tenth faster.
         mapping = map_bytes("packed weight", math.prod(shape) * weight_NK.itemsize)
         packed = cls(kernels, mapping.tensor.view(weight_NK.dtype).view(shape), num_outputs)
         packed.write(weight_NK)
@@ -52,12 +54,12 @@ class NativeWeight:
 
     @classmethod
     def in_place_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
-        """Reorder the memory of a weight whose rows fill panels. The tensor gets their shape."""
+        """Reorder the memory of a weight whose rows fill panels; the tensor gets their shape."""
         num_outputs, num_inputs = weight_NK.shape
         rows_NK = weight_NK.detach()
         weight_NK.data = rows_NK.view(-1, num_inputs, 2 * lanes)
         packed = cls(kernels, weight_NK, num_outputs)
-        # A panel has the very bytes of its rows, so that parts of a weight do not overlap.
+        # A panel occupies exactly the bytes of its rows, so that parts of a weight do not overlap.
         for start in range(0, num_outputs, packed._rows_at_once()):
             packed.write(rows_NK[start : start + packed._rows_at_once()].clone(), start)
         return packed
@@ -72,7 +74,7 @@ class NativeWeight:
         return self.panels_PKW.dtype
 
     def address(self, row: int) -> int:
-        """Return where this row's first number is, 0 while the memory is released."""
+        """Return the address of this row's first number, 0 while the memory is released."""
         _, num_inputs, width = self.sizes_PKW
         position = row // width * width * num_inputs + row % width
         address = self.panels_PKW.data_ptr()
@@ -107,7 +109,7 @@ class NativeWeight:
         return self.read(0, self.num_outputs)
 
     def exchange(self, staged: NativeWeight) -> None:
-        """Take the values of `staged` and leave it these. An interrupt comes before or after it."""
+        """Swap values with `staged`. An interrupt can arrive only before or after the swap."""
         assert self.sizes_PKW == staged.sizes_PKW
         self._kernels.exchange(
             *(self.panels_PKW.data_ptr(), staged.panels_PKW.data_ptr(), self.panels_PKW.nbytes),
@@ -115,12 +117,12 @@ class NativeWeight:
         )
 
     def undo(self, staged: NativeWeight) -> None:
-        """Take back what `exchange` has left in `staged`, if it has."""
+        """Undo `exchange(staged)`; no-op if it did not run."""
         if staged._num_exchanges.value % 2:
             self.exchange(staged)
 
     def unpack(self) -> None:
-        """Undo `in_place_of`: the tensor has the order and the shape of rows again."""
+        """Undo `in_place_of`: restore the order and the shape of rows."""
         rows_NK = self.panels_PKW.detach().view(self.shape)
         for start in range(0, self.num_outputs, self._rows_at_once()):
             end = min(start + self._rows_at_once(), self.num_outputs)
@@ -132,12 +134,12 @@ class NativeWeight:
         return max(1, _REORDERED_AT_ONCE // (num_inputs * width)) * width
 
     def _panels(self, start: int, end: int) -> tuple[int, int]:
-        """The rows at which the panels of rows [start, end) begin and end."""
+        """Return the first row and the end row of the panels that hold rows [start, end)."""
         width = self.sizes_PKW[2]
         return start // width * width, -(-end // width) * width
 
     def _reorder(self, function: Callable[..., None], rows_RK: Tensor, first_row: int) -> None:
-        """Between `rows_RK` and the panels from that of `first_row` on."""
+        """Call `function`, pack or unpack, on `rows_RK` and the panels from `first_row` on."""
         _, num_inputs, width = self.sizes_PKW
         addresses = self.address(first_row), rows_RK.data_ptr()
         shape = len(rows_RK), num_inputs, width, rows_RK.itemsize

@@ -1,10 +1,10 @@
-"""NativeOps: CpuOps with norms, rotary, activation, experts and sampling in C.
+"""NativeOps: CpuOps with norms, rotary, activation, experts, sampling and hashing in C.
 
-Operations of layers are for float32 and bfloat16, silu and sampling for float32. Anything the
-kernels are not made for (another dtype, sizes that are no multiple of 8, gaps where they expect
-none) takes the inherited torch path. Shape letters: T tokens, H query heads, G key/value heads, D
-head dim, V vocabulary, S sample rows, P scored tokens, N top-n; E hidden size, K experts of a
-token.
+The operations of the CPU backend with compiled kernels. Layers' operations support float32 and
+bfloat16, silu and sampling float32. Other dtypes, sizes that are not multiples of 8, and tensors
+with unexpected strides use the inherited torch path. Shape letters: T tokens, H query heads, G
+key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens, N top-n, E hidden size, K
+experts of a token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rollout.step.output import SampleResult, ScoreResult
 
 _LANES = 8
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HASHED_CHUNK = 1 << 20  # values: what a cast may take of memory
+_HASHED_CHUNK = 1 << 20  # values that are cast at a time: bounds the memory of casts
 _MIN_HASHED_PER_THREAD = 1 << 17
-_COPIED_ROW = 1 << 10  # values: threads begin where vectors of the kernel do
+_COPIED_ROW = 1 << 10  # values: threads start at multiples of the kernel's vectors
 
 
 class NativeOps(CpuOps):
@@ -41,7 +41,7 @@ class NativeOps(CpuOps):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or [T, H, D]."""
         if not _is_heads(x) or not _is_weight(weight, x) or _rounds(rounds_first, x):
             return super().rms_norm(x, weight, eps, rounds_first=rounds_first)
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -62,7 +62,7 @@ class NativeOps(CpuOps):
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual); neither argument is changed."""
+        """Return (rms_norm(x + residual), x + residual); the arguments are not changed."""
         are_rows = _is_rows(x) and _is_rows(residual) and x.dtype == residual.dtype
         if not are_rows or not _is_weight(weight, x) or _rounds(rounds_first, x):
             return super().add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
@@ -101,7 +101,7 @@ class NativeOps(CpuOps):
         return out_THD
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight over the last dim."""
+        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim."""
         if not _is_rows(x) or not _is_weight(weight, x):
             return super().layer_norm(x, weight, eps)
         out, dim = torch.empty_like(x), x.shape[-1]
@@ -112,13 +112,13 @@ class NativeOps(CpuOps):
         return out
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """gelu(first half of the last dim) * second half, by the tanh approximation."""
+        """Return gelu(first half of the last dim) * second half, by the tanh approximation."""
         if not _is_pair(gate_up):
             return super().gelu_mul(gate_up)
         return _gated(self._kernels.gelu_mul, gate_up, TYPES[gate_up.dtype])
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half of the last dim) * second half."""
+        """Return silu(first half of the last dim) * second half."""
         if gate_up.dtype != torch.float32 or not _is_pair(gate_up):
             return super().silu_mul(gate_up)
         return _gated(self._kernels.silu_mul, gate_up)
@@ -129,7 +129,7 @@ class NativeOps(CpuOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Give each handle the products of the rule."""
+        """Give each handle the products of the rule, and log them and the experts' choice."""
         for weights in filter(can_run, experts):
             names = [self._experts_by(weights, num_tokens) for num_tokens in BUCKETS]
             self._explain(weights.down_NEF, " experts", names)
@@ -138,9 +138,9 @@ class NativeOps(CpuOps):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Each token's weighted sum over its experts; see `Ops.experts`.
+        """Return each token's weighted sum over its experts; see `Ops.experts`.
 
-        The rule takes the kernel or torch by the number of tokens of an expert.
+        The rule chooses the kernel or torch by the mean number of tokens of an expert.
         """
         if not ids_TK.numel() or not can_run(experts):
             return super().experts(x_TE, ids_TK, weights_TK, experts)
@@ -154,7 +154,7 @@ class NativeOps(CpuOps):
         return "native" if is_native else PLAIN.name
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row; as `sampling.sample`, in two passes over the logits."""
+        """Draw one token per row, as `sampling.sample`, in two passes over the logits."""
         num_rows, vocabulary = logits_SV.shape
         if not _is_plain(logits_SV):
             logits_SV = logits_SV.float().contiguous()
@@ -180,7 +180,7 @@ class NativeOps(CpuOps):
         return result
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Raw log-probs of the targets and the top-n; as `sampling.score`."""
+        """Return raw log-probs of the targets and the top-n, as `sampling.score`."""
         num_rows, vocabulary = logits_PV.shape
         logits_PV, targets_P = logits_PV.float().contiguous(), targets_P.contiguous()
         logprobs_P = torch.empty(num_rows, dtype=torch.float32)
@@ -201,7 +201,7 @@ class NativeOps(CpuOps):
         )
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """(hash, number of non-finite values) of x.to(dtype); one pass if there is no cast."""
+        """Return (hash, number of non-finite values) of x.to(dtype), in one pass without a cast."""
         if x.device.type != "cpu" or dtype not in _HASHED_DTYPES:
             return super().fingerprint(x, dtype, places)
         sums = [torch.zeros(2, dtype=torch.int64)]
@@ -222,7 +222,7 @@ class NativeOps(CpuOps):
         self._kernels.split(values.numel(), work, _MIN_HASHED_PER_THREAD)
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out`, and return its fingerprint, in one pass over plain memory."""
+        """Copy `x` to `out` and return its fingerprint, in one pass if both are contiguous."""
         are_plain = all(t.device.type == "cpu" and t.is_contiguous() for t in (out, x))
         if not are_plain or x.dtype not in _HASHED_DTYPES:
             return super().copy_with_fingerprint(out, x)
@@ -254,17 +254,17 @@ def _is_pair(gate_up: Tensor) -> bool:
 
 
 def _is_weight(weight: Tensor, x: Tensor) -> bool:
-    """Of `x`, or float32, as weights with an offset are."""
+    """Return whether the kernels take this norm weight: contiguous, float32 or x's dtype."""
     return weight.dtype in (torch.float32, x.dtype) and weight.is_contiguous()
 
 
 def _rounds(like_trainers: bool, x: Tensor) -> bool:
-    """Whether numbers are rounded on the way, which layers on a CPU do not ask for."""
+    """Return whether intermediate numbers must be rounded, which only torch's path does."""
     return like_trainers and x.dtype != torch.float32
 
 
 def _gated(kernel: Callable[..., None], gate_up: Tensor, *types: int) -> Tensor:
-    """What `kernel` makes of both halves of the last dim."""
+    """Apply `kernel` to both halves of the last dim."""
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size, *types)
@@ -272,7 +272,7 @@ def _gated(kernel: Callable[..., None], gate_up: Tensor, *types: int) -> Tensor:
 
 
 def _is_heads(x: Tensor) -> bool:
-    """[T, D] or [T, H, D] in which only tokens may have gaps between them."""
+    """Return whether `x` is [T, D] or [T, H, D] with gaps at most between tokens."""
     if x.dtype not in TYPES or x.shape[-1] % _LANES or x.stride(-1) != 1:
         return False
     return x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])

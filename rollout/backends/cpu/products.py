@@ -1,5 +1,7 @@
-"""The products that compute x @ weight.T + bias on a CPU, the handle that they work on, and
-ProductRule, which chooses among them.
+"""Matrix products of a CPU, x @ weight.T + bias: the implementations, and the rule that chooses.
+
+CpuOps asks ProductRule for the products of each weight, and keeps them in its LinearHandle. The
+fused decoder reads the handles.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -21,9 +23,9 @@ from rollout.backends.cpu.native_weight import NativeWeight
 from rollout.errors import ConfigError
 
 SWITCH = "ROLLOUT_TUNE"
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the largest number of rows; the last has no end
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # largest number of rows; the last has no limit
 
-_PACK_BATCH = 64  # rows that packed layouts are made for; they work with any number
+_PACK_BATCH = 64  # rows for which oneDNN and MKL choose a layout; it works with any number
 _PROBED_ROWS = (1, 3, 64, 129)
 _PROBE_ATOL = 1e-5
 
@@ -45,12 +47,12 @@ def bucket_of(num_rows: int) -> int:
 
 
 class Product:
-    """A way to compute a matrix product. This class itself is torch's, which packs nothing.
+    """A way to compute a matrix product. This base class is torch's product, which packs nothing.
 
-    `kind` is the name that the variants of one implementation share. `layout` names the order of
-    the packed copy that it needs, which all products with this layout can share, and is None for
-    none; `unpacks` says whether `to_dense` of the copy gives the weight's bytes. The rule takes it
-    for `min_rows` rows or more.
+    `kind`: name that variants of one implementation share. `layout`: name of the packed copy's
+    order, which all products with this layout can share; None if the product needs no packed copy.
+    `unpacks`: `to_dense` of the copy returns the weight's exact bytes. `min_rows`: fewest rows for
+    which the rule chooses the product.
     """
 
     name = kind = "plain"
@@ -59,23 +61,23 @@ class Product:
     min_rows = 1
 
     def suits(self, weight_NK: Tensor) -> bool:
-        """Whether it can multiply with this weight."""
+        """Return whether the product supports this weight."""
         return True
 
     def can_repack(self, weight_NK: Tensor) -> bool:
-        """Whether it can multiply with this weight after `repack`, which leaves no plain one."""
+        """Return whether `repack` supports this weight."""
         return False
 
     def pack(self, weight_NK: Tensor) -> Any:
-        """Return the packed copy of the weight, None if this product needs none."""
+        """Return a packed copy of the weight; None if the product needs none."""
         return None
 
     def repack(self, weight_NK: Tensor) -> RepackedWeight:
-        """Pack the weight in its own memory."""
+        """Pack the weight in its own memory, so that no plain copy remains."""
         raise NotImplementedError
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        """x @ weight.T + bias, [T, N]."""
+        """Return x @ weight.T + bias, [T, N]."""
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
 
@@ -85,9 +87,9 @@ PLAIN = Product()
 class LinearHandle:
     """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    If all products share a layout for which a weight can be repacked, and it may be, there is no
-    copy: `packed` is the weight's own memory, and `weight_NK` has the order and the shape of that.
-    `generation` counts how often the packed weight or the products have changed.
+    If all products share a layout, and the weight may and can be repacked, there is no copy:
+    `packed` is the weight's own memory, and `weight_NK` has that order and shape. `generation`
+    counts changes of the packed weight or the products.
     """
 
     __slots__ = (
@@ -128,9 +130,9 @@ class LinearHandle:
         self.refresh()
 
     def refresh(self, staged: Any = None) -> None:
-        """Use the staged packed copy, or pack the weight as it is now.
+        """Use the staged packed copy, or pack the weight again.
 
-        A repacked weight exchanges its values with the staged copy, if there is one.
+        A repacked weight swaps its values with the staged copy, if there is one.
         """
         if self.is_repacked:
             if staged is not None:
@@ -143,10 +145,7 @@ class LinearHandle:
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the packed copy. The plain product serves until `refresh`.
-
-        A repacked weight is no copy, and stays.
-        """
+        """Drop the packed copy; torch's product serves until `refresh`. No-op if repacked."""
         self.generation += 1
         if not self.is_repacked:
             self.packed = None
@@ -154,7 +153,7 @@ class LinearHandle:
 
 
 class OneDnnProduct(Product):
-    """oneDNN's product. Its packed copy has the weight's numbers in another order."""
+    """oneDNN's product, through torch. Its packed copy has the weight's numbers reordered."""
 
     name = kind = layout = "onednn"
     unpacks = True
@@ -174,7 +173,7 @@ class OneDnnProduct(Product):
 
 
 class MklProduct(Product):
-    """MKL's product in float32. MKL cannot unpack its packed copy."""
+    """MKL's product in float32, through torch. MKL cannot unpack its packed copy."""
 
     name = kind = layout = "mkl"
 
@@ -187,7 +186,7 @@ class MklProduct(Product):
         return packed
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        # Told another number of rows than it gets, torch takes the weight that is not packed.
+        # Given another number of rows than x has, torch uses the weight that is not packed.
         y_TN: Tensor = torch.ops.mkl._mkl_linear(
             x_TK, handle.packed, handle.weight_NK, handle.bias_N, x_TK.shape[0]
         )
@@ -195,10 +194,10 @@ class MklProduct(Product):
 
 
 class NativeProduct(Product):
-    """The compiled kernel's, with the weight in panels of outputs, float32 or bfloat16.
+    """The compiled kernel's product, with a float32 or bfloat16 weight in panels of outputs.
 
-    It computes in float32; the units DOT and AMX round x to bfloat16 and add up in float32. What a
-    row of x gets does not depend on the rows beside it.
+    It computes in float32; the units DOT and AMX round x to bfloat16 and sum in float32. The result
+    of a row of x does not depend on the rows beside it.
     """
 
     kind = "native"
@@ -248,13 +247,13 @@ class NativeProduct(Product):
 
 
 class ProductRule:
-    """Chooses products by the weight's dtype, the number of rows and what the processor can do.
+    """Chooses products by the weight's dtype, the number of rows and the processor's features.
 
     `switch` is the value of ROLLOUT_TUNE. "1" is the rule: the compiled product with the widest
-    vectors, its unit of pairs where that is faster, or, without kernels, oneDNN's product for up to
-    128 rows and else torch's. "0" is the rule without units of pairs, which round x to bfloat16.
-    The name or kind of a product forces that product wherever it suits the weight. Raises
-    ConfigError if this machine has no such product.
+    vectors, or its unit for pairs of bfloat16 numbers (DOT, AMX) where that is faster. Without
+    kernels it is oneDNN's product for up to 128 rows, else torch's. "0" is the rule without DOT and
+    AMX, which round x to bfloat16. A product's name or kind forces that product for all weights
+    that it supports. Raises ConfigError if this machine has no such product.
     """
 
     def __init__(self, candidates: Sequence[Product], switch: str = _BY_RULE) -> None:
@@ -263,7 +262,7 @@ class ProductRule:
         legal = dict.fromkeys((_BY_RULE, _VECTORS_ALONE, *names))
         if switch not in legal:
             raise ConfigError(
-                f"{SWITCH}={switch!r} is no product of this machine; use one of {[*legal]}"
+                f"{SWITCH}={switch!r} is not a product of this machine; use one of {[*legal]}"
             )
 
     def products_for(self, weight_NK: Tensor) -> list[Product]:
@@ -303,7 +302,7 @@ def summary(names: Sequence[str]) -> str:
 
 
 def available_products(kernels: Kernels | None) -> list[Product]:
-    """Return all products that work on this machine. The first one of a kind is its default."""
+    """Return all products that work on this machine. The first of each kind is its default."""
     products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
     probes = [torch.zeros(1, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     return [product for product in products if any(map(product.suits, probes))]
@@ -335,7 +334,7 @@ def _mkl_works() -> bool:
 
 
 def _works(product: Product, dtype: torch.dtype) -> bool:
-    """Whether the product works for this dtype with this torch on this machine, by trying it."""
+    """Return whether the product works for this dtype on this machine, by trying it."""
     generator = torch.Generator().manual_seed(0)
     weight_NK = torch.randn(24, 32, generator=generator).to(dtype)
     rtol = 8 * torch.finfo(dtype).eps

@@ -1,4 +1,7 @@
-"""resident_bytes: how much of a buffer takes memory now."""
+"""resident_bytes: the bytes of a buffer that take physical memory now.
+
+Used for the memory report of an engine, by the KV cache and weight memory.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from torch import Tensor
 
 from rollout.backends.cpu.mapping import frees_pages_in_place
 
-_IN_MEMORY = 1  # the bit of mincore's answer that says so; the others are reserved
+_IN_MEMORY = 1  # bit of mincore's result; the other bits are reserved
 
 
 def resident_bytes(buffer: Tensor) -> int:
-    """Return the bytes of a flat uint8 buffer that take memory: on Linux, those of the pages that
-    have been written to; on a device, and on other systems, all.
+    """Return the bytes of a flat uint8 buffer that take memory now.
+
+    On Linux, these are the pages that have been written to. On a device, and on other systems, all
+    bytes count.
     """
     num_bytes = buffer.numel()
     mincore = _mincore()
@@ -35,5 +40,5 @@ def resident_bytes(buffer: Tensor) -> int:
 
 @cache
 def _mincore() -> Any:
-    """The C library's mincore; None where pages are not given back as Linux does it."""
+    """Return the C library's mincore; None on systems other than Linux."""
     return getattr(ctypes.CDLL(None), "mincore", None) if frees_pages_in_place() else None

@@ -1,4 +1,7 @@
-"""Private folders in the user's cache directory."""
+"""private_folder: a folder in the user's cache directory that no other user can write.
+
+Used for the compiled kernels and by the torchrun launcher.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def private_folder(name: str) -> Path:
-    """Return a folder that only this user can write, and create it.
+    """Create and return a folder that only this user can write.
 
-    It is `name` in the user's cache directory or, where that fails, in the temporary directory.
-    Raises OSError if both fail.
+    It is `name` in the user's cache directory or, if that fails, in the temporary directory. Raises
+    OSError if both fail.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     candidates = (
@@ -28,8 +31,8 @@ def private_folder(name: str) -> Path:
             if _is_private(folder) and os.access(folder, os.W_OK):
                 return folder
         except OSError as error:
-            logger.debug("nothing is kept in %s: %s", folder, error)
-    raise OSError(f"no private folder to keep files in; tried {[str(f) for f in candidates]}")
+            logger.debug("cannot use cache folder %s: %s", folder, error)
+    raise OSError(f"no private cache folder can be made; tried {[str(f) for f in candidates]}")
 
 
 def _is_private(folder: Path) -> bool:

@@ -1,9 +1,9 @@
-"""append_kv: what happens to heads between their projection and attention, in one kernel.
+"""append_kv: norm and rotate heads and store keys and values in the paged cache, in one kernel.
 
-Query and key heads are normed and rotated, keys and values stored in the paged cache, queries
-written out contiguously; the projection itself is only read. Shape letters: T tokens, H query
-heads, G key/value heads, D head dim; in kernels R rows (a row is one head of one token), F half of
-the head dim, padded to a power of two.
+TritonPagedAttention calls it before it attends. Writes the cache and a contiguous copy of the
+queries; the projection is only read. Shape letters: T tokens, H query heads, G key/value heads, D
+head dim; in kernels R rows (a row is one head of one token), F half of the head dim, padded to a
+power of two.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def append_kv(
     slots_T: Tensor,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Store K and V at `slots_T` of `cache`; returns Q, contiguous. Both norms or none.
+    """Store rotated K, and V, at `slots_T` of `cache`; return rotated Q, contiguous.
 
-    `cache` is [num_blocks, 2, G, block_size, D]; its blocks are contiguous, but may lie apart. Only
-    the last dim of Q, K and V must have unit stride.
+    `cache` is [num_blocks, 2, G, block_size, D]; each block is contiguous, but blocks may lie
+    apart. Only the last dim of Q, K and V must have unit stride. The rotation has both norms or
+    none.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TGD.shape[1]
@@ -41,7 +42,7 @@ def append_kv(
     )
     if num_tokens == 0:
         return q_out_THD
-    turn = rotation or Rotation(slots_T, slots_T)  # any tensor: not read without HAS_ROTATION
+    turn = rotation or Rotation(slots_T, slots_T)  # placeholders, not read without HAS_ROTATION
     append_kv_kernel[(num_programs,)](
         *(q_out_THD, cache, q_THD, k_TGD, v_TGD, slots_T),
         *(turn.cos_TD, turn.sin_TD, turn.q_norm_D, turn.k_norm_D, turn.eps),
@@ -73,7 +74,7 @@ def append_kv_kernel(
     HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
     ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """The first programs take query heads, the others key and value heads, BLOCK_R rows each."""
+    """Process BLOCK_R rows: the first programs query heads, the others key and value heads."""
     program = tl.program_id(0)
     num_query_programs = tl.cdiv(num_tokens * num_heads, BLOCK_R)
     offsets_R = tl.arange(0, BLOCK_R)
@@ -117,7 +118,7 @@ def _turn(
     HEAD_DIM: tl.constexpr, HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
     ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Root-mean-square norm if there is a weight, then the rotation by pairs (i, i + D / 2)."""
+    """Apply the root-mean-square norm if there is a weight, then rotate pairs (i, i + D / 2)."""
     dtype = low_RF.dtype
     low_RF, high_RF = low_RF.to(tl.float32), high_RF.to(tl.float32)
     if weight is not None:
@@ -128,7 +129,7 @@ def _turn(
         high_F = tl.load(weight + HEAD_DIM // 2 + dims_F, mask=is_dim_F, other=0.0).to(tl.float32)
         low_RF = _rounded(low_RF * scale_R1, dtype, ROUNDS_NORM_FIRST)
         high_RF = _rounded(high_RF * scale_R1, dtype, ROUNDS_NORM_FIRST)
-        # Rounded in between, as when norm and rotation are two operations.
+        # Rounded here, as if norm and rotation were two operations.
         low_RF = _rounded(low_RF * low_F[None, :], dtype, True)
         high_RF = _rounded(high_RF * high_F[None, :], dtype, True)
     if HAS_ROTATION:
@@ -148,7 +149,7 @@ def _turn(
 
 @triton.jit
 def _rounded(x_RF, dtype: tl.constexpr, IS_ROUNDED: tl.constexpr):
-    """float32 values, rounded to the dtype where that is asked for."""
+    """Return float32 values, rounded to the dtype if IS_ROUNDED."""
     return x_RF.to(dtype).to(tl.float32) if IS_ROUNDED else x_RF
 
 
@@ -159,7 +160,7 @@ def _fits(token_R, dims_F, num_tokens, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _load_halves(base, start_R, dims_F, fits_RF, HEAD_DIM: tl.constexpr):
-    """The D numbers from `start_R` on, as two halves."""
+    """Load D numbers from `start_R` on, as two halves."""
     low = base + start_R[:, None] + dims_F[None, :]
     low_RF = tl.load(low, mask=fits_RF, other=0.0)
     return low_RF, tl.load(low + HEAD_DIM // 2, mask=fits_RF, other=0.0)

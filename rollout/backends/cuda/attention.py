@@ -1,9 +1,9 @@
 """TritonPagedAttention: attention over blocks in place, on a GPU, in two to five launches.
 
-A step's launches depend on shapes alone (T tokens, R rows, decode rows, width of the block tables),
-never on lengths, so that they may be captured in a graph; how the work is cut is found on the
-device, see `triton_plan`. Shape letters: T tokens, R rows, H query heads, G key/value heads, E =
-rows + 1, P programs, D head dim.
+The attention of the CUDA backend; writes only the KV cache. A step's launches depend on shapes
+alone (T tokens, R rows, decode rows, width of the block tables), never on lengths, so that a graph
+can capture them; the device itself divides the work (attention_plan.py). Shape letters: T tokens, R
+rows, H query heads, G key/value heads, E = rows + 1, P programs, D head dim.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from rollout.errors import ConfigError
 
 MAX_HEAD_DIM = 256
 PARTS_PER_MERGE = 16
-MERGES_PER_PROGRAM = 8  # programs that merge for one that attends: they mostly wait for memory
+MERGES_PER_PROGRAM = 8  # merging programs per attending one: they mostly wait for memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchChoice:
-    """How a kernel of attention is cut: rows of a query tile, positions of a context tile,
-    warps of a program, and how many context tiles are loaded ahead. `num_resident`: programs that a
-    multiprocessor holds at once, as compiled.
+    """Tile sizes and launch options of an attention kernel.
+
+    `block_m`: rows of a query tile. `block_n`: positions of a context tile. `num_stages`: context
+    tiles in flight, as Triton counts them. `num_resident`: programs that a multiprocessor runs at
+    once with these options.
     """
 
     block_m: int
@@ -50,15 +52,16 @@ class LaunchChoice:
 def launch_choice(
     dtype: torch.dtype, head_dim: int, group_size: int, is_decode: bool
 ) -> LaunchChoice:
-    """Tile sizes by reasoning for an H100 and by what compiles for it without spilling registers;
-    not tuned on one.
+    """Return the launch options for a dtype, head dim and number of query heads per KV head.
 
-    Decode reads K and V once, and tile rows are mostly padding: 16, the least a tensor core takes,
-    or 64 for the few models with larger groups (two sizes, to keep compilations few). One context
-    tile is loaded ahead, 32 KiB at head dim 128, which with two programs on a multiprocessor hides
-    the latency of memory (about 20 KiB in flight). Prefill is bound by arithmetic: 128 rows. Heads
-    wider than 128 halve the context tile, since their sums fill the registers. Float32 has no
-    tensor core path at full precision: tiles are small, since each product is unrolled.
+    They are reasoned for an H100, and compile for it without spilling registers; they are not
+    tuned. Decode reads K and V once, and tile rows are mostly padding: 16, the least a tensor core
+    takes, or 64 for the few models with larger groups (two sizes, to keep compilations few). One
+    context tile is loaded ahead, 32 KiB at head dim 128, which with two programs on a
+    multiprocessor hides the latency of memory (about 20 KiB in flight). Prefill is bound by
+    arithmetic: 128 rows. Heads wider than 128 halve the context tile, since their sums fill the
+    registers. Float32 has no tensor core path at full precision: tiles are small, since each
+    product is unrolled.
     """
     num_resident = 2 if head_dim <= 128 else 1
     if not is_decode:
@@ -99,8 +102,9 @@ def launch_choice(
 def program_choice(
     num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int, num_resident: int
 ) -> int:
-    """Programs that share the decode rows' context: all that the device holds at once, but no more
-    than have work where all rows are as long as `table_tokens`, and at least one.
+    """Return the number of decode programs: as many as run at once, but no more than have work.
+
+    The work is computed as if all rows were as long as `table_tokens`. At least 1.
     """
     num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
     useful = -(-num_tiles // MIN_TILES_PER_PROGRAM)
@@ -111,26 +115,28 @@ class TritonPagedAttention:
     """Implements `AttentionBackend` with Triton; a head of K or V within a block is contiguous."""
 
     def __init__(self, *, num_multiprocessors: int = 132, num_programs: int | None = None) -> None:
-        """`num_programs` overrides `program_choice` for decode, and for prefill how many programs
-        the device is taken to hold at once; for tests.
+        """`num_programs`, for tests, overrides `program_choice` for decode.
+
+        For prefill it overrides the number of programs that the device runs at once.
         """
         self._num_multiprocessors = num_multiprocessors
         self._num_programs = num_programs
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """[num_blocks, 2, G, block_size, D]. Raises ConfigError for heads that the kernels are not
-        made for.
+        """Return [num_blocks, 2, G, block_size, D].
+
+        Raises ConfigError for heads that the kernels do not support.
         """
         if spec.value_dim is not None or spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"the GPU's attention has no kernel for head_dim={spec.head_dim}, value_dim="
-                f"{spec.value_dim}: it has V of its own and at most {MAX_HEAD_DIM} dims; use "
+                f"{spec.value_dim}: it needs a separate V and at most {MAX_HEAD_DIM} dims; use "
                 "device='cpu' for latent attention and wider heads"
             )
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with a TritonPlan."""
+        """Return the batch with a TritonPlan."""
         return replace(batch, plan=TritonPlan(batch))
 
     def attend(
@@ -143,8 +149,7 @@ class TritonPagedAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm, rotate and write as `rotation` and `slots_T` say, then attend causally as `traits`
-        say; [T, H, D].
+        """Norm and rotate Q and K, write K and V at `slots_T`, and attend causally; [T, H, D].
 
         Reads no host array of the batch. The output of tokens beyond the last row is undefined.
         """
@@ -165,7 +170,10 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """Equal shares of all rows' context; what fell into several shares is merged."""
+        """Attend from decode rows, each program over an equal share of all contexts.
+
+        Heads that were split over several shares are merged afterwards.
+        """
         num_rows, num_heads, head_dim = batch.num_decode_rows, *q_THD.shape[1:]
         num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads
@@ -210,10 +218,11 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """A program for each query tile, KV head and part of its context; surplus ones end at once.
+        """Attend from prefill rows, a program for each query tile, KV head and part of its context.
 
-        Programs start in the order of their numbers, so that the longest do not come last. Partial
-        results, up to 8 times those that the programs which run at once could hold, are merged.
+        Programs start in the order of their numbers, so that the longest do not come last; surplus
+        programs end at once. Partial results, at most 8 per program that runs at once, are merged
+        afterwards.
         """
         num_tokens, num_heads, head_dim = q_THD.shape
         num_kv_heads, block_size = cache.shape[2:4]
@@ -252,13 +261,13 @@ class TritonPagedAttention:
 
 
 def _scores(traits: AttentionTraits, head_dim: int) -> tuple[float, int, float]:
-    """(scale, window, softcap) as kernels take them: they compute powers of two."""
+    """Return (scale, window, softcap) as kernels take them, for powers of two."""
     scale = traits.scale_of(head_dim) * math.log2(math.e)
     return scale, traits.window or 0, (traits.softcap or 0.0) * math.log2(math.e)
 
 
 def _constants(choice: LaunchChoice, head_dim: int, traits: AttentionTraits) -> dict[str, Any]:
-    """What a kernel of attention is compiled for."""
+    """Return the compile-time arguments of an attention kernel."""
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": _padded(head_dim),
@@ -272,6 +281,6 @@ def _constants(choice: LaunchChoice, head_dim: int, traits: AttentionTraits) -> 
 
 
 def _padded(head_dim: int) -> int:
-    """A power of two of at least 16, the least depth of a matrix product."""
+    """Return the head dim padded to a power of two, at least 16 as a matrix product needs."""
     padded: int = triton.next_power_of_2(head_dim)
     return max(16, padded)

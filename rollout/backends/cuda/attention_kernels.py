@@ -1,4 +1,4 @@
-"""Kernels of paged attention; see `triton_paged` for how they are launched.
+"""Triton kernels of paged attention; attention.py launches them.
 
 The cache is [num_blocks, 2, G, block_size, D]. Shape letters: M rows of a query tile (a row is one
 query head of one token), N positions of a context tile, D head dim padded to a power of two, S
@@ -26,15 +26,15 @@ def decode_attention_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One program's equal share of the context tiles of all decode rows and KV heads.
+    """Attend over one program's equal share of the context tiles of all decode rows and KV heads.
 
-    Tiles are counted through a row's context, then its KV heads, then the rows; a program has those
-    from `share_of` on, whatever rows they are of. What it has of a row and a head in whole, it
-    writes to `out`; what it has in part, to the partials of the program, to be merged: a head whose
-    tiles began in a program before to part 2 p, one whose tiles end in a later program to 2 p + 1.
-    `scale` and `softcap` have a factor log2(e), since powers of two are taken. `sinks` is None or a
-    score for each query head, which the share with the first tile counts. Source of the even cut:
-    Osama et al. 2023, "Stream-K"; of the partials: Dao et al. 2023, "Flash-Decoding".
+    Tiles are counted through a row's context, then its KV heads, then the rows; `share_of` gives a
+    program's tiles, which may belong to several rows. The result of a row and head that lies wholly
+    in the share goes to `out`. Others go to the program's partials, to be merged: part 2 p if the
+    head's tiles begin in an earlier program, 2 p + 1 if they end in a later one. `scale` and
+    `softcap` include a factor log2(e), for powers of two. `sinks` is None or a score for each query
+    head, which the share with the first tile counts. Sources: Osama et al. 2023, "Stream-K", for
+    the even cut; Dao et al. 2023, "Flash-Decoding", for the partials.
     """
     program = tl.program_id(0)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -79,9 +79,9 @@ def merge_parts_kernel(
     out, partial_out, partial_lse, tile_starts, first_rows, num_rows, num_kv_heads, group_size,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query head, weighted. Grid (programs of the attention, group size).
+    """Merge the parts of one query head. Grid (programs of the attention, group size).
 
-    The program merges whose number is the first part's: that with the head's first context tile.
+    Each head is merged by the program whose share has the head's first context tile.
     """
     program, member = tl.program_id(0), tl.program_id(1)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -94,7 +94,7 @@ def merge_parts_kernel(
     num_tiles = tl.load(tile_starts + row + 1) - row_start
     kv_head = (next_start - row_start * num_kv_heads) // num_tiles
     head_start = row_start * num_kv_heads + kv_head * num_tiles
-    # Either the next share begins a head of its own, or another program has this one's begin.
+    # The next share starts with a new head, or an earlier program has this head's first tile.
     if (head_start == next_start) | (head_start < start):
         return
     num_parts = tl.cdiv(head_start + num_tiles, share) - program
@@ -119,14 +119,14 @@ def prefill_attention_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query tile over its row's context or a part of it, for one KV head.
+    """Attend from one query tile over its row's context or a part of it, for one KV head.
 
-    `program_tiles` has the query tile of each program, -1 for surplus ones. The programs of a tile,
-    from `first_programs` on, are those of its KV heads one after the other, as many of each head as
-    the context has parts. A tile packs the query heads that share the KV head, for as many tokens
-    as fit into BLOCK_M rows. A context in one part has its result in `out`, else it is in the
-    partials of the program, to be merged. `scale`, `softcap` and `sinks` are as in
-    `decode_attention_kernel`. Source: Dao 2023, "FlashAttention-2", algorithm 1.
+    `program_tiles`: the query tile of each program, -1 for surplus programs. The programs of a
+    tile, from `first_programs` on, go through its KV heads, and for each head through the parts of
+    the context. A tile packs the query heads that share the KV head, for as many tokens as fit into
+    BLOCK_M rows. The result of an uncut context goes to `out`, others go to the program's partials,
+    to be merged. `scale`, `softcap` and `sinks` are as in `decode_attention_kernel`. Source: Dao
+    2023, "FlashAttention-2", algorithm 1.
     """
     program = tl.program_id(0)
     tile = tl.load(program_tiles + program)
@@ -146,7 +146,7 @@ def prefill_attention_kernel(
     num_heads = num_kv_heads * group_size
     head_M = (token_M.to(tl.int64) * num_heads + kv_head * group_size) + rows_M % group_size
     context_len = tl.load(context_lens + row)
-    # Rows that pad the tile see as much as its last token.
+    # Padding rows of the tile see as much as its last token.
     position_M = tl.minimum(context_len - end_token + token_M, context_len - 1)
     last_token = tl.minimum(first_token + block_q, end_token) - 1
     first_position = context_len - end_token + first_token
@@ -179,8 +179,9 @@ def merge_prefill_kernel(
     num_kv_heads, group_size, block_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The parts of the first `num_cut` query tiles, weighted. The programs, of any number, take
-    turns: each takes one query head of one token.
+    """Merge the parts of the first `num_cut` query tiles, with any number of programs.
+
+    A program merges one query head of one token at a time.
     """
     size = block_q * group_size
     item = tl.program_id(0)
@@ -209,8 +210,9 @@ def _merge_parts(
     partial_out, partial_lse, stride, first_part, STEP: tl.constexpr, num_parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The weighted mean of a row's partials, `stride` rows apart: every STEP-th, of which the first
-    is the last of its STEP.
+    """Return the weighted mean of a row's partials, which are `stride` rows apart.
+
+    Every STEP-th part is taken; of the first STEP parts, the last one.
     """
     peak = -1.0e30
     total = 0.0
@@ -233,7 +235,7 @@ def _merge_parts(
 
 @triton.jit
 def _sink(sinks, head_M, is_counted_M):
-    """(greatest score, sum of weights) before any position: those of the heads' sinks, once."""
+    """Return (greatest score, sum of weights) before the first position, from the heads' sinks."""
     total_M = tl.zeros(head_M.shape, dtype=tl.float32)
     peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)
     if sinks is not None:
@@ -250,11 +252,11 @@ def _attend(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(weighted sum of V, sum of weights, greatest score) over positions [start, end).
+    """Return (weighted sum of V, sum of weights, greatest score) over positions [start, end).
 
     `cache` points to the KV head's keys of block 0; its values lie `values_offset` after them.
-    Context tiles that every row of the query tile sees in whole come first, and need no causal
-    mask; with a window all tiles have a mask.
+    Context tiles that all rows of the query tile see fully come first, and need no causal mask;
+    with a window all tiles have a mask.
     """
     acc_MD = tl.zeros(q_MD.shape, dtype=tl.float32)
     unmasked_end = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
@@ -282,8 +284,9 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Take positions [first, first + BLOCK_N) into the running softmax; those from `end` on hold
-    anything, also NaN, and are not read.
+    """Add positions [first, first + BLOCK_N) to the running softmax.
+
+    Positions from `end` on may hold anything, also NaN, and are not read.
     """
     position_N = first + tl.arange(0, BLOCK_N)
     is_position_N = position_N < end
@@ -302,7 +305,7 @@ def _attend_tile(
     new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
     base_M = new_peak_M
     if IS_MASKED:
-        # Rows that see nothing of this part's tiles so far: -inf - -inf is NaN.
+        # For rows that have seen no position yet: -inf - -inf would be NaN.
         base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     weight_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(peak_M - base_M)
@@ -315,7 +318,7 @@ def _attend_tile(
 
 @triton.jit
 def _tanh(x):
-    """By one exponential; near 0, where that cancels, by Taylor's series to x^9."""
+    """Return tanh by one exponential; near 0, where that cancels, by Taylor's series to x^9."""
     square = x * x
     near = x * (
         1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835)))
@@ -326,7 +329,7 @@ def _tanh(x):
 
 @triton.jit
 def _load_rows(base, start_X, is_row_X, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The D numbers from each of `start_X` on; zeros in padding."""
+    """Load D numbers from each of `start_X` on, with zeros in padding."""
     dims_D = tl.arange(0, BLOCK_D)
     mask_XD = is_row_X[:, None]
     if BLOCK_D != HEAD_DIM:

@@ -1,9 +1,11 @@
-"""TritonPlan: how a step's attention is cut, found on the device from the rows' lengths.
+"""TritonPlan: the division of a step's attention into programs, computed on the device.
 
-Decode: the context tiles of all rows and KV heads lie end to end and are cut into equal shares, one
-a program. Prefill: query tiles in the order of their contexts, longest first; where whole ones
-would leave multiprocessors idle, those with long contexts are cut into parts of one size. Grids
-depend on shapes alone, so that a captured graph follows the lengths of its replay. Shape letters: R
+TritonPagedAttention makes one for each forward pass; all layers share it.
+
+Decode: the context tiles of all rows and KV heads are laid end to end and cut into equal shares,
+one for each program. Prefill: query tiles are ordered by their contexts, longest first; if whole
+tiles would leave multiprocessors idle, tiles with long contexts are cut into parts of one size.
+Grids depend on shapes alone, so that a captured graph is right for any lengths. Shape letters: R
 rows, E = R + 1, P programs, Q query tiles, F = Q + 1.
 """
 
@@ -18,17 +20,17 @@ from torch import Tensor
 
 from rollout.backends.forward_batch import ForwardBatch
 
-MIN_TILES_PER_PROGRAM = 2  # less work than that does not pay for its partial result
+MIN_TILES_PER_PROGRAM = 2  # fewer are not worth writing and merging a partial result
 _MIN_TILES: tl.constexpr = tl.constexpr(MIN_TILES_PER_PROGRAM)
-# Query tiles stay whole unless the last program would end later than the mean by more than a
-# quarter and by this many context tiles: about the cost of writing partial results and merging.
+# Query tiles are cut only if the last program would end later than the mean by more than a quarter
+# of it and by this many context tiles, about the cost of writing and merging partial results.
 WORTH_CUTTING = 8
-# Of prefill, for each program that the device holds at once, at most: parts beyond one of each tile
+# Limits of prefill, for each program that the device runs at once: parts beyond one for each tile
 # and head, and parts of tiles that are cut. See `_part_size`.
 SURPLUS_PARTS, CUT_PARTS = 4, 8
 _WAVES: tl.constexpr = tl.constexpr(SURPLUS_PARTS)
-_SIZES: tl.constexpr = tl.constexpr(8)  # of a part, for each number of waves, as powers of two are
-BLOCK = 256  # rows, programs or tiles that a program of the plan takes at once
+_SIZES: tl.constexpr = tl.constexpr(8)  # part sizes to try for each number of waves
+BLOCK = 256  # rows, programs or tiles that a program of the plan processes at once
 BLOCK_J = 16
 
 
@@ -40,18 +42,18 @@ class PrefillPlan:
     cut come first, so that the programs of their parts have the lowest numbers.
     """
 
-    rows_Q: Tensor  # -1 for tiles that are left over
-    tokens_Q: Tensor  # the first of each tile
-    first_programs_F: Tensor  # of each tile; then where all end
-    num_cut: Tensor  # [1]: tiles that are cut
-    tiles_P: Tensor  # of each program, -1 for surplus ones
-    num_partials: int  # programs that may compute a part, the first ones; 0 if nothing may be cut
+    rows_Q: Tensor  # row of each tile; -1 for surplus tiles
+    tokens_Q: Tensor  # first token of each tile
+    first_programs_F: Tensor  # first program of each tile; at the end, the number of programs
+    num_cut: Tensor  # [1]: number of tiles that are cut
+    tiles_P: Tensor  # tile of each program; -1 for surplus programs
+    num_partials: int  # the first programs, which may compute a part; 0 if nothing may be cut
 
 
 class TritonPlan:
-    """What all layers of a forward pass share, worked out when the first of them needs it.
+    """The division of work that all layers of a forward pass share, computed at first use.
 
-    Layers differ in their windows alone: each window has a plan of its own.
+    Layers differ only in their windows: there is one division for each window.
     """
 
     def __init__(self, batch: ForwardBatch) -> None:
@@ -63,8 +65,9 @@ class TritonPlan:
     def decode(
         self, *, window: int | None, block_n: int, num_kv_heads: int, num_programs: int
     ) -> tuple[Tensor, Tensor]:
-        """(where each row's context tiles begin among those of all decode rows, for one KV head
-        [E]; the row with which each program begins [P]), int32.
+        """Return the start of each row's context tiles, [E], and each program's first row, [P].
+
+        Both are int32. The starts count the context tiles of all decode rows for one KV head.
         """
         key = window, block_n, num_kv_heads, num_programs
         if key not in self._decode:
@@ -95,11 +98,10 @@ class TritonPlan:
         num_resident: int,
         table_tokens: int,
     ) -> PrefillPlan:
-        """Of the rows after the decode rows, which have `num_tokens` tokens. `num_resident`:
-        programs that the device holds at once; `table_tokens`: the longest context that a table has
-        room for.
+        """Return the plan for the rows after the decode rows, which have `num_tokens` tokens.
 
-        There are as many tiles and programs as any lengths of the rows could need.
+        `num_resident`: programs that the device runs at once. `table_tokens`: the longest context
+        that a block table can hold. Tiles and programs suffice for any lengths of the rows.
         """
         key = window, block_n, block_q, num_tokens, num_kv_heads, num_resident, table_tokens
         if key not in self._prefill:
@@ -113,9 +115,9 @@ class TritonPlan:
     def _ordered_tiles(
         self, window: int | None, block_n: int, block_q: int, num_tokens: int
     ) -> Tensor:
-        """Row, first token and context tiles of each query tile [3, Q], by falling context tiles.
+        """Return row, first token and context tiles of each query tile, [3, Q], longest first.
 
-        Kernels are compiled again for pointers that are no multiple of 16 bytes: these are.
+        All three start at multiples of 16 bytes: for others, Triton would compile kernels again.
         """
         first_row, device = self._num_decode_rows, self._context_lens_R.device
         num_rows = self._context_lens_R.shape[0] - first_row
@@ -136,7 +138,7 @@ class TritonPlan:
 
 
 def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: bool) -> PrefillPlan:
-    """Give each of the ordered tiles its programs, and partials only if contexts may be cut."""
+    """Assign programs to the ordered tiles, with partial results only if contexts may be cut."""
     num_tiles = tiles_3Q.shape[1]
     num_programs, num_partials = num_tiles * num_kv_heads, 0
     if may_cut:
@@ -167,7 +169,7 @@ def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: b
 
 @triton.jit
 def share_of(program, num_programs, num_tiles):
-    """Context tiles [start, end) of a program: all have as many, the last ones fewer or none."""
+    """Return context tiles [start, end) of a program. Shares are equal; the last may be smaller."""
     share = tl.maximum(tl.cdiv(num_tiles, num_programs), _MIN_TILES)
     start = program * share
     return start, tl.minimum(start + share, num_tiles)
@@ -178,7 +180,7 @@ def tile_starts_kernel(
     tile_starts, context_lens, num_rows, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Running sum of the rows' context tiles, at least one each, by one program."""
+    """Store the running sum of the rows' context tiles, at least one each; one program."""
     total = tl.zeros([], tl.int32)
     tl.store(tile_starts, total)
     for first in tl.range(0, num_rows, BLOCK):
@@ -197,7 +199,7 @@ def tile_starts_kernel(
 def first_rows_kernel(
     first_rows, tile_starts, num_rows, num_kv_heads, num_programs, BLOCK: tl.constexpr
 ):
-    """The row of each program's first tile, by bisection; any row for a program without work."""
+    """Store the row of each program's first tile, by bisection; any row if it has no work."""
     programs_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
     tile_B, _ = share_of(programs_B, num_programs, num_tiles)
@@ -219,10 +221,10 @@ def query_tiles_kernel(
     num_tiles, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row, first token and context tiles of each query tile; row -1, no tiles, if it is surplus.
+    """Store row, first token and context tiles of each query tile; row -1 for surplus tiles.
 
-    Row r begins with tile start(r) // block_q + r, counted from the first row: that leaves room
-    for every row's last, partly filled tile, and is known without the lengths of all rows.
+    Row r begins with tile start(r) // block_q + r, counted from the first row: this leaves room for
+    each row's last, partly filled tile, and needs no other row's length.
     """
     tile_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(query_starts + first_row)
@@ -240,7 +242,7 @@ def query_tiles_kernel(
     end_B = tl.load(query_starts + low_B + 1)
     token_B = start_B + (tile_B - (start_B - base) // block_q - low_B + first_row) * block_q
     is_tile_B = token_B < end_B
-    before_B = tl.load(context_lens + low_B) - end_B  # of the row, less the row's first token
+    before_B = tl.load(context_lens + low_B) - end_B  # position of token t in its row is this + t
     length_B = tl.cdiv(before_B + tl.minimum(token_B + block_q, end_B), BLOCK_N)
     if HAS_WINDOW:
         length_B -= tl.maximum(before_B + token_B - window + 1, 0) // BLOCK_N
@@ -255,7 +257,7 @@ def order_tiles_kernel(
     ordered_rows, ordered_tokens, ordered_lengths, tile_rows, tile_tokens, tile_lengths, num_tiles,
     BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Tiles by falling length, equal ones as they came: each tile counts those before it."""
+    """Sort tiles by falling length, stably: each tile counts the tiles that come before it."""
     tile_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here_B = tile_B < num_tiles
     length_B = tl.load(tile_lengths + tile_B, mask=is_here_B, other=0)
@@ -279,11 +281,12 @@ def cut_tiles_kernel(
     first_programs, num_cut, tile_lengths, num_tiles, num_kv_heads, num_resident, worth,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many parts each query tile's context has, as the first program of each; by one program.
+    """Decide into how many parts each query tile's context is cut; store each first program.
 
-    Programs start in order as others end. Whole tiles are kept if the last of them ends early
-    enough: a tile starts at once if there is room; in the second wave, when the shortest before it
-    has ended to which none was added; else at the mean of those before it, at the latest.
+    Runs as one program. Programs start in order as others end. Tiles stay whole if the last of them
+    ends early enough by this estimate: a tile of the first wave starts at once; one of the second
+    wave starts when its partner, counted from the end of the first wave, has ended; others start at
+    the mean end of the tiles before them, at the latest.
     """
     total = tl.zeros([], tl.int64)
     latest = tl.zeros([], tl.int64)  # times are in context tiles over `num_resident`
@@ -291,7 +294,7 @@ def cut_tiles_kernel(
         tile_B = first + tl.arange(0, BLOCK)
         is_tile_B = tile_B < num_tiles
         length_B = tl.load(tile_lengths + tile_B, mask=is_tile_B, other=0).to(tl.int64)
-        program_B = (tile_B + 1) * num_kv_heads - 1  # of the last head, which starts the latest
+        program_B = (tile_B + 1) * num_kv_heads - 1  # the last head's program starts the latest
         start_B = (total + tl.cumsum(length_B)) * num_kv_heads - length_B
         pair_B = 2 * num_resident - 1 - program_B
         is_second_B = is_tile_B & (program_B >= num_resident) & (pair_B >= 0)
@@ -323,13 +326,16 @@ def cut_tiles_kernel(
 def _part_size(
     tile_lengths, total, num_tiles, num_kv_heads, num_resident, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Most context tiles of a part. For one wave of parts: the mean of a program's, or up to 7/32
-    more, the least with which there is a program for each; else for two waves, with half of that,
-    and so on. As many parts as w waves have programs end within w times their size.
+    """Return the largest number of context tiles of a part.
 
-    If there are too many for four waves, a quarter of the mean: the last part ends that much after
-    the mean at most. Then there are at most 4 `num_resident` parts beyond one of each tile and
-    head. Tiles that are cut are longer than a part, and have at most 8 `num_resident` of them.
+    For one wave of parts it is a program's mean share, or up to 7/32 more: the smallest size with
+    which every part has a program. If no such size exists, it is chosen for two waves, from half of
+    that, and so on. Parts that fill w waves end within w times their size.
+
+    If there are too many parts for four waves, it is a quarter of the mean: the last part ends at
+    most that much after the mean. Then there are at most 4 `num_resident` parts beyond one for each
+    tile and head. Tiles that are cut are longer than a part, and have at most 8 `num_resident`
+    parts in all.
     """
     choice_C = tl.arange(0, _WAVES * _SIZES)
     waves_C = choice_C // _SIZES + 1
@@ -350,7 +356,7 @@ def _part_size(
 def program_tiles_kernel(
     program_tiles, first_programs, num_tiles, num_programs, BLOCK: tl.constexpr
 ):
-    """The query tile of each program, by bisection; -1 for surplus ones."""
+    """Store the query tile of each program, by bisection; -1 for surplus programs."""
     program_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low_B = tl.zeros_like(program_B)
     high_B = low_B + num_tiles

@@ -1,4 +1,7 @@
-"""The parts that make the CUDA backend. Imported only when it is chosen, for it imports Triton."""
+"""cuda_backend: put the parts of the CUDA backend together.
+
+Called by `create_backend`, which imports this module only for CUDA, since it imports Triton.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,10 @@ def cuda_backend(
     max_rows: int,
     collectives: Collectives = ONE_RANK,
 ) -> Backend:
-    """A Backend on the CUDA device of that index, None: the current one.
+    """Return a Backend on the CUDA device `index`, None for the current one.
 
-    `num_graphs` and `max_mixed_graphs` as
-    `make_graph_shapes` takes them; no graphs at all with 0.
-    Raises ConfigError where there is no device, or where memory of that kind cannot work.
+    `num_graphs` and `max_mixed_graphs` go to `make_graph_shapes`; with `num_graphs` 0, steps run
+    without graphs. Raises ConfigError without a device, or if it does not support the memory kind.
     """
     runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
     device = runtime.device

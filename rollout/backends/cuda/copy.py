@@ -1,4 +1,6 @@
-"""copy_tokens: the written tokens of KV blocks to other blocks, in one kernel and in place.
+"""copy_tokens: copy the first tokens of KV blocks to other blocks, in one kernel.
+
+The KV cache calls it, as `Backend.copy_tokens`, when samples of one prompt need their own block.
 
 Shape letters: B blocks, N bytes or words of a block, K copies; in the kernel C words of a chunk.
 """
@@ -36,7 +38,7 @@ def copy_tokens_kernel(
     words_per_block, words_per_strip, words_per_token,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program copies one strip of one block."""
+    """Copy one strip of one block."""
     copy = tl.program_id(1)
     strip = tl.program_id(0).to(tl.int64) * words_per_strip
     source = pool + tl.load(sources + copy) * words_per_block + strip

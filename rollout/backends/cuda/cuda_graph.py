@@ -1,4 +1,8 @@
-"""CudaGraphs: capture and replay by CUDA."""
+"""CudaGraphs: capture a program in a CUDA graph, and replay it.
+
+Used by GraphExecutor through the protocol `GraphDevice`. Owns the stream and the memory pool of all
+captures.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +24,41 @@ Result = TypeVar("Result")
 
 
 class CudaGraphs:
-    """Implements `GraphDevice`. All graphs share one pool of memory: they never run at once.
+    """Implements `GraphDevice`. All graphs share one memory pool, since they never run at once.
 
-    The pool is held between captures: torch lets no graph join one that nobody uses any more.
+    This object keeps the pool between captures: torch lets no graph use a pool without users.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda`: the module torch.cuda."""
+        """`cuda`: the module torch.cuda, or a fake in tests."""
         self._device, self._cuda = device, cuda
         self._stream: Any = None
         self._pool: Any = None
-        self._kept_pools: list[Any] = []  # of captures that were invalidated
+        self._kept_pools: list[Any] = []  # pools of failed captures
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that the pools have, in use or kept for later."""
+        """Device memory of the pools, in use or cached, in bytes."""
         pools = [*self._kept_pools, *([] if self._pool is None else [self._pool])]
         return sum(segment["total_size"] for pool in pools for segment in pool.snapshot())
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Page-locked host memory, flat uint8, zero-filled."""
+        """Return page-locked host memory, flat uint8, zero-filled."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, program: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """(replay, its result). The program runs once before: kernels compile, handles open.
+        """Capture the program. Returns a function that replays it, and the result it writes to.
 
-        Raises what the program raises in that run, and CaptureError if its capture fails.
+        The program first runs once without capture, to compile kernels and open handles; its errors
+        in that run are raised. Raises CaptureError if the capture fails.
         """
         cuda = self._cuda
         with cuda.device(self._device):
             stream, pool = self._place()
             current = cuda.current_stream(self._device)
             stream.wait_stream(current)
-            # On the stream of the capture: what cuBLAS keeps for a stream, for good, is then no
-            # memory of the pool, which it would keep alive.
+            # On the capture's stream: cuBLAS allocates a workspace per stream for good, which must
+            # not come from the pool, or it would keep the pool alive.
             with cuda.stream(stream):
                 program()
             current.wait_stream(stream)
@@ -63,13 +68,15 @@ class CudaGraphs:
         return _Replay(graph, pool), result
 
     def _record(self, program: Callable[[], Result], graph: Any, pool: Any, stream: Any) -> Result:
-        """Capture the program. An invalidated capture fails twice: in the program, with the cause,
-        and at its end."""
+        """Capture the program in `graph`, and return its result.
+
+        A failed capture raises twice: in the program, with the cause, and at the end of capture.
+        """
         cuda = self._cuda
         errors: list[BaseException] = []
         try:
-            # Torch leaves its own stream current where it cannot end a capture. Another thread may
-            # stage weights meanwhile, which is no concern of a capture in "thread_local" mode.
+            # Torch leaves the capture's stream current if it cannot end a capture. "thread_local":
+            # another thread may stage weights during a capture.
             with (
                 _paused_collection(),
                 cuda.stream(stream),
@@ -87,13 +94,13 @@ class CudaGraphs:
         return result
 
     def _keep(self, graph: Any, pool: Any) -> None:
-        """Keep what an invalidated capture leaves for the life of the process.
+        """Keep graph and pool of a failed capture for the life of the process.
 
-        Torch counts the capture as a use of the pool for good, and ends a process in which a pool
-        in use is freed. The allocator of page-locked memory goes on to read the graph.
+        Torch counts the capture as a user of the pool forever, and aborts the process if a pool in
+        use is freed. The allocator of page-locked memory still reads the graph.
         """
-        # While a capture is under way, torch gives no memory back and frees no pool. `suppress`:
-        # torch was never told of its begin.
+        # While torch believes that a capture runs, it returns no memory and frees no pool.
+        # `suppress`: the capture may not have begun.
         with suppress(RuntimeError):
             self._cuda.memory._cuda_endAllocateToPool(self._device.index, pool.id)
         for part in (graph, pool):
@@ -102,16 +109,18 @@ class CudaGraphs:
         self._pool = None
 
     def forget(self) -> None:
-        """All graphs are dropped: give their memory back, but for pools that must be kept. The next
-        capture begins a new pool."""
+        """Release the pool after all graphs were dropped; the next capture begins a new pool.
+
+        Pools of failed captures are kept.
+        """
         self._pool = None
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
-        """Queue the result's way to the host; the function returned waits for it."""
+        """Start the copy of the result to the host; return a function that waits for it."""
         return download(result, self._device)
 
     def _place(self) -> tuple[Any, Any]:
-        """The stream of all warm-ups and captures, and their pool."""
+        """Return the stream of all warm-ups and captures, and their pool."""
         if self._stream is None:
             self._stream = self._cuda.Stream(self._device)
         if self._pool is None:
@@ -120,7 +129,7 @@ class CudaGraphs:
 
 
 class _Replay:
-    """Replays a graph, and keeps its pool: torch ends a process where the pool goes first."""
+    """Replays a graph, and keeps its pool: torch aborts if the pool is freed before the graph."""
 
     def __init__(self, graph: Any, pool: Any) -> None:
         self._graph, self._pool = graph, pool
@@ -134,8 +143,11 @@ class _Replay:
 
 @contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Collect no garbage, in any thread: a finalizer that waits for the device invalidates every
-    capture on it, and so does one that frees its memory in the thread that captures."""
+    """Disable garbage collection for all threads while entered.
+
+    A finalizer that waits for the device invalidates every capture on it, and so does one that
+    frees device memory in the capturing thread.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -146,8 +158,10 @@ def _paused_collection() -> Iterator[None]:
 
 
 def _capture_error(errors: list[BaseException]) -> BaseException:
-    """Return what to raise for the first of these errors, and empty the list: in the frames of the
-    errors, it would keep all of them alive."""
+    """Return the error to raise for the first of these errors, and empty the list.
+
+    The list is referenced by the errors' frames, and would keep them alive.
+    """
     first = errors[0]
     errors.clear()
     if not isinstance(first, Exception):

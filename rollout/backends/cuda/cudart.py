@@ -1,11 +1,14 @@
-"""Cudart: the few functions of the CUDA runtime library that torch does not offer."""
+"""Cudart: the functions of the CUDA runtime library that torch does not offer.
+
+Used by CudaRuntime (runtime.py).
+"""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-HOST = -1  # cudaCpuDeviceId, the place that is no device
+HOST = -1  # cudaCpuDeviceId
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _ATTACH_GLOBAL = 1  # cudaMemAttachGlobal
@@ -15,7 +18,7 @@ _FIRST_VERSION_WITH_LOCATIONS = 13000
 
 
 class Location(ctypes.Structure):
-    """cudaMemLocation, which CUDA 13 takes by value where CUDA 12 took a device number."""
+    """cudaMemLocation, which CUDA 13 takes by value; CUDA 12 takes a device number."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -27,13 +30,14 @@ class IpcHandle(ctypes.Structure):
 
 
 class Cudart:
-    """`library` is a loaded libcudart, of CUDA 12 or 13. Pointers are plain ints.
+    """The library's calls; pointers are ints.
 
-    Every method raises MemoryError if memory was refused, RuntimeError if anything else went wrong,
-    and leaves no error behind for torch to find.
+    Every method raises MemoryError if memory was refused, and RuntimeError for any other error, and
+    clears the error so that torch does not report it again.
     """
 
     def __init__(self, library: Any) -> None:
+        """`library`: a loaded libcudart of CUDA 12 or 13."""
         self._library = library
         library.cudaGetErrorString.restype = ctypes.c_char_p
         version = ctypes.c_int()
@@ -41,7 +45,7 @@ class Cudart:
         self._takes_locations = version.value >= _FIRST_VERSION_WITH_LOCATIONS
 
     def malloc_managed(self, num_bytes: int) -> int:
-        """Address of new memory that the host and the current device share."""
+        """Allocate memory that the host and the current device share; return its address."""
         pointer = ctypes.c_void_p()
         size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(_ATTACH_GLOBAL)
         self._call("cudaMallocManaged", ctypes.byref(pointer), size, flags)
@@ -49,20 +53,20 @@ class Cudart:
         return pointer.value
 
     def malloc(self, num_bytes: int) -> int:
-        """Address of new memory of the current device."""
+        """Allocate memory of the current device; return its address."""
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         assert pointer.value is not None
         return pointer.value
 
     def ipc_handle(self, pointer: int) -> bytes:
-        """What other processes open the memory of `malloc` by."""
+        """Return the handle by which other processes open memory of `malloc`."""
         handle = IpcHandle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Address, in this process, of another one's memory of the current device."""
+        """Open another process's memory of the current device; return its address here."""
         pointer, lazy_peer_access = ctypes.c_void_p(), ctypes.c_uint(1)
         given = IpcHandle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, lazy_peer_access)
@@ -70,11 +74,11 @@ class Cudart:
         return pointer.value
 
     def ipc_close(self, pointer: int) -> None:
-        """Undo `ipc_open`."""
+        """Close memory that `ipc_open` opened."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
 
     def free(self, pointer: int) -> None:
-        """Free what `malloc_managed` or `malloc` returned."""
+        """Free memory of `malloc_managed` or `malloc`."""
         self._call("cudaFree", ctypes.c_void_p(pointer))
 
     def prefer(self, pointer: int, num_bytes: int, place: int) -> None:

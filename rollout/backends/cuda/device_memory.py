@@ -1,4 +1,7 @@
-"""CudaDeviceMemory: plain device buffers, dropped to release them and allocated anew."""
+"""CudaDeviceMemory: the memory kind "device", buffers of torch's own allocator.
+
+Used by the KV cache and weight memory, which drop a buffer to release it and allocate it again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rollout.backends.cuda.runtime import CudaRuntime, too_large
 class CudaDeviceMemory:
     """Implements `MemoryBackend` with torch's own allocator.
 
-    Memory goes back to the device once the caller has dropped its own views, too.
+    A released buffer's memory returns to the device once the caller has dropped its views as well.
     """
 
     has_stable_addresses = False
@@ -22,16 +25,16 @@ class CudaDeviceMemory:
         self._tensors: dict[str, Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
         assert name not in self._num_bytes, f"buffer {name!r} exists"
         self._tensors[name] = self._empty(name, num_bytes).zero_()
         self._num_bytes[name] = num_bytes
         return self._tensors[name]
 
     def release(self, name: str) -> int:
-        """Drop the buffer. Returns its bytes, which the device has back after `trim`.
+        """Drop the buffer. Returns its bytes, which the device gets back at `trim`.
 
-        That is 0 while a view of it is alive, and if it was released already.
+        Returns 0 while a view of the buffer exists, and if it was released already.
         """
         if name not in self._tensors:
             return 0
@@ -40,13 +43,13 @@ class CudaDeviceMemory:
         return min(self._num_bytes[name], before - self._runtime.allocated_bytes())
 
     def trim(self) -> None:
-        """Give back what torch's own allocator keeps for later."""
+        """Return cached memory of torch's allocator to the device."""
         self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
-        """The buffer, allocated anew if it was released; its address may differ.
+        """Return the buffer, allocated again if it was released; its address may differ.
 
-        Raises ConfigError if the memory is not to be had.
+        Raises ConfigError if memory is short.
         """
         if name not in self._tensors:
             self._tensors[name] = self._empty(name, self._num_bytes[name])

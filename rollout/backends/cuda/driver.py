@@ -1,4 +1,6 @@
-"""CudaDriver: CUDA's virtual memory management, which torch does not offer.
+"""CudaDriver: calls of CUDA's virtual memory management, which torch does not offer.
+
+Used by VirtualMemory (vmm.py).
 
 Source: CUDA driver API, "Virtual Memory Management".
 """
@@ -39,31 +41,32 @@ class AccessDesc(ctypes.Structure):
 
 
 class CudaDriver:
-    """`library` is a loaded libcuda, initialised by torch. Addresses and handles are plain ints.
+    """The driver's calls; addresses and handles are ints.
 
-    Every method raises MemoryError if memory was refused, RuntimeError if anything else went wrong,
-    both with the function's name and the driver's reason.
+    Every method raises MemoryError if memory was refused, and RuntimeError for any other error,
+    with the function's name and the driver's reason.
     """
 
     def __init__(self, library: Any) -> None:
+        """`library`: a loaded libcuda, initialised by torch."""
         self._library = library
 
     def has_virtual_memory(self, device: int) -> bool:
-        """Whether the other methods work on that device."""
+        """Return whether the device supports the other methods."""
         answer = ctypes.c_int()
         attribute = ctypes.c_int(_HAS_VIRTUAL_MEMORY)
         self._call("cuDeviceGetAttribute", ctypes.byref(answer), attribute, ctypes.c_int(device))
         return bool(answer.value)
 
     def granularity(self, device: int) -> int:
-        """Bytes of which all sizes and addresses are multiples."""
+        """Return the number of bytes that all sizes and addresses must be multiples of."""
         size, prop = ctypes.c_size_t(), _prop(device)
         flags = ctypes.c_int(_MINIMUM)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), flags)
         return size.value
 
     def reserve(self, num_bytes: int) -> int:
-        """Address of new address space, with no memory."""
+        """Reserve address space without memory, and return its address."""
         address, no_flags = ctypes.c_uint64(), ctypes.c_uint64(0)
         anywhere, any_alignment = ctypes.c_uint64(0), ctypes.c_size_t(0)
         size = ctypes.c_size_t(num_bytes)
@@ -74,22 +77,22 @@ class CudaDriver:
         return address.value
 
     def free_reserved(self, address: int, num_bytes: int) -> None:
-        """Undo `reserve`; nothing may be mapped there."""
+        """Free reserved addresses; nothing may be mapped there."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def create(self, num_bytes: int, device: int) -> int:
-        """Handle of new memory of the device, at no address."""
+        """Allocate device memory without an address, and return its handle."""
         handle, prop = ctypes.c_uint64(), _prop(device)
         size, no_flags = ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(prop), no_flags)
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Give memory back, once it is mapped nowhere."""
+        """Free the memory of a handle, as soon as it is mapped nowhere."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Let reserved addresses be those of all memory of the handle. `allow` comes next."""
+        """Map all memory of the handle at reserved addresses. Call `allow` before using it."""
         offset, no_flags = ctypes.c_size_t(0), ctypes.c_uint64(0)
         self._call(
             "cuMemMap",
@@ -98,11 +101,11 @@ class CudaDriver:
         )
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Undo `map`. No kernel that uses the addresses may run."""
+        """Undo `map`. No running kernel may use the addresses."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def allow(self, address: int, num_bytes: int, device: int) -> None:
-        """Let the device read and write what is mapped there."""
+        """Allow the device to read and write the memory that is mapped there."""
         access = AccessDesc(MemLocation(_DEVICE, device), _READ_AND_WRITE)
         where = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes)
         self._call("cuMemSetAccess", *where, ctypes.byref(access), ctypes.c_size_t(1))

@@ -1,4 +1,6 @@
-"""The fingerprint of `ops.fingerprint` in one pass over a tensor on a GPU, with the cast in it.
+"""The fingerprint of ops/fingerprint.py in one pass over a tensor on a GPU, including the cast.
+
+Called by TritonOps.
 
 Shape letters: P programs, B elements of one.
 """
@@ -16,7 +18,7 @@ from rollout.backends.ops.fingerprint import EXPONENT_BITS, Places
 BLOCK = 4096
 NUM_COLUMNS = tl.constexpr(definition.NUM_COLUMNS)
 NUM_WARPS = 8
-# By dtype: itself, and the integer that holds its bits.
+# By dtype: Triton's dtype, and the integer type that holds its bits.
 TYPES = {
     torch.bfloat16: (tl.bfloat16, tl.uint16),
     torch.float16: (tl.float16, tl.uint16),
@@ -39,13 +41,13 @@ def fingerprint_kernel(
     EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(hash, number of non-finite values) of BLOCK elements, to a row of `sums`."""
+    """Store (hash, number of non-finite values) of BLOCK elements in a row of `sums`."""
     program = tl.program_id(0).to(tl.int64)
     positions_B = program * BLOCK + tl.arange(0, BLOCK)
     mask_B = positions_B < num_values
     values_B = tl.load(values_ptr + positions_B, mask=mask_B, other=0.0)
     if values_ptr.dtype.element_ty != TARGET:
-        # By way of float32, as torch rounds.
+        # Through float32, as torch rounds.
         values_B = values_B.to(tl.float32).to(TARGET)
     bits_B = values_B.to(BITS, bitcast=True).to(tl.uint64)
     places_B = positions_B
@@ -61,7 +63,7 @@ def fingerprint_kernel(
 
 @triton.jit
 def _products(places_B, bits_B, SIZE: tl.constexpr):
-    """What elements of SIZE bytes add to the hash, all uint64."""
+    """Return each element's term of the hash, uint64, for elements of SIZE bytes."""
     if SIZE == 8:
         low_B, high_B = bits_B & 0xFFFFFFFF, bits_B >> 32
         return low_B * _keys(2 * places_B) + high_B * _keys(2 * places_B + 1)
@@ -72,13 +74,13 @@ def _products(places_B, bits_B, SIZE: tl.constexpr):
 
 @triton.jit
 def _keys(words_B):
-    """By the numbers of words, uint64; see `ops.fingerprint`."""
+    """Return the keys of words, given their indices, uint64; see ops/fingerprint.py."""
     return _odd(2 * (words_B % NUM_COLUMNS)) * _odd(2 * (words_B // NUM_COLUMNS) + 1)
 
 
 @triton.jit
 def _odd(numbers_B):
-    """SplitMix64's finalizer over numbers * GOLDEN + 1, made odd, all uint64."""
+    """Return SplitMix64's finalizer of numbers * GOLDEN + 1, made odd, uint64."""
     z_B = numbers_B * 0x9E3779B97F4A7C15 + 1
     z_B = (z_B ^ (z_B >> 30)) * 0xBF58476D1CE4E5B9
     z_B = (z_B ^ (z_B >> 27)) * 0x94D049BB133111EB
@@ -86,21 +88,21 @@ def _odd(numbers_B):
 
 
 def can_fingerprint(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `fingerprint` takes it: a tensor that kernels can read, and floats they know."""
+    """Return whether `fingerprint` supports `x`: on a GPU (or interpreted), with known floats."""
     is_interpreted = not isinstance(fingerprint_kernel, triton.JITFunction)
     return (x.is_cuda or is_interpreted) and {x.dtype, dtype} <= TYPES.keys()
 
 
 def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-    """(hash, number of non-finite values) of x.to(dtype), int64 [2]; nothing waits for the device.
+    """Return (hash, number of non-finite values) of x.to(dtype), int64 [2], without a host wait.
 
-    `places`: those of the elements in the tensor whose part `x` is; None if it is none. Two
-    launches; `x` is copied only if it is not contiguous.
+    `places`: positions of the elements in the tensor of which `x` is a part; None if `x` is whole.
+    Takes two launches, and a copy if `x` is not contiguous.
     """
     x = x.detach().contiguous()
     sums_P2 = torch.empty(triton.cdiv(x.numel(), BLOCK), 2, dtype=torch.int64, device=x.device)
     target, bits = TYPES[dtype]
-    # A kernel is launched on the current device, which need not be that of a trainer's tensor.
+    # Triton launches on the current device, and a trainer's tensor may be on another one.
     with torch.cuda.device_of(x):
         if x.numel():
             fingerprint_kernel[(len(sums_P2),)](

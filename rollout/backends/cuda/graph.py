@@ -1,4 +1,7 @@
-"""GraphExecutor: replay steps that were captured once for their shape."""
+"""GraphExecutor: replay steps from graphs that were captured once for their shape.
+
+The executor of the CUDA backend unless graphs are turned off. Owns the captured graphs.
+"""
 
 from __future__ import annotations
 
@@ -27,45 +30,47 @@ from rollout.step.output import SampleResult, StepOutput, map_arrays
 
 logger = logging.getLogger(__name__)
 
-# Between a replay and the same kernels launched one by one, on the same inputs.
+# Largest difference of log-probs between a replay and an eager run of the same step.
 _LOGPROB_TOLERANCE = 1e-2
-# Each may keep a pool of device memory for good, and what fails one shape mostly fails them all.
+# A failed capture may keep a pool of device memory for good, and mostly all shapes fail alike.
 _MAX_FAILED_CAPTURES = 3
 
 
 class CaptureError(Exception):
-    """A program that has run cannot be captured. Its cause is the first thing that went wrong."""
+    """A program that ran cannot be captured. `__cause__` is the first error."""
 
 
 class GraphDevice(Protocol):
-    """What capturing asks of a device. `num_bytes`: what captured graphs take of it."""
+    """Captures and replays programs on a device: CudaGraphs, or a fake in tests."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Device memory of captured graphs, in bytes."""
+        ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory that the device copies from by itself, flat uint8."""
+        """Return page-locked host memory, flat uint8."""
         ...
 
     def capture(self, program: Callable[[], Ran]) -> tuple[Callable[[], None], Ran]:
-        """(how to run `program` again, the tensors its result is in each time). Runs it first.
+        """Run `program`, then capture it. Returns a function that replays it, and its result.
 
-        Raises CaptureError where the program runs and its capture fails.
+        Each replay writes to the same result tensors. Raises CaptureError if the capture fails.
         """
         ...
 
     def forget(self) -> None:
-        """All graphs are dropped: give their memory back, as far as that is possible."""
+        """Release the memory of all graphs, which were dropped, as far as possible."""
         ...
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
-        """Queue the result's way to the host; the function returned waits for it."""
+        """Start the copy of the result to the host; return a function that waits for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a captured step leaves: its result, and the rows that logits are made of."""
+    """Tensors that a captured step writes: its result, and hidden states of its logit rows."""
 
     result: StepOutput[Tensor]
     hidden_LE: Tensor
@@ -80,11 +85,10 @@ class _Captured:
 class GraphExecutor:
     """Implements `Executor`. A graph holds the whole step, from token ids to sampled tokens.
 
-    A shape is captured when a step first needs it, or by `warm_up`. Steps that fit none, and those
-    with more logits than MAX_LOGIT_BYTES, run eagerly. What a graph leaves out, see `left_out`, is
-    launched behind its replay, from the hidden states that it leaves.
-
-    Steps of a shape whose capture has failed on any rank run eagerly, too, on all ranks.
+    A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it fits
+    no shape, if its logits exceed MAX_LOGIT_BYTES, or if the capture of its shape failed on any
+    rank. Work that graphs do not contain (left_out.py) is launched after the replay, from the
+    graph's hidden states.
     """
 
     overlaps = True
@@ -102,18 +106,18 @@ class GraphExecutor:
         self._device, self._graphs, self._graph_shapes = device, graphs, graph_shapes
         self._eager = EagerExecutor(device)
         self._captured: dict[GraphShape, _Captured] = {}
-        self._failed: set[GraphShape] = set()  # the same on all ranks
+        self._failed: set[GraphShape] = set()  # equal on all ranks
         self._is_doubtful = False
         self.num_captures = 0
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        """Bytes of the device that captured steps take."""
+        """Device memory of graphs and of step inputs, in bytes."""
         num_inputs = self._static.num_bytes + self._eager.num_bytes["inputs"]
         return {"graphs": self._graphs.num_bytes, "inputs": num_inputs}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Reserve the places of all inputs; block tables take as much as `max_blocks` needs."""
+        """Reserve memory for the inputs of all shapes, with block tables of `max_blocks`."""
         self._graph_shapes = self._graph_shapes.within(MAX_LOGIT_BYTES, vocab_size)
         shapes = (
             *self._graph_shapes.decode,
@@ -123,7 +127,7 @@ class GraphExecutor:
         self._static = StaticInputs(shapes, max_blocks, self._device, self._graphs.pinned)
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Replay the smallest graph that the step fits; what it returns is queued to the host."""
+        """Replay the smallest graph that the step fits, and start the copy of its result."""
         shape = self._graph_shapes.smallest_for(inputs)
         if self._is_doubtful and shape is not None:
             self._check_replay(program)
@@ -142,16 +146,16 @@ class GraphExecutor:
     def _launch_more(
         self, program: Program, inputs: StepInputs[HostArray], hidden_LE: Tensor
     ) -> Fetch:
-        """Draw and score from some of these rows, with no graph."""
+        """Draw and score from some of these rows, without a graph."""
         on_device = upload(inputs, None, self._device)
         rows_LE = hidden_LE.index_select(0, on_device.layout.logit_indices_L)
         return self._graphs.download(program.draw(inputs, on_device, rows_LE))
 
     def warm_up(self, program: Program) -> int:
-        """Capture all shapes that are not captured yet, except those that score prompts. Returns
-        the number of captures that succeed.
+        """Capture all shapes, except shapes that score prompts and shapes captured already.
 
-        The largest comes first: the others then find room in the memory that it has left.
+        Returns the number of successful captures. The largest comes first, so that the others reuse
+        its memory.
         """
         before = self.num_captures
         for shape in sorted(
@@ -161,9 +165,9 @@ class GraphExecutor:
         return self.num_captures - before
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """Drop the graphs if what they point to is elsewhere; else check one before a step.
+        """Drop all graphs if memory `has_moved`; else check one before the next step.
 
-        Returns how many were dropped.
+        Returns the number of graphs dropped.
         """
         num_dropped = len(self._captured) if has_moved else 0
         if has_moved:
@@ -172,10 +176,10 @@ class GraphExecutor:
         return num_dropped
 
     def _graph_of(self, program: Program, shape: GraphShape) -> _Captured | None:
-        """Return the shape's graph, captured if it is not yet; None where its steps run eagerly."""
+        """Return the shape's graph, capturing it if needed; None if its steps run eagerly."""
         if shape not in self._captured and self._may_capture(shape):
             captured = self._capture(program, shape)
-            # A graph holds sums of all ranks: all of them replay, or none does.
+            # A graph contains collectives: all ranks replay, or none does.
             if any_rank(self._collectives, captured is None, self._device):
                 self._add_failure(shape)
             elif captured is not None:
@@ -188,10 +192,10 @@ class GraphExecutor:
         return shape not in self._failed and len(self._failed) < _MAX_FAILED_CAPTURES
 
     def _capture(self, program: Program, shape: GraphShape) -> _Captured | None:
-        """Return the captured shape, None if that fails: its error is logged.
+        """Capture the shape. Returns None and logs the error if the capture fails.
 
-        Raises what the program raises: it is run before, with the sums in which ranks wait for
-        each other, so that an error in it is one of a step.
+        The program runs before, including its collectives; errors of that run are raised, as in any
+        step.
         """
         on_host = self._static.load(shape, None)
         on_device = self._static.on_device(shape)
@@ -199,21 +203,21 @@ class GraphExecutor:
             return _Captured(*self._graphs.capture(lambda: _run(program, on_host, on_device)))
         except CaptureError as error:
             if isinstance(error.__cause__, LockstepError | CollectiveAbortedError):
-                raise error.__cause__ from None  # no rank is left to agree with
+                raise error.__cause__ from None  # the other ranks cannot be asked any more
             logger.warning("capturing %s failed", shape, exc_info=error.__cause__)
             return None
 
     def _add_failure(self, shape: GraphShape) -> None:
         self._failed.add(shape)
-        logger.warning("%s is not captured on all ranks: its steps run eagerly from now on", shape)
+        logger.warning("%s was not captured on all ranks: its steps run eagerly from now on", shape)
         if len(self._failed) == _MAX_FAILED_CAPTURES:
-            logger.warning("%d shapes could not be captured: no more are tried", len(self._failed))
+            logger.warning("%d shapes were not captured: no more are tried", len(self._failed))
 
     def _check_replay(self, program: Program) -> None:
-        """Replay a step of nothing but padding, and compare with the same step run eagerly.
+        """Compare the replay of a step of padding with the same step run eagerly.
 
-        A graph that points to memory which is no longer the weights' gives something else. All
-        graphs are dropped then.
+        They differ if the graph points to memory that no longer holds the weights; then all graphs
+        are dropped.
         """
         self._is_doubtful = False
         shape = min(self._captured, key=_size)
@@ -223,9 +227,9 @@ class GraphExecutor:
         ran = _run(program, on_host, self._static.on_device(shape))
         expected = self._graphs.download(ran.result)()
         is_wrong = not _agree(replayed.samples, expected.samples)
-        # All ranks replay, or all capture anew: a graph holds their sums, too.
+        # All ranks replay, or all capture again: a graph contains collectives.
         if any_rank(self._collectives, is_wrong, self._device):
-            logger.warning("replayed steps went wrong after a resume: all graphs are made anew")
+            logger.warning("replayed steps went wrong after a resume: graphs are captured again")
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -234,7 +238,9 @@ class GraphExecutor:
 
 
 def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tensor]) -> Ran:
-    """What a graph holds: all rows that logits are wanted of, and the draws from the first."""
+    """Run the part of a step that a graph holds: the forward pass, and draws from its
+    first rows.
+    """
     hidden_LE, routing_TLK = program.forward(host, inputs)
     drawn = program.draw(host, inputs, hidden_LE[: inputs.layout.num_drawn_logits])
     return Ran(replace(drawn, routing_TLK=routing_TLK), hidden_LE)

@@ -1,4 +1,7 @@
-"""GraphShape: what a captured step has room for; GraphShapes: all of them, and the best fit."""
+"""GraphShape: the sizes of one captured step; GraphShapes: all shapes, and the best fit of a step.
+
+`cuda_backend` makes them from the config; GraphExecutor uses them. Immutable.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from dataclasses import dataclass, replace
 
 from rollout.backends.step_tensors import HostArray, StepInputs
 
-# A mixed step with more than this is bound by arithmetic: launching its kernels one by one is
-# hidden behind them.
+# A mixed step with more prefill tokens is bound by arithmetic, which hides launching its kernels
+# one by one.
 PREFILL_TOKENS = (64, 128, 256, 512)
 PREFILL_ROWS = 16
-# Of the logits that a captured step makes: they stay reserved as long as graphs do.
+# Largest memory for the logits of a captured step, which stays reserved as long as its graph.
 MAX_LOGIT_BYTES = 1 << 30
-_SAMPLES_PER_PREFILL_ROW = 8  # a prompt's forks are sampled with it
+_SAMPLES_PER_PREFILL_ROW = 8  # a prompt's first tokens are sampled with it, for all its samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
-    """Rows that decode a token each, then rows that prefill some, whose tokens may be scored."""
+    """The room of a captured step: rows that decode one token each, then rows that prefill."""
 
     num_decode_rows: int
     num_prefill_rows: int = 0
@@ -31,8 +34,10 @@ class GraphShape:
 
     @property
     def num_rows(self) -> int:
-        """Also the logits that are drawn from: one of each row at most, though by several
-        samples."""
+        """Number of rows, and of logit rows to draw from: each row has at most one.
+
+        Several samples may draw from one logit row.
+        """
         return self.num_decode_rows + self.num_prefill_rows
 
     @property
@@ -44,13 +49,15 @@ class GraphShape:
         return self.num_decode_rows + _SAMPLES_PER_PREFILL_ROW * self.num_prefill_rows
 
     def logit_bytes(self, vocab_size: int) -> int:
-        """Bytes of a step's logits: products in 16 bits, float32, and a copy of those that several
-        samples share."""
+        """Return the bytes of a step's logits.
+
+        These are 16-bit products, their float32 form, and copies for samples that share a row.
+        """
         num_copied = self.num_samples if self.num_prefill_rows else 0
         return vocab_size * (6 * self.num_rows + 4 * num_copied)
 
     def fits(self, inputs: StepInputs[HostArray]) -> bool:
-        """Whether all of the step finds room."""
+        """Return whether the step fits into this shape."""
         layout = inputs.layout
         num_decode_rows = layout.num_decode_rows
         return (
@@ -64,17 +71,19 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShapes:
-    """Shapes in the order of their sizes.
+    """All shapes of an engine, `decode` and `mixed`, each in order of size.
 
-    A step that scores prompts keeps the hidden states of its tokens, which others do not compute to
-    the end: it has shapes of its own, beside these.
+    A step that scores prompts computes the hidden states of all its tokens to the end, which other
+    steps do not. Such steps have their own shapes, `scoring`.
     """
 
     decode: tuple[GraphShape, ...] = ()
     mixed: tuple[GraphShape, ...] = ()
 
     def smallest_for(self, inputs: StepInputs[HostArray]) -> GraphShape | None:
-        """None for a step that no graph can run: it is too large, or draws nothing."""
+        """Return the smallest shape that the step fits; None if too large, or if it
+        draws nothing.
+        """
         layout = inputs.layout
         if not len(layout.draws_S):
             return None
@@ -85,13 +94,15 @@ class GraphShapes:
 
     @property
     def scoring(self) -> tuple[GraphShape, ...]:
-        """Those of steps that score prompts: one for each number of prompt tokens, with as many
-        decode rows as there may be."""
+        """Shapes of steps that score prompts: one for each number of prefill tokens.
+
+        Each has the most decode rows of the mixed shapes with that number.
+        """
         widest = {shape.num_prefill_tokens: shape for shape in self.mixed}
         return tuple(replace(shape, scores_prompts=True) for shape in widest.values())
 
     def within(self, max_logit_bytes: int, vocab_size: int) -> GraphShapes:
-        """Those shapes whose logits take no more than that."""
+        """Return the shapes whose logits take at most `max_logit_bytes`."""
 
         def kept(shapes: tuple[GraphShape, ...]) -> tuple[GraphShape, ...]:
             return tuple(s for s in shapes if s.logit_bytes(vocab_size) <= max_logit_bytes)
@@ -100,9 +111,9 @@ class GraphShapes:
 
 
 def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> GraphShapes:
-    """At most `num_graphs` shapes, up to half of them, and up to `max_mixed`, for mixed steps.
+    """Return at most `num_graphs` shapes; at most half of them, and `max_mixed`, for mixed steps.
 
-    None: every size of decode steps, and `max_mixed` mixed shapes beside them.
+    `num_graphs` None: shapes for every size of decode steps, plus `max_mixed` mixed shapes.
     """
     sizes = _sizes(max_rows)
     num_mixed = max_mixed if num_graphs is None else min(max_mixed, num_graphs // 2)
@@ -121,13 +132,18 @@ def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> 
 
 
 def _sizes(largest: int) -> list[int]:
-    """Rows of decode steps: a step computes at most 16 rows of padding, or as many as it has."""
+    """Return row counts of decode shapes: padding is below 16 rows, or below the step's
+    own rows.
+    """
     steps = (1, 2, 4, *range(8, 64, 8), *range(64, largest, 16))
     return sorted({size for size in steps if size < largest} | {largest})
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the sorted values, evenly: with the last, and of several the first."""
+    """Return at most `count` of the sorted values, evenly spread, always with the last.
+
+    If `count` is 2 or more, the first is included as well.
+    """
     if count <= 1:
         return [*values[-1:]] * count
     last = len(values) - 1

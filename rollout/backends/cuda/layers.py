@@ -1,7 +1,7 @@
-"""Norms and the gated activation as one Triton kernel each; computed in float32, rounded where
-`ReferenceOps` rounds.
+"""Norms and the gated activation, as one Triton kernel each.
 
-Shape letters: R rows, D features of a row, N features of one half.
+Called by TritonOps. Computed in float32 and rounded where `ReferenceOps` rounds. Shape letters: R
+rows, D features of a row, N features of one half.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """One row: a head of a token. `out` is contiguous."""
+    """Norm one row, a head of a token. `out` is contiguous."""
     row = tl.program_id(0)
     offsets_D = tl.arange(0, BLOCK)
     mask_D = offsets_D < num_features
@@ -57,7 +57,7 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """One row of x + residual, and its norm. `out` and `total` are contiguous."""
+    """Add one row of x and residual, and norm the sum. `out` and `total` are contiguous."""
     row = tl.program_id(0)
     offsets_D = tl.arange(0, BLOCK)
     mask_D = offsets_D < num_features
@@ -65,7 +65,7 @@ def add_rms_norm_kernel(
     residual_row_ptr = residual_ptr + row.to(tl.int64) * residual_stride
     x_D = tl.load(x_row_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
     residual_D = tl.load(residual_row_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
-    # The sum is rounded before it is normed: both results must speak of the same numbers.
+    # The sum is rounded before it is normed, so that both results are of the same numbers.
     total_D = (x_D + residual_D).to(total_ptr.dtype.element_ty)
     _store_row(total_ptr, row, num_features, total_D, offsets_D, mask_D)
     total_D = total_D.to(tl.float32)
@@ -78,7 +78,7 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def _scaled(x_D, num_features, eps):
-    """x / sqrt(mean(x^2) + eps); `x_D` is zero where masked."""
+    """Return x / sqrt(mean(x^2) + eps); `x_D` is zero where masked."""
     return x_D * tl.rsqrt(tl.sum(x_D * x_D) / num_features + eps)
 
 
@@ -96,24 +96,24 @@ def _store_row(out_ptr, row, num_features, values_D, offsets_D, mask_D):
 
 @triton.jit
 def silu_mul_kernel(out_ptr, gate_up_ptr, num_features, row_stride, BLOCK: tl.constexpr):
-    """BLOCK features of one row."""
+    """Compute BLOCK features of one row."""
     row = tl.program_id(0)
     offsets_N = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_N = offsets_N < num_features
     gate_ptr = gate_up_ptr + row.to(tl.int64) * row_stride
     gate_N = tl.load(gate_ptr + offsets_N, mask=mask_N, other=0.0).to(tl.float32)
     up_N = tl.load(gate_ptr + num_features + offsets_N, mask=mask_N, other=0.0).to(tl.float32)
-    # Trainers round the activation before the product, too.
+    # Trainers also round the activation before the product.
     activated_N = (gate_N / (1.0 + tl.exp(-gate_N))).to(out_ptr.dtype.element_ty).to(tl.float32)
     _store_row(out_ptr, row, num_features, activated_N * up_N, offsets_N, mask_N)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, contiguous, in x's dtype.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, contiguous, in x's dtype.
 
-    `x` may be a view [T, H, D] with gaps between its rows. `rounds_first`: rounded to x's dtype
-    before the product with the weight, too, as most trainers' modules do. Source: Zhang and
-    Sennrich 2019, "Root mean square layer normalization", eq. 4.
+    `x` may be a view [T, H, D] with gaps between its rows. `rounds_first`: round to x's dtype also
+    before the product with the weight, as most trainers' modules do. Source: Zhang and Sennrich
+    2019, "Root mean square layer normalization", eq. 4.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_features = x.shape[-1]
@@ -134,9 +134,9 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = Fa
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both contiguous and in x's dtype.
+    """Return (rms_norm(x + residual), x + residual), both contiguous and in x's dtype.
 
-    The sum is rounded before it is normed. Neither argument is changed.
+    The sum is rounded before it is normed. The arguments are not changed.
     """
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     num_features = x.shape[-1]
@@ -157,7 +157,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half of the last dim) * second half; silu is rounded before the product."""
+    """Return silu(first half of the last dim) * second half; silu is rounded before the product."""
     num_features = gate_up.shape[-1] // 2
     shape = (*gate_up.shape[:-1], num_features)
     out = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -173,9 +173,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def num_warps_of(block: int) -> int:
-    """Warps for a row of `block` features: 16 features a thread, until there are 16 warps."""
+    """Return the warps for a row of `block` features: 16 features per thread, at most 16 warps."""
     return min(max(block // _FEATURES_PER_WARP, 1), _MAX_WARPS)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
+    """Return `x`, or a contiguous copy if its last dim has another stride than 1."""
     return x if x.stride(-1) == 1 else x.contiguous()

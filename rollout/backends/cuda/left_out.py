@@ -1,5 +1,7 @@
-"""What a captured step leaves out, since it would cost every step: the draws that want top-n, ranks
-or processed logits, and the scores of prompts.
+"""Work that captured steps leave out because every replay would pay for it.
+
+It is drawing samples with top-n, ranks or processed logits, and scoring prompts. GraphExecutor runs
+it after the replay and merges the results.
 
 Shape letters: S samples of the step, K of them that are drawn once more; L logit rows.
 """
@@ -17,18 +19,21 @@ from rollout.step.output import SampleResult, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """`inputs`: a step of nothing but K draws and scores, whose `logit_indices_L` are rows of what
-    the captured step leaves. `samples`: which samples the K are."""
+    """A step of K draws and of scores, without a forward pass.
+
+    `inputs`: the step; its `logit_indices_L` index the hidden states that the captured step writes.
+    `samples`: indices of the K samples in the captured step.
+    """
 
     inputs: StepInputs[HostArray]
     samples: HostArray
 
 
 def left_out(inputs: StepInputs[HostArray], num_drawn_rows: int) -> LeftOut | None:
-    """What is to be drawn and scored after the captured step; None if nothing is.
+    """Return the draws and scores to run after the captured step; None if there are none.
 
-    Of the rows that the captured step leaves, the first `num_drawn_rows` are for draws, and the
-    scored ones follow.
+    Of the hidden states that the captured step writes, the first `num_drawn_rows` rows are for
+    draws, and the scored rows follow.
     """
     layout, processing = inputs.layout, inputs.processing
     asks_more_S, num_scores = layout.asks_more_S, len(layout.score_targets_P)
@@ -54,7 +59,7 @@ def left_out(inputs: StepInputs[HostArray], num_drawn_rows: int) -> LeftOut | No
 def _draws(
     layout: StepLayout[HostArray], samples_K: HostArray, scored_rows: HostArray
 ) -> StepLayout[HostArray]:
-    """The layout of those draws, and of scores of those rows."""
+    """Return a layout with the draws of `samples_K` and scores of `scored_rows` alone."""
     rows_L, draws_K = np.unique(layout.draws_S[samples_K], return_inverse=True)
     arrays: dict[str, Any] = {}
     for name in LAYOUT_TYPES:
@@ -73,17 +78,17 @@ def _draws(
 
 
 def with_more(result: StepOutput, more: StepOutput, samples: HostArray) -> StepOutput:
-    """The result of the captured step with that of what it left out.
+    """Merge the results of the work that the captured step left out into its result.
 
-    Samples that were drawn once more have all of their numbers from there: a token's log-prob is
-    that of its entry in the top-n, to the last bit. What only they want is zero for the others.
+    Samples that were drawn again take all numbers from `more`, so that a token's log-prob equals
+    its entry in the top-n exactly. Arrays that only they want are zero for the other samples.
     """
     merged = _merged(result.samples, more.samples, samples) if len(samples) else result.samples
     return replace(result, samples=merged, scores=more.scores)
 
 
 def _merged(samples: SampleResult, drawn: SampleResult, places: HostArray) -> SampleResult:
-    """All samples, with what `drawn` has at these places of them."""
+    """Return `samples` with the entries at `places` replaced by `drawn`."""
     merged: dict[str, Any] = {}
     for name in (field.name for field in fields(samples)):
         known, new = getattr(samples, name), getattr(drawn, name)

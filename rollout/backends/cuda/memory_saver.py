@@ -1,4 +1,7 @@
-"""MemorySaverMemory: device buffers that give their memory back and keep their addresses."""
+"""MemorySaverMemory: the memory kind "torch_memory_saver", by the package of that name.
+
+Used by the KV cache and weight memory. Released buffers keep their addresses.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +18,37 @@ from rollout.backends.cuda.runtime import CudaRuntime, require_free
 from rollout.errors import ConfigError
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# What torch's allocator asks the device for is a multiple of 2 MiB, and for most small tensors 20.
+# Torch's allocator allocates multiples of 2 MiB from the device, and 20 MiB for most small tensors.
 _SMALLEST_SEGMENT, _SEGMENT_STEP = 20 << 20, 2 << 20
 
 
 class MemorySaverMemory:
     """Implements `MemoryBackend` with the package torch-memory-saver (tested: 0.0.10).
 
-    Release unmaps the device's pages below an address that stays reserved; restore maps new ones.
-    The package hooks into torch's allocator by itself, so that nothing need be preloaded; in a
-    process that was started with its library in LD_PRELOAD it uses that.
+    Release unmaps the device's pages from addresses that stay reserved; restore maps new ones. The
+    package hooks into torch's allocator, so that nothing need be preloaded; in a process that was
+    started with its library in LD_PRELOAD it uses that library.
 
-    Where CUDA refuses memory the package ends the process, with exit(1). The free memory is looked
-    at first, but another process may take it meanwhile: VirtualMemory has no such end.
+    If CUDA refuses memory, the package ends the process with exit(1). Free memory is checked first,
+    but another process may allocate it in between; VirtualMemory does not have this problem.
 
-    It keeps its memory for the life of the process: release what should go before dropping this.
+    Memory is kept for the life of the process: call `release` before dropping this object.
     """
 
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        """Raises ConfigError if the package is missing, or torch's settings rule it out."""
+        """Raises ConfigError if the package is missing, or incompatible with torch's settings."""
         _refuse_expandable_segments()
         self._runtime = runtime
         self._saver = _saver()
-        # The package knows one set of tags for the whole process.
+        # The whole process shares the package's tags.
         self._tag_suffix = uuid.uuid4().hex
         self._tensors: dict[str, Tensor] = {}
         self._released: set[str] = set()
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled. Raises ConfigError if the device has less free."""
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
         assert name not in self._tensors, f"buffer {name!r} exists"
         require_free(self._runtime, name, _segment_bytes(num_bytes))
         region = self._saver.region(tag=self._tag(name), enable_cpu_backup=False)
@@ -55,23 +58,23 @@ class MemorySaverMemory:
         return tensor
 
     def release(self, name: str) -> int:
-        """Give the buffer's memory back. Returns its bytes, 0 if it was released already."""
-        if name in self._released:  # the package would end the process
+        """Release the buffer's memory. Returns its bytes, 0 if it was released already."""
+        if name in self._released:  # a second pause would make the package end the process
             return 0
-        self._runtime.synchronize()  # nothing may use the pages while they go
+        self._runtime.synchronize()  # no kernel may use the pages while they are unmapped
         self._saver.pause(self._tag(name))
         self._released.add(name)
         return self._tensors[name].numel()
 
     def trim(self) -> None:
-        """Give back what torch's own allocator keeps for later."""
+        """Return cached memory of torch's allocator to the device."""
         self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
-        """The same tensor, at the same address. Raises ConfigError if the device has less free."""
+        """Return the same tensor, at the same address. Raises ConfigError if memory is short."""
         tensor = self._tensors[name]
         if name in self._released:
-            # The package would end the process where it gets no memory.
+            # The package ends the process if CUDA refuses memory.
             require_free(self._runtime, name, _segment_bytes(tensor.numel()))
             self._saver.resume(self._tag(name))
             self._released.remove(name)
@@ -92,8 +95,8 @@ def _saver() -> Any:
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
         with contextlib.suppress(AttributeError):  # it has been used before: the mode stands
             saver.hook_mode = "torch"
-    # Never to be collected: its pools would free their memory at the end of the process, and that,
-    # being outside all regions, the package answers with exit(1).
+    # Never collected: its pools would free their memory at the end of the process, outside all
+    # regions, and then the package calls exit(1).
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(saver))
     return saver
 
@@ -103,11 +106,11 @@ def _refuse_expandable_segments() -> None:
         settings = os.environ.get(variable, "")
         if "expandable_segments:true" in settings.lower().replace(" ", ""):
             raise ConfigError(
-                f"{variable}={settings!r} rules memory_kind='torch_memory_saver' out: take "
-                "expandable_segments out of it, or use memory_kind='vmm' or 'device'"
+                f"{variable}={settings!r} is incompatible with memory_kind='torch_memory_saver': "
+                "remove expandable_segments from it, or use memory_kind='vmm' or 'device'"
             )
 
 
 def _segment_bytes(num_bytes: int) -> int:
-    """The most that torch's allocator asks the device for, given a tensor of `num_bytes`."""
+    """Return the most bytes that torch's allocator allocates for a tensor of `num_bytes`."""
     return max(_SMALLEST_SEGMENT, -(-num_bytes // _SEGMENT_STEP) * _SEGMENT_STEP)

@@ -1,6 +1,7 @@
 """TritonOps: ReferenceOps with norms, activation, sampling, scoring and hashing in Triton.
 
-Products stay with torch (cuBLAS); rotary stays the reference's, since attention fuses its own.
+The operations of the CUDA backend. Products are torch's (cuBLAS); rotary is the reference's, since
+the attention kernels do their own.
 Shape letters: P scored tokens, S sample rows, V vocabulary.
 """
 
@@ -25,13 +26,13 @@ class TritonOps(ReferenceOps):
     rounds_like_trainers = True
 
     def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """x @ weight.T + bias with the float32 sums of the product, [T, N]."""
+        """Return x @ weight.T + bias with the float32 sums of the product, [T, N]."""
         return float32_product(x_TK, handle.weight_NK, handle.bias_N)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or strided [T, H, D]."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dim of [T, D] or [T, H, D]."""
         return triton_layers.rms_norm(x, weight, eps, rounds_first=rounds_first)
 
     def add_rms_norm(
@@ -43,29 +44,29 @@ class TritonOps(ReferenceOps):
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual); neither argument is changed."""
+        """Return (rms_norm(x + residual), x + residual); the arguments are not changed."""
         return triton_layers.add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half of the last dim) * second half."""
+        """Return silu(first half of the last dim) * second half."""
         return triton_layers.silu_mul(gate_up)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row; a batch that wants top-n goes to torch."""
+        """Draw one token per row; a batch with top-n is sampled in torch."""
         if sampling.top_n:
             return super().sample(logits_SV, sampling)
         return triton_sampling.sample(logits_SV, sampling)
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Raw log-probs of the targets; the top-n, if wanted, in torch."""
+        """Return raw log-probs of the targets; with top-n, both are computed in torch."""
         if top_n:
             return super().score(logits_PV, targets_P, top_n)
         return ScoreResult(logprobs_P=triton_sampling.score(logits_PV, targets_P))
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """(hash, number of non-finite values) of x.to(dtype).
+        """Return (hash, number of non-finite values) of x.to(dtype).
 
-        A tensor on the host goes to the device for it: that is a copy, and hashing it there is not.
+        A tensor on the host is copied to the device first, which is faster than hashing it there.
         """
         if not x.is_cuda and torch.cuda.is_available():
             x = x.to("cuda")

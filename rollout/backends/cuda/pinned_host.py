@@ -1,4 +1,7 @@
-"""PinnedHostArena: one reusable, page-locked host buffer that grows by chunks."""
+"""PinnedHostArena: one reusable, page-locked host buffer that grows by chunks.
+
+Used by the KV cache and weight memory to offload to the host.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,31 @@ from rollout.backends.cpu.mapping import map_bytes
 from rollout.backends.cuda.runtime import CudaRuntime
 from rollout.errors import ConfigError
 
-_CHUNK_BYTES = 64 << 20  # to lock a page costs more than to copy it
+_CHUNK_BYTES = 64 << 20  # locking a page costs more than copying it
 
 
 class PinnedHostArena:
-    """Implements `HostArena` with an anonymous mapping that a device copies from and to by itself.
+    """Implements `HostArena` with a page-locked anonymous mapping.
 
-    All of it is locked by one call: CUDA refuses a copy that reaches from one locked range into the
-    next. So an arena that grows moves, by whole chunks and by a quarter at least, to move seldom.
-    Views outlive `release` as pageable memory. Page-locked pages cannot be given back one by one.
+    One call locks all of it, since CUDA refuses a copy that spans two locked ranges. So growing
+    means a new mapping; the arena grows by whole chunks, and by at least a quarter, to do so
+    rarely. Views outlive `release` as pageable memory. Locked pages cannot be freed one by one.
     """
 
     def __init__(self, runtime: CudaRuntime, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._runtime, self._chunk_bytes = runtime, chunk_bytes
         self._locked_N: Tensor | None = None
-        self._num_asked = 0  # by the latest `reserve`
+        self._num_asked = 0  # bytes that the latest `reserve` asked for
         self._unlock: weakref.finalize[..., PinnedHostArena] | None = None
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """A flat uint8 view of exactly `num_bytes`; earlier contents are lost if it has to grow.
+        """Return a flat uint8 view of exactly `num_bytes`. Growing discards earlier contents.
 
-        Raises ConfigError if the memory is not to be had, or not to be page-locked; the arena then
-        has none.
+        Raises ConfigError if memory is short or cannot be page-locked; the arena is then empty.
         """
         if self._locked_N is None or num_bytes > self._locked_N.numel():
             wanted = max(num_bytes, self.num_bytes * 5 // 4)
-            self.release()  # before the new mapping is made: the two never exist together
+            self.release()  # first, so that the two mappings never exist together
             self._locked_N = self._locked(-(-wanted // self._chunk_bytes) * self._chunk_bytes)
         self._num_asked = num_bytes
         return self._locked_N[:num_bytes]
@@ -46,8 +48,7 @@ class PinnedHostArena:
         return 0 if self._locked_N is None else self._locked_N.numel()
 
     def discard(self, start: int, end: int) -> int:
-        """Free the arena if [start, end) is all that was asked for, else nothing. Returns bytes
-        freed."""
+        """Free the whole arena if [start, end) covers all reserved bytes. Returns bytes freed."""
         return self.release() if start <= 0 and end >= self._num_asked else 0
 
     def release(self) -> int:
@@ -59,17 +60,17 @@ class PinnedHostArena:
         return num_bytes
 
     def _locked(self, num_bytes: int) -> Tensor:
-        """New memory, all of it locked until it is released."""
+        """Return new page-locked memory. Raises ConfigError if it cannot be locked."""
         memory_N = map_bytes("host arena", num_bytes).tensor
         if num_bytes:
             try:
                 self._runtime.pin(memory_N)
             except (MemoryError, RuntimeError) as error:
                 raise ConfigError(
-                    f"no {num_bytes} bytes of host memory could be page-locked for the host arena "
+                    f"cannot page-lock {num_bytes} bytes of host memory for the host arena "
                     f"({error}); free host memory, or lower buffer_size_gb"
                 ) from error
-            # Holds the memory: what is unmapped first stays locked, and its addresses, too.
+            # The finalizer holds the memory: it must be unlocked before it is unmapped.
             self._unlock = weakref.finalize(self, self._runtime.unpin, memory_N)
             self._unlock.atexit = False
         return memory_N

@@ -1,4 +1,4 @@
-"""What the kernels of sampling share: how a row's parameters, chunks and statistics are read.
+"""Triton functions that the kernels of sampling and truncation share, on one row of logits.
 
 Shape letters: C chunks of a row, E elements of one block (logits or chunks).
 """
@@ -16,7 +16,9 @@ PROCESSED: tl.constexpr = tl.constexpr(MODE_CODES["processed"])
 
 @triton.jit
 def row_scale(temperature_ptr, mode_ptr, row):
-    """(1 / temperature, 1 for a greedy row; whether the row reports raw log-probs; is greedy)."""
+    """Return (1 / temperature, or 1 if greedy; whether the row reports raw log-probs;
+    is greedy).
+    """
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0
     is_raw = (tl.load(mode_ptr + row) == RAW) | is_greedy
@@ -25,7 +27,7 @@ def row_scale(temperature_ptr, mode_ptr, row):
 
 @triton.jit
 def load_chunk(row_ptr, chunk, vocabulary, CHUNK: tl.constexpr):
-    """Logits [chunk * CHUNK, (chunk + 1) * CHUNK) of a row in float32, -inf beyond its end."""
+    """Load logits [chunk * CHUNK, (chunk + 1) * CHUNK) of a row in float32, -inf beyond its end."""
     offsets_E = chunk * CHUNK + tl.arange(0, CHUNK)
     x_E = tl.load(row_ptr + offsets_E, mask=offsets_E < vocabulary, other=-float("inf"))
     return x_E.to(tl.float32)
@@ -33,7 +35,7 @@ def load_chunk(row_ptr, chunk, vocabulary, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_statistics(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
-    """One number per chunk of a row; `other` beyond its end."""
+    """Load one number per chunk of a row; `other` beyond its end."""
     chunks_C = tl.arange(0, CHUNKS)
     offsets_C = row.to(tl.int64) * num_chunks + chunks_C
     return tl.load(ptr + offsets_C, mask=chunks_C < num_chunks, other=other)
@@ -41,7 +43,10 @@ def load_statistics(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.constexpr):
-    """Sums of exp((x - largest) / temperature) per chunk, from sums relative to its own maximum."""
+    """Return sums of exp((x - largest) / temperature) per chunk.
+
+    The stored sums are relative to the chunk's own maximum.
+    """
     mass_C = load_statistics(mass_ptr, row, num_chunks, 0.0, CHUNKS)
     # In float32, so that a chunk has mass if and only if the weight of its largest logit has.
     return tl.exp((max_C - largest) * inverse).to(tl.float64) * mass_C
@@ -49,21 +54,23 @@ def load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.c
 
 @triton.jit
 def maximum(x_E):
-    """The maximum, NaN if there is a NaN."""
+    """Return the maximum, NaN if there is a NaN."""
     num_nans = tl.sum((x_E != x_E).to(tl.int32))
     return tl.where(num_nans > 0, float("nan"), tl.max(x_E))
 
 
 @triton.jit
 def first(is_match_E, SIZE: tl.constexpr):
-    """The lowest matching index; SIZE - 1 if there is none."""
+    """Return the lowest matching index; SIZE - 1 if there is none."""
     return tl.min(tl.where(is_match_E, tl.arange(0, SIZE), SIZE - 1))
 
 
 @triton.jit
 def locate(mass_E, target, SIZE: tl.constexpr):
-    """(first index that has mass and whose cumulative mass exceeds the target, the target less the
-    mass before it); the last index with mass if rounding put the target at or above the sum.
+    """Return the first index with mass whose cumulative mass exceeds the target, and the rest.
+
+    The rest is the target minus the mass before the index. If rounding put the target at or above
+    the sum, it is the last index with mass.
     """
     offsets_E = tl.arange(0, SIZE)
     cumulative_E = tl.cumsum(mass_E)

@@ -1,4 +1,7 @@
-"""CudaRuntime: what the memory kinds of a CUDA device ask of torch, and of CUDA past torch."""
+"""CudaRuntime: one CUDA device's memory operations, through torch, libcudart and libcuda.
+
+Used by the memory kinds of a CUDA device, the pinned host arena and shared buffers.
+"""
 
 from __future__ import annotations
 
@@ -19,54 +22,58 @@ from rollout.errors import ConfigError
 
 
 class CudaRuntime:
-    """One device's memory. Raises ConfigError where torch sees no CUDA device."""
+    """Memory operations of one device. Raises ConfigError if torch sees no CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device={str(device)!r} is not there: torch sees no CUDA device")
+            raise ConfigError(f"device={str(device)!r} is not available: torch sees no CUDA device")
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
 
     @classmethod
     def of_uuid(cls, uuid: str) -> CudaRuntime:
-        """The device of that UUID. Raises RuntimeError if this process does not see it."""
+        """Return the runtime of the device with that UUID.
+
+        Raises RuntimeError if the device is not visible to this process.
+        """
         for index in range(torch.cuda.device_count()):
             runtime = cls(torch.device("cuda", index))
             if runtime.uuid == uuid:
                 return runtime
-        raise RuntimeError(
-            f"the device {uuid} is not visible here; let CUDA_VISIBLE_DEVICES name it, too"
-        )
+        raise RuntimeError(f"the device {uuid} is not visible here; add it to CUDA_VISIBLE_DEVICES")
 
     @property
     def uuid(self) -> str:
-        """The device's, which is the same in all processes."""
+        """The device's UUID, the same in all processes."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def as_current(self) -> AbstractContextManager[Any]:
-        """Make this the device that CUDA calls of the thread are for."""
+        """Return a context in which this device is the thread's current one."""
         return torch.cuda.device(self.device)
 
     def free_bytes(self) -> int:
-        """Bytes that any process may still take of the device."""
+        """Return the bytes of the device that any process can still allocate."""
         return torch.cuda.mem_get_info(self.device)[0]
 
     def allocated_bytes(self) -> int:
-        """Bytes of torch's own allocator that tensors use."""
+        """Return the bytes of torch's allocator that tensors use."""
         return torch.cuda.memory_allocated(self.device)
 
     def empty_cache(self) -> None:
-        """Give back what torch's own allocator keeps for later."""
+        """Return cached memory of torch's allocator to the device."""
         with self.as_current():
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was queued."""
+        """Wait until the device has finished all queued work."""
         torch.cuda.synchronize(self.device)
 
     def tensor_at(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> Tensor:
-        """A flat uint8 tensor of memory at this address; `free` is called with the last view."""
+        """Return a flat uint8 tensor of memory at this address.
+
+        `free(pointer)` is called when the last view is gone, or if this raises.
+        """
         owned = OwnedBytes(pointer, num_bytes, free)
         try:
             return self._as_tensor(owned)
@@ -75,18 +82,19 @@ class CudaRuntime:
             raise
 
     def managed_tensor(self, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor of managed memory, freed with its last view; contents undefined.
+        """Return a flat uint8 tensor of managed memory, freed with its last view.
 
-        Raises MemoryError if there is none.
+        Contents are undefined. Raises MemoryError if memory is short.
         """
         with self.as_current():
             pointer = self._cudart.malloc_managed(num_bytes)
             return self.tensor_at(pointer, num_bytes, self._cudart.free)
 
     def exported_tensor(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """A flat uint8 tensor of device memory, and the handle by which other processes open it.
+        """Return a flat uint8 tensor of device memory, and a handle to open it in other processes.
 
-        Freed with its last view; contents undefined. Raises MemoryError if there is none.
+        The memory is freed with its last view. Contents are undefined. Raises MemoryError if memory
+        is short.
         """
         with self.as_current():
             pointer = self._cudart.malloc(num_bytes)
@@ -98,20 +106,20 @@ class CudaRuntime:
                 raise
 
     def opened_tensor(self, handle: bytes, num_bytes: int) -> Tensor:
-        """What another process has exported, a flat uint8 tensor; closed with its last view.
+        """Open a tensor that another process has exported, flat uint8; closed with its last view.
 
-        Raises RuntimeError if it is gone, or belongs to this process.
+        Raises RuntimeError if the memory is gone, or belongs to this process.
         """
         with self.as_current():
             pointer = self._cudart.ipc_open(handle)
             return self.tensor_at(pointer, num_bytes, self._cudart.ipc_close)
 
     def move_to_device(self, tensor: Tensor) -> None:
-        """Have all pages of a managed tensor on the device, and keep them there."""
+        """Move all pages of a managed tensor to the device, and keep them there."""
         self._move(tensor, self.device.index)
 
     def move_to_host(self, tensor: Tensor) -> None:
-        """Have all pages of a managed tensor in host memory; the device's own are free then."""
+        """Move all pages of a managed tensor to host memory, which frees the device's pages."""
         self._move(tensor, HOST)
 
     def pin(self, tensor: Tensor) -> None:
@@ -120,7 +128,7 @@ class CudaRuntime:
             self._cudart.host_register(tensor.data_ptr(), tensor.numel())
 
     def unpin(self, tensor: Tensor) -> None:
-        """Undo `pin`, once no copy from or to the tensor is under way any more."""
+        """Wait for the device, so that no copy uses the tensor, and undo `pin`."""
         self.synchronize()
         self._cudart.host_unregister(tensor.data_ptr())
 
@@ -129,11 +137,11 @@ class CudaRuntime:
             self.synchronize()  # any stream may still use the pages
             self._cudart.prefer(tensor.data_ptr(), tensor.numel(), place)
             self._cudart.prefetch(tensor.data_ptr(), tensor.numel(), place)
-            self.synchronize()  # only then do the figures of free memory hold
+            self.synchronize()  # afterwards, the number of free bytes is right
 
     def _as_tensor(self, owned: OwnedBytes) -> Tensor:
         tensor = torch.as_tensor(owned, device=self.device)
-        assert tensor.data_ptr() == owned.pointer, "torch has copied the memory"
+        assert tensor.data_ptr() == owned.pointer, "torch copied the memory"
         return tensor
 
     @cached_property
@@ -158,7 +166,7 @@ class OwnedBytes:
         """`free`: called with the pointer, with the last view or by `free`."""
         self.pointer = pointer
         self.free = weakref.finalize(self, free, self.pointer)
-        self.free.atexit = False  # other views may be in use up to the very end of the process
+        self.free.atexit = False  # other views may be in use until the process ends
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -168,7 +176,7 @@ class OwnedBytes:
 
 
 def _loaded_cudart() -> ctypes.CDLL:
-    """The libcudart that torch itself runs on: another one would have its own state."""
+    """Return the libcudart that torch uses; another copy would have its own state."""
     major = str(torch.version.cuda).partition(".")[0]
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -176,7 +184,7 @@ def _loaded_cudart() -> ctypes.CDLL:
         if name.startswith("libcudart") and f".so.{major}" in name:
             return ctypes.CDLL(path)
     raise ConfigError(
-        f"torch has loaded no libcudart of CUDA {major}; use memory_kind='device' and a build of "
+        f"torch loaded no libcudart of CUDA {major}; use memory_kind='device' and a build of "
         "torch that links it dynamically"
     )
 
@@ -194,8 +202,8 @@ def require_free(runtime: CudaRuntime, name: str, num_bytes: int) -> None:
 
 
 def too_large(name: str, num_bytes: int, free: int) -> ConfigError:
-    """What to raise for a buffer that the device has no room for."""
+    """Return the error for a buffer that does not fit into the device's free memory."""
     return ConfigError(
-        f"no {num_bytes} bytes to be had for buffer {name!r}: the device has {free} bytes free; "
-        "lower buffer_size_gb, or have other processes give memory back"
+        f"cannot allocate {num_bytes} bytes for buffer {name!r}: the device has {free} bytes free; "
+        "lower buffer_size_gb, or free memory of other processes"
     )

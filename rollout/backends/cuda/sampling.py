@@ -1,7 +1,8 @@
-"""Sampling and scoring as fixed launches, with no word from the host: fit for a captured graph.
+"""Sampling and scoring on a GPU as fixed launches, without host waits, so that a graph can capture.
 
-Top-n is left to `sampling`. The tensors of a SamplingBatch must have no gaps. Shape letters: S
-sample rows, P scored tokens, V vocabulary, C chunks of a row.
+Called by TritonOps; batches with top-n are sampled by ops/sampling.py instead. The tensors of a
+SamplingBatch must be contiguous. Shape letters: S sample rows, P scored tokens, V vocabulary, C
+chunks of a row.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from rollout.backends.forward_batch import SamplingBatch
 from rollout.step.output import SampleResult
 
 CHUNK = 2048  # logits per program: one row of 150,000 still fills half an H100
-ROW_CHUNK = 4096  # logits per iteration, where a program reads a whole row
+ROW_CHUNK = 4096  # logits per iteration, if a program reads a whole row
 ROW_WARPS = 8
-# Logits listed for the search of a row's thresholds, and those of one iteration. Models leave tens
-# to hundreds; a row with more is searched in whole.
+# Most logits that are listed to search a row's thresholds, and logits per iteration. Models leave
+# tens to hundreds; in a row with more than ROOM, all logits are searched.
 ROOM = 4096
 LIST_CHUNK = 1024
 
 
 def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-    """One token per row by inverse CDF, with its log-prob; as `sampling.sample`, without top-n.
+    """Draw one token per row by inverse CDF, with its log-prob, as ops/sampling.py, without top-n.
 
-    The flags on greedy rows are ignored: each row finds out for itself.
+    The flags on greedy rows are ignored: the kernels look at each row's temperature.
     """
-    assert not sampling.top_n, "top-n is not done here"
+    assert not sampling.top_n, "batches with top-n are sampled in torch"
     num_rows, device = logits_SV.shape[0], logits_SV.device
     result = SampleResult(
         token_ids_S=torch.empty(num_rows, dtype=torch.int64, device=device),
@@ -79,7 +80,7 @@ def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResul
 def truncate(
     logits_SV: Tensor, max_SC: Tensor, mass_SC: Tensor, sampling: SamplingBatch
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(kept mass per chunk, thresholds, ids of the last ties, min-p): what `draw_kernel` keeps."""
+    """Return (kept mass per chunk, thresholds, ids of the last ties, min-p) for `draw_kernel`."""
     num_rows, num_chunks = max_SC.shape
     logits = logits_SV, logits_SV.stride(0), logits_SV.shape[1]
     scale = sampling.temperature_S, sampling.mode_S
@@ -112,7 +113,7 @@ def truncate(
 
 
 def score(logits_PV: Tensor, targets_P: Tensor) -> Tensor:
-    """log_softmax(logits)[target], float32 [P], in one pass over the logits."""
+    """Return log_softmax(logits)[target], float32 [P], in one pass over the logits."""
     num_rows, vocabulary = logits_PV.shape
     logprobs_P = torch.empty(num_rows, dtype=torch.float32, device=logits_PV.device)
     if num_rows:

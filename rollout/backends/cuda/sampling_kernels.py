@@ -1,4 +1,6 @@
-"""Kernels of sampling and scoring: one pass over the logits, then one chunk of each row again.
+"""Triton kernels of sampling and scoring; sampling.py launches them.
+
+They read the logits once, and one chunk of each row a second time.
 
 Weights are float32, sums float64. A row whose numbers are not finite may compute nonsense, but
 neither reads nor writes out of bounds. Shape letters: S sample rows, P scored tokens, V vocabulary,
@@ -35,8 +37,9 @@ def chunk_statistics_kernel(
     mode_ptr,
     CHUNK: tl.constexpr,
 ):
-    """Of one chunk of one row: the largest logit, NaN if there is a NaN, and the sums of
-    exp((x - largest) / temperature) and, where log-probs need it, exp(x - largest).
+    """Store one chunk's largest logit, and sums of exp((x - largest) / temperature).
+
+    The largest is NaN if there is a NaN. If log-probs need it, exp(x - largest) is summed as well.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     inverse, is_raw, _ = row_scale(temperature_ptr, mode_ptr, row)
@@ -77,9 +80,10 @@ def draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """One row's token and its log-prob; CHUNKS is `num_chunks` rounded up to a power of two.
+    """Draw one row's token and store its log-prob.
 
-    Without TRUNCATES the first pointers to inputs, down to min-p's, are None.
+    CHUNKS is `num_chunks` rounded up to a power of two. Without TRUNCATES the pointers from
+    `kept_mass_ptr` to `min_p_ptr` are None.
     """
     row = tl.program_id(0)
     inverse, is_raw, is_greedy = row_scale(temperature_ptr, mode_ptr, row)
@@ -116,7 +120,7 @@ def draw_kernel(
 
 @triton.jit
 def score_kernel(logprob_ptr, target_ptr, logits_ptr, row_stride, vocabulary, CHUNK: tl.constexpr):
-    """log_softmax of one row at its target; NaN for a target outside the vocabulary."""
+    """Store log_softmax of one row at its target; NaN for a target outside the vocabulary."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * row_stride
     largest = -float("inf")

@@ -1,4 +1,6 @@
-"""StaticInputs: where captured graphs read their inputs, and the host memory they come from.
+"""StaticInputs: the device memory from which captured graphs read their inputs.
+
+GraphExecutor loads each step's inputs into it before a replay.
 
 Shape letters: T tokens, R rows, E = R + 1, M blocks per table, L logit rows, S samples, P scored
 tokens.
@@ -26,7 +28,7 @@ from rollout.backends.step_tensors import (
 
 _ALIGNMENT = 16  # bytes
 _TYPES = LAYOUT_TYPES | INPUT_TYPES
-# Of a graph, which must serve any draws; top-n and ranks come after it.
+# A graph must serve any draws; top-n and ranks are computed after it.
 _FLAGS = SamplingFlags(
     all_greedy=False,
     any_greedy=True,
@@ -38,10 +40,10 @@ _FLAGS = SamplingFlags(
 
 
 class StaticInputs:
-    """All inputs lie in one piece, so that a step brings them in one copy.
+    """One buffer on the device for all inputs, so that a step needs one copy.
 
-    There is one place for them on the device, for every shape its own division of it, and two on
-    the host: the inputs of one step may be written while those of the last are still being copied.
+    Each shape divides the buffer in its own way. There are two buffers on the host: a step's inputs
+    may be written while the previous step's inputs are still being copied.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class StaticInputs:
         device: torch.device,
         pinned: Callable[[int], Tensor],
     ) -> None:
-        """`pinned` makes host memory that the device copies from by itself, flat uint8."""
+        """`pinned`: allocates page-locked host memory, flat uint8."""
         self._max_blocks = max_blocks
         num_bytes = max((self._num_bytes(shape) for shape in shapes), default=0)
         self._device_place = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -61,20 +63,20 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the place on the device."""
+        """Bytes of the device buffer."""
         return self._device_place.nbytes
 
     def on_device(self, shape: GraphShape) -> StepInputs[Tensor]:
-        """Views of the device's place, as captured graphs read them."""
+        """Return views of the device buffer, as graphs of this shape read them."""
         return _step(shape, self._divide(self._device_place, shape))
 
     def load(
         self, shape: GraphShape, inputs: StepInputs[HostArray] | None
     ) -> StepInputs[HostArray]:
-        """Queue the step's inputs, None for none, on their way to the device.
+        """Pad the step's inputs to the shape and start their copy to the device.
 
-        What the shape has room for beyond them becomes padding: tokens of row 0 that write to block
-        0, which are scratch. Returns the inputs as padded.
+        Padding tokens belong to row 0 and write to block 0, which is scratch. `inputs` None:
+        padding alone. Returns the padded inputs on the host.
         """
         self._turn = 1 - self._turn
         place = self._host_places[self._turn]
@@ -98,7 +100,7 @@ class StaticInputs:
         return end
 
     def _layout(self, shape: GraphShape) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-        """(name, dims, first byte, end) of each array."""
+        """Yield (name, dims, first byte, end byte) of each array."""
         dims_of = {
             "T": (shape.num_tokens,),
             "R": (shape.num_rows,),
@@ -121,7 +123,7 @@ def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
         **{name: arrays[name] for name in LAYOUT_TYPES},
         num_decode_rows=shape.num_decode_rows,
         num_drawn_logits=shape.num_rows,
-        only_decodes=False,  # rows of padding name their token
+        only_decodes=False,  # padding rows name their token
         draws_in_order=not shape.num_prefill_rows,
         flags=_FLAGS,
         score_top_n=0,
@@ -134,7 +136,7 @@ def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
 def _pad(
     out: dict[str, HostArray], shape: GraphShape, inputs: StepInputs[HostArray] | None
 ) -> None:
-    """Write the inputs into `out`: decode rows first, prefill rows where the shape has them."""
+    """Write the inputs into `out`, prefill rows after the shape's room for decode rows."""
     for array in out.values():
         array.fill(0)
     out["context_lens_R"].fill(1)
@@ -154,7 +156,7 @@ def _pad(
             target[room : room + len(source) - num_rows][width] = source[num_rows:]
         elif kind == "S":
             target[: len(source)] = source
-    # Tokens of prefill rows have moved up.
+    # Tokens of prefill rows move up.
     indices_L = layout.logit_indices_L + (layout.logit_indices_L >= num_rows) * (room - num_rows)
     drawn, scored = np.split(indices_L, [layout.num_drawn_logits])
     out["logit_indices_L"][: len(drawn)] = drawn

@@ -1,11 +1,13 @@
-"""Kernels of truncation: a threshold per row, found by a histogram in place of a sort.
+"""Triton kernels of top-k, top-p and min-p; sampling.py launches them.
 
-Tokens are ranked by (logit descending, id ascending), so what top-k and then top-p leave is every
-logit above some value, and of those equal to it the lowest ids. Three launches find it: one counts
-each row's logits, and their mass, by distance from the largest; one lists the logits of the bins in
-which the thresholds must lie; one searches these few. Masses are whole numbers of a unit, so that
-sums do not depend on their order. Shape letters: S sample rows, V vocabulary, C chunks of a row, E
-logits of one chunk, B bins.
+They find a threshold for each row by a histogram instead of a sort.
+
+Tokens are ranked by (logit descending, id ascending), so top-k and then top-p keep all logits above
+a threshold, and the lowest ids of the logits equal to it. Three launches find it: one sums count
+and mass of each row's logits by their distance from the largest; one lists the logits of the bins
+in which the thresholds must lie; one searches the listed logits. Masses are whole numbers of a
+unit, so that sums do not depend on their order. Shape letters: S sample rows, V vocabulary, C
+chunks of a row, E logits of one chunk, B bins.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ def candidates_kernel(
     temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """List one chunk's ids in the bins that hold the row's thresholds; in any order, ROOM at most.
+    """List one chunk's ids in the bins that hold the row's thresholds, in any order, ROOM at most.
 
-    The row's last number counts all of them, whether or not there was room.
+    The row's last number counts all such ids, whether or not there was room.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     _, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
@@ -89,10 +91,10 @@ def threshold_kernel(
     row_stride, vocabulary, num_chunks, temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, unit,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """What top-k and top-p leave of one row: logits above the threshold, and equal ones up to the
-    id `last_tie`. Also the row's largest logit.
+    """Store one row's threshold, its `last_tie` and its largest logit.
 
-    Reads the listed logits; the whole row where they were more than ROOM.
+    Top-k and top-p keep logits above the threshold, and logits equal to it up to the id `last_tie`.
+    Reads the listed logits, or the whole row if there were more than ROOM.
     """
     row = tl.program_id(0)
     inverse, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
@@ -159,7 +161,7 @@ def kept_mass_kernel(
     mode_ptr,
     CHUNK: tl.constexpr,
 ):
-    """Sum of exp((x - row's largest) / temperature) over what truncation leaves of one chunk."""
+    """Store the sum of exp((x - row's largest) / temperature) over one chunk's kept tokens."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     inverse, _, is_greedy = row_scale(temperature_ptr, mode_ptr, row)
     logits_ptr += row.to(tl.int64) * row_stride
@@ -184,8 +186,9 @@ def kept_weights(
     min_p_ptr,
     CHUNK: tl.constexpr,
 ):
-    """The weights with zeros for dropped tokens. Weights are relative to the row's largest logit,
-    so min-p drops those below `min_p` itself.
+    """Return the weights, with zeros for dropped tokens.
+
+    Weights are relative to the row's largest logit, so min-p drops weights below `min_p`.
     """
     threshold = tl.load(threshold_ptr + row)
     ids_E = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -197,7 +200,7 @@ def kept_weights(
 
 @triton.jit
 def _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary):
-    """(1 / temperature; whether top-k, and whether top-p, cuts the row)."""
+    """Return (1 / temperature; whether top-k cuts the row; whether top-p does)."""
     inverse, _, is_greedy = row_scale(temperature_ptr, mode_ptr, row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     has_k = (top_k > 0) & (top_k < vocabulary) & (is_greedy == 0)
@@ -206,30 +209,31 @@ def _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary):
 
 @triton.jit
 def _bin_of(x_E, largest):
-    """0 next to the largest logit; within the bins also where a number is not finite."""
+    """Return each logit's bin, 0 next to the largest logit; a valid bin also if not finite."""
     bits_E = (largest - x_E).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum((bits_E >> _BIN_SHIFT) - _FIRST_BIN, 0), _BINS - 1)
 
 
 @triton.jit
 def _mass_of(x, largest, inverse, unit):
-    """exp((x - largest) / temperature) in whole units, int64."""
+    """Return exp((x - largest) / temperature) in whole units, int64."""
     return (tl.exp((x - largest) * inverse).to(tl.float64) * unit).to(tl.int64)
 
 
 @triton.jit
 def _part_of(top_p, mass):
-    """The least whole mass that is top-p of `mass`."""
+    """Return the least whole mass that is at least `top_p` of `mass`."""
     return tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
 
 
 @triton.jit
 def _bins_of_thresholds(row_ptr, top_k_ptr, top_p_ptr, row, has_k, has_p):
-    """(first and last bin that may hold a threshold; count and mass of the bins before; mass of the
-    row; whether top-k cuts the row, which has fewer tokens than logits where some are -inf).
+    """Return the bins that may hold a threshold, and what lies before them.
 
-    Top-p is of what top-k leaves, whose mass is known only up to the bin of the k-th token: at
-    least that of the bins before it.
+    Returns (first bin, last bin, count and mass of the bins before, mass of the row, whether top-k
+    cuts the row). The last is recomputed, since logits of -inf are no tokens. Top-p is a share of
+    the mass that top-k keeps, which is known only up to the bin of the k-th token: it is at least
+    the mass of the bins before.
     """
     bins_B = tl.arange(0, _BINS)
     mass_B = tl.load(row_ptr + bins_B)
@@ -250,7 +254,7 @@ def _bins_of_thresholds(row_ptr, top_k_ptr, top_p_ptr, row, has_k, has_p):
 
 @triton.jit
 def _load_listed(logits_ptr, candidates_ptr, is_list, size, start, CHUNK: tl.constexpr):
-    """(logits, ids) from `start` on of the list, or of the row; -inf beyond the end."""
+    """Load (logits, ids) from `start` on of the list, or of the row; -inf beyond the end."""
     ids_E = start + tl.arange(0, CHUNK)
     is_here_E = ids_E < size
     ids_E = tl.load(candidates_ptr + ids_E, mask=is_here_E & is_list, other=0) + tl.where(
@@ -265,7 +269,7 @@ def _load_in_bins(
     logits_ptr, candidates_ptr, is_list, size, start, first_bin, last_bin, largest,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The logits from `start` on of the list, or of the row, which has others, too: -inf."""
+    """Load logits from `start` on of the list, or of the row; -inf for logits outside the bins."""
     x_E, _ = _load_listed(logits_ptr, candidates_ptr, is_list, size, start, CHUNK)
     bin_E = _bin_of(x_E, largest)
     return tl.where((bin_E >= first_bin) & (bin_E <= last_bin), x_E, -float("inf"))
@@ -276,10 +280,10 @@ def _search(
     logits_ptr, candidates_ptr, is_list, size, first_bin, last_bin, largest, inverse, unit, low,
     goal, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit such that it and all larger ones have `goal` tokens (or mass) at least.
+    """Return the largest logit such that it and all larger ones have at least `goal` tokens.
 
-    `low` is taken to reach the goal. Bisects values, not ranks; each pass moves a bound onto a
-    logit that is there, so it ends with equality, exactly.
+    With BY_MASS, `goal` is a mass. `low` must reach the goal. Bisects values, not ranks; each pass
+    moves a bound onto an existing logit, so that it ends with the exact logit.
     """
     high = largest
     while low < high:
@@ -314,7 +318,7 @@ def _above(
     logits_ptr, candidates_ptr, is_list, size, first_bin, last_bin, largest, inverse, unit,
     threshold, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(number of logits above the threshold, their mass), int64, without those of bins before."""
+    """Return the number and mass, int64, of logits above the threshold, without earlier bins."""
     count_E = tl.zeros([CHUNK], tl.int64)
     mass_E = tl.zeros([CHUNK], tl.int64)
     start = 0
@@ -333,10 +337,11 @@ def _above(
 def _nth_tie(
     logits_ptr, candidates_ptr, is_list, size, vocabulary, threshold, num_ties, CHUNK: tl.constexpr
 ):
-    """The id up to which there are `num_ties` logits equal to the threshold, by bisection; V if all
-    of them are kept, which takes one pass.
+    """Return the id up to which there are `num_ties` logits equal to the threshold, by bisection.
+
+    Returns V, after one pass, if all such logits are kept.
     """
-    low = tl.zeros([], tl.int32) - 1  # up to this id there are fewer
+    low = tl.zeros([], tl.int32) - 1  # up to this id there are fewer than `num_ties`
     high = tl.zeros([], tl.int32) + vocabulary
     middle = high - 1
     while high - low > 1:

@@ -1,4 +1,7 @@
-"""UnifiedMemory: managed buffers that move to host memory and keep their addresses."""
+"""UnifiedMemory: the memory kind "unified", managed buffers that move between host and device.
+
+Used by the KV cache and weight memory. Released buffers keep their addresses.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from rollout.errors import ConfigError
 class UnifiedMemory:
     """Implements `MemoryBackend` with memory that the host and the device share.
 
-    While released, a buffer lies in host memory, so `release` costs as much of that as it frees on
-    the device, and a copy each way. CUDA has no call that takes both places' pages away and leaves
-    the address valid: discarded pages stay until the driver wants them, and madvise does not reach
-    the driver's pages. Where host memory is short, use VirtualMemory.
+    A released buffer lies in host memory: `release` takes as many bytes of the host as it frees on
+    the device, and each move is a copy. CUDA has no call that frees managed pages everywhere and
+    keeps the address: discarded pages stay until the driver needs them, and madvise does not reach
+    the driver's pages. Use VirtualMemory if host memory is short.
     """
 
     has_stable_addresses = True
@@ -22,13 +25,13 @@ class UnifiedMemory:
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._tensors: dict[str, Tensor] = {}
-        self._moved_out: set[str] = set()  # not surely on the device, if a move failed
+        self._moved_out: set[str] = set()  # in host memory, or anywhere after a failed move
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled.
+        """Return a new flat uint8 tensor, zero-filled.
 
-        Raises ConfigError if the device has less free: more could be had, but then pages move to
-        and fro at every step, which can hang a device.
+        Raises ConfigError if the device has fewer bytes free. CUDA would allocate more, but then
+        pages move back and forth at every step, which can hang a device.
         """
         assert name not in self._tensors, f"buffer {name!r} exists"
         require_free(self._runtime, name, num_bytes)
@@ -36,7 +39,7 @@ class UnifiedMemory:
             tensor = self._runtime.managed_tensor(num_bytes)
         except MemoryError as error:
             raise ConfigError(
-                f"no {num_bytes} bytes to be had for buffer {name!r} ({error}); "
+                f"cannot allocate {num_bytes} bytes for buffer {name!r} ({error}); "
                 "lower buffer_size_gb"
             ) from error
         self._runtime.move_to_device(tensor)
@@ -51,11 +54,11 @@ class UnifiedMemory:
         return tensor.numel()
 
     def trim(self) -> None:
-        """Give back what torch's own allocator keeps for later."""
+        """Return cached memory of torch's allocator to the device."""
         self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
-        """The same tensor, on the device. Raises ConfigError if the device has less free."""
+        """Move the buffer back to the device. Raises ConfigError if memory is short."""
         tensor = self._tensors[name]
         if name in self._moved_out:
             require_free(self._runtime, name, tensor.numel())

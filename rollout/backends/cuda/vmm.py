@@ -1,4 +1,8 @@
-"""VirtualMemory: device buffers that give their memory back and keep their addresses."""
+"""VirtualMemory: the memory kind "vmm", by CUDA's virtual memory management.
+
+Used by the KV cache and weight memory; the default if suspends release the KV cache. Released
+buffers keep their addresses.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,20 @@ from rollout.errors import ConfigError
 class VirtualMemory:
     """Implements `MemoryBackend` with CUDA's virtual memory management.
 
-    A buffer's addresses are reserved once, for the life of its tensors. Release unmaps its memory
-    and gives it back; restore maps new memory there, so graphs that were captured stay valid. It
-    is no memory of torch's allocator, whose settings (expandable segments among them) do not
-    matter. What the device refuses is an exception, after which everything is as before.
+    A buffer's addresses are reserved once, for the life of its tensors. Release unmaps and frees
+    its memory; restore maps new memory there, so that captured graphs stay valid. Torch's allocator
+    and its settings, such as expandable segments, play no part. If the device refuses memory, the
+    call raises and changes nothing.
     """
 
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        """Raises ConfigError for a device whose driver cannot do it."""
+        """Raises ConfigError if the device's driver has no virtual memory management."""
         self._runtime = runtime
         if not runtime.driver.has_virtual_memory(runtime.device.index):
             raise ConfigError(
-                f"memory_kind='vmm' is not there on {runtime.device}: its driver manages no "
+                f"memory_kind='vmm' is not available on {runtime.device}: its driver manages no "
                 "virtual memory; use memory_kind='device' with static_kv_memory_pointers=False"
             )
         self._granularity = runtime.driver.granularity(runtime.device.index)
@@ -35,7 +39,7 @@ class VirtualMemory:
         self._tensors: dict[str, Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """A flat uint8 tensor, zero-filled. Raises ConfigError if the memory is not to be had."""
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
         assert name not in self._tensors, f"buffer {name!r} exists"
         with self._runtime.as_current():
             region = self._region(name, max(1, num_bytes))
@@ -50,34 +54,34 @@ class VirtualMemory:
         return tensor.zero_()
 
     def release(self, name: str) -> int:
-        """Give the buffer's memory back. Returns its bytes, 0 if it was released already."""
+        """Release the buffer's memory. Returns its bytes, 0 if it was released already."""
         region = self._regions[name]
         if not region.is_backed:
             return 0
-        self._runtime.synchronize()  # nothing may use the memory while it goes
+        self._runtime.synchronize()  # no kernel may use the memory while it is unmapped
         with self._runtime.as_current():
             region.unback()
         return self._tensors[name].numel()
 
     def trim(self) -> None:
-        """Give back what torch's own allocator keeps for later."""
+        """Return cached memory of torch's allocator to the device."""
         self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
-        """The same tensor. Raises ConfigError if the memory is not to be had."""
+        """Return the same tensor with memory again. Raises ConfigError if memory is short."""
         with self._runtime.as_current():
             self._back(name, self._regions[name])
         return self._tensors[name]
 
     def _region(self, name: str, num_bytes: int) -> _Region:
         num_bytes = -(-num_bytes // self._granularity) * self._granularity
-        # Addresses for more than there is may be refused with an error that does not say so.
+        # Check first: CUDA's error for too many addresses may not say that memory is short.
         require_free(self._runtime, name, num_bytes)
         try:
             return _Region(self._runtime.driver, self._runtime.device.index, num_bytes)
         except MemoryError as error:
             raise ConfigError(
-                f"no {num_bytes} bytes of addresses to be had for buffer {name!r} ({error}); use "
+                f"cannot reserve {num_bytes} bytes of addresses for buffer {name!r} ({error}); use "
                 "memory_kind='device' with static_kv_memory_pointers=False"
             ) from error
 
@@ -85,7 +89,7 @@ class VirtualMemory:
         try:
             region.back()
         except MemoryError:
-            self._runtime.empty_cache()  # what torch keeps for later may be what is missing
+            self._runtime.empty_cache()  # the missing memory may be in torch's cache
             try:
                 region.back()
             except MemoryError as error:
@@ -94,7 +98,7 @@ class VirtualMemory:
 
 
 class _Region:
-    """Reserved addresses, and the memory that is mapped there now, if any."""
+    """Reserved addresses, and the memory that is mapped there, if any."""
 
     def __init__(self, driver: CudaDriver, device: int, num_bytes: int) -> None:
         self._driver, self._device, self.num_bytes = driver, device, num_bytes
@@ -104,11 +108,11 @@ class _Region:
 
     @property
     def is_backed(self) -> bool:
-        """Whether it has memory: all of it, or what a failed call has left."""
+        """Whether it has memory, possibly unmapped after a failed call."""
         return self._handle is not None
 
     def back(self) -> None:
-        """Have memory, mapped and usable. Raises MemoryError, RuntimeError; it then has none."""
+        """Allocate and map memory. Raises MemoryError or RuntimeError; it then has no memory."""
         if self._is_usable:
             return
         driver, where = self._driver, (self.address, self.num_bytes)
@@ -125,7 +129,7 @@ class _Region:
             raise
 
     def unback(self) -> None:
-        """Give the memory back. What an exception leaves, another call of either kind takes up."""
+        """Unmap and free the memory. After an exception, another call continues where it failed."""
         self._is_usable = False
         if self._is_mapped:
             self._driver.unmap(self.address, self.num_bytes)
@@ -135,7 +139,7 @@ class _Region:
             self._handle = None
 
     def free(self) -> None:
-        """Give memory and addresses back."""
+        """Free memory and addresses."""
         self.unback()
         self._driver.free_reserved(self.address, self.num_bytes)
 
@@ -143,6 +147,6 @@ class _Region:
 def _free_unused(runtime: CudaRuntime, region: _Region, _address: int) -> None:
     try:
         if region.is_backed:
-            runtime.synchronize()  # a step that nobody waits for may still use it
+            runtime.synchronize()  # an abandoned step may still use it
     finally:
         region.free()

@@ -1,1 +1,1 @@
-"""The engine's side: its main loop, its lease, and what it does for each message."""
+"""The engine's side of the fleet: the main loop of an engine process, and the work per message."""

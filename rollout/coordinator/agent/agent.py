@@ -1,7 +1,7 @@
-"""EngineAgent: does with one engine what the coordinator's messages ask. Messages in, messages out.
+"""EngineAgent: executes the coordinator's messages on one engine. `serve` is its main loop.
 
-It has no socket: its owner calls `handle` for each message, `poll` now and then, and `step` while
-the engine may run, and sends the messages that they return.
+The agent has no socket: `serve` calls `handle` for each message, `poll` now and then, and `step`
+while the lease is valid, and sends the messages that they return. Used by `run_engine`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from rollout.wire import MAX_ITEMS, Message
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
-_ENTRY_S = 600.0  # to fetch and stage the fleet's weights, at each try to enter it
+_ENTRY_S = 600.0  # to fetch and stage the fleet's weights, for each attempt to enter it
 _RETRY_S = 0.5  # after an entry that failed
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
@@ -63,7 +63,7 @@ FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
-    """The only caller of its engine, except for the staging of weights."""
+    """The only caller of its engine, except for the thread that stages weights."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class EngineAgent:
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`settings`: what all engines of the fleet must have alike. `fetch`: as for WeightUpdates.
-        `clock`: returns monotonic seconds, for deadlines. Raises ConfigError for more requests than
-        a registration may name, of which half may have ended."""
+        """`settings`: the settings that must be equal on all engines of the fleet. `fetch`: as for
+        WeightUpdates. `clock`: returns monotonic seconds, for deadlines. Raises ConfigError if
+        `max_requests` is more than a registration can name beside as many ended requests."""
         if max_requests > MAX_ITEMS // 2:
             raise ConfigError(
                 f"max_requests={max_requests} of an engine of a fleet must be at most "
@@ -91,7 +91,7 @@ class EngineAgent:
         self._updates = WeightUpdates(engine, fetch)
         self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
         self._registered_vote: int | None = None  # as the latest registration named it
-        self._entry: RegisterAck | None = None  # until the engine is what it says
+        self._entry: RegisterAck | None = None  # until the engine is in its state, with its weights
         self._num_entry_failures, self._retry_at = 0, 0.0
         self._num_steps = self._num_granted = self._session = 0
         self._last_step_s = 0.0
@@ -102,7 +102,7 @@ class EngineAgent:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
+        """Whether the engine has requests to step, and may run them in its state."""
         is_in_fleet = self._entry is None and self._engine.state is EngineState.RUNNING
         return is_in_fleet and self._engine.has_unfinished_requests()
 
@@ -123,11 +123,11 @@ class EngineAgent:
 
     @property
     def suspects(self) -> tuple[Attempt, ...]:
-        """The attempts of the step that raised last, any of which may be the cause."""
+        """The attempts in the latest step that raised; any of them may be the cause."""
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
-        """Return what the coordinator must know of the engine at the beginning of a session.
+        """Return the first message of a session: the engine's state, weights and attempts.
 
         Any thread may call it.
         """
@@ -146,7 +146,7 @@ class EngineAgent:
         )
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank of the engine is gone."""
+        """Raise LockstepError if a rank of the engine has ended."""
         self._engine.check_ranks()
 
     def status(self) -> EngineStatus:
@@ -162,8 +162,8 @@ class EngineAgent:
         )
 
     def step(self) -> Sequence[Message]:
-        """Run one step of the engine. Returns progress, replies and credit. Raises what it
-        raises."""
+        """Run one step of the engine. Returns progress, replies and credit. Raises the engine's
+        error."""
         start = time.perf_counter()
         records = self._engine.step()
         confirmations = self._confirm_commit(stepped=True)
@@ -173,9 +173,9 @@ class EngineAgent:
         return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
 
     def _credit(self) -> Sequence[Message]:
-        """Grant more requests if there is room for more than was granted before. As many wait here
-        as a step may begin; all others wait in the coordinator, for any engine. Returns nothing
-        before the engine has entered the fleet."""
+        """Return a Credit if the engine has room for more requests than it has granted. As many
+        requests wait here as a step may begin; all others wait in the coordinator, for any engine.
+        Returns nothing before the engine has entered the fleet."""
         if self._entry is not None:
             return []
         ahead, requests = num_ahead(self._max_requests), self._requests
@@ -192,9 +192,9 @@ class EngineAgent:
     # ---- messages
 
     def handle(self, message: Message) -> Sequence[Message]:
-        """Do what `message` asks. Returns the answers, and credit. Raises ProtocolError for a
-        message that is not for an engine, and the last fault if the engine could not enter the
-        fleet after several tries.
+        """Execute `message`. Returns the answers, and credit. Raises ProtocolError for a message
+        that is not for an engine, and the latest fault if the engine could not enter the fleet
+        after several attempts.
         """
         return [*self._handle(message), *self._credit()]
 
@@ -218,7 +218,7 @@ class EngineAgent:
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
-        """Return answers that do not come from a step, such as votes. Raises as `handle`."""
+        """Return answers that do not come from a step, such as votes. Raises what `handle` does."""
         confirmed = [] if self.has_work and may_step else self._confirm_commit()
         return [*confirmed, *self._poll(), *self._credit()]
 
@@ -233,8 +233,8 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return what to send instead of a message that no frame can carry: the request or command
-        that it is about ends with `error`. Raises `error` for other messages.
+        """Return the messages to send in place of one that no frame can carry: its request or
+        command ends with `error`. Raises `error` for a message about neither.
         """
         if isinstance(message, Ack):
             return [nack_of(message.command_id, error)]
@@ -250,7 +250,7 @@ class EngineAgent:
     def _answer(self, message: FleetCommand) -> Sequence[Message]:
         """Do a command, once per command id and phase; a repeated one gets its first answer.
 
-        All progress is sent before the answer, so that its receiver knows all earlier tokens.
+        All progress comes before the answer, so that the coordinator knows all earlier tokens.
         """
         confirmed = self._confirm_commit()
         answer = self._answers.get((type(message), message.command_id))
@@ -277,9 +277,10 @@ class EngineAgent:
         return [*messages, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
-        """Confirm the commit that is not confirmed yet, if any. `stepped`: the first step after it
-        has just ended. The reported stall is then the gap between two steps less the length of a
-        step: what a stream notices, such as memory that the new step touches for the first time.
+        """Return the answer to the commit that is not confirmed yet, if any. `stepped`: the first
+        step after the commit has just ended. The reported stall is then the gap between two steps
+        less the length of a step, as a stream notices it: it includes, for example, first touches
+        of new memory.
         """
         if self._committed is None:
             return []
@@ -317,7 +318,7 @@ class EngineAgent:
     # ---- weight updates
 
     def _prepare(self, message: Prepare) -> Sequence[Message]:
-        """Begin staging; `poll` returns the vote."""
+        """Begin to stage the update; `poll` returns the vote."""
         staging = self._updates.in_staging
         if isinstance(staging, Prepare) and staging.command_id == message.command_id:
             return []
@@ -344,7 +345,7 @@ class EngineAgent:
         return isinstance(staging, Prepare) and staging.command_id == message.command_id
 
     def _cancel_update(self) -> list[Message]:
-        """End staging; no thread uses the weights afterwards. Returns the vote no, if one is
+        """Cancel staging; no thread uses the weights afterwards. Returns the vote no, if one is
         due."""
         cause = self._updates.cancel()
         self._updates.wait_until_unused()
@@ -373,11 +374,11 @@ class EngineAgent:
         return [*self._cancel_update(), *self._enter()]
 
     def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
-        """Enter the fleet, or begin to stage the weights that it serves. `error`: why staging
-        failed.
+        """Enter the fleet, or begin to stage the weights that it serves. `error`: the error that
+        staging ended with, if it failed.
 
-        The fleet may have replaced the weights that it named, and will name the newer ones; memory
-        may be short for a while. So a failed entry is tried again several times.
+        A failed entry is tried again several times: the fleet may have replaced the weights that
+        it named, and memory may be short for a while.
         """
         entry = self._entry
         assert entry is not None
@@ -392,7 +393,7 @@ class EngineAgent:
             if self._num_entry_failures == _MAX_ENTRY_FAILURES:
                 raise
             is_known = isinstance(fault, WeightUpdateError)
-            _logger.warning("the fleet is not entered yet: %s", fault, exc_info=not is_known)
+            _logger.warning("entering the fleet failed: %s", fault, exc_info=not is_known)
             self._retry_at = self._clock() + _RETRY_S
             return []
         self._entry, self._num_entry_failures = None, 0
@@ -401,7 +402,7 @@ class EngineAgent:
 
     def _lacks_weights_of(self, entry: RegisterAck) -> bool:
         """Commit the weights of the RegisterAck if they are staged, else begin to stage them.
-        Returns whether they are still missing."""
+        Returns whether the engine still lacks them."""
         engine = self._engine
         if entry.weights is None or entry.weights_version <= engine.weights_version:
             return False
@@ -416,6 +417,7 @@ class EngineAgent:
         return True
 
     def _reach(self, target: EngineState) -> None:
+        """Bring the engine into the fleet's state."""
         engine = self._engine
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()
@@ -429,12 +431,12 @@ class EngineAgent:
 
 
 def serve(agent: EngineAgent, link: Link) -> None:
-    """Do what the coordinator asks, and step while the lease is valid, until a SHUTDOWN.
+    """Execute the coordinator's messages, and step while the lease is valid, until a SHUTDOWN.
 
-    Raises a step's error after three failed steps in sequence, the last error if the fleet could
-    not be entered, and RolloutError if the link fails. A request that makes a step fail ends alone,
-    and the step does not raise. A LockstepError ends it at once, also without work. If steps raise,
-    the Disconnect names the requests of the last one.
+    Raises a step's error after three failed steps in sequence, the latest error if the engine could
+    not enter the fleet, and RolloutError if the link fails. A request that makes a step fail ends
+    alone, and the step does not raise. A LockstepError ends the loop at once, also without work. If
+    steps raise, the Disconnect names the requests of the last one.
     """
     num_failures = 0
     try:
@@ -463,7 +465,7 @@ def serve(agent: EngineAgent, link: Link) -> None:
             num_failures = 0
             _queue_all(agent, link, outbox)
             link.flush()
-    except LockstepError as error:  # in whatever it did last: no step can run any more
+    except LockstepError as error:  # in whatever call: no step can run any more
         link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)
         raise
     finally:

@@ -1,4 +1,7 @@
-"""EngineRequests: the attempts that one engine holds, and what it has reported of them."""
+"""EngineRequests: the attempts that one engine holds, their reported tokens and their replies.
+
+Used by EngineAgent. It adds requests to the engine and aborts them.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 class _ReportTimes:
-    """After which steps each attempt is reported: every `interval` steps, and about as many
-    attempts after each step, since reports of all after one step would delay the next.
+    """The steps after which each attempt is reported: every `interval` steps, and about as many
+    attempts after each step. Reports of all attempts after one step would delay the next.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class _ReportTimes:
         self._slots: dict[int, list[dict[int, None]]] = {}
 
     def slot(self, interval: int) -> dict[int, None]:
-        """Return the slot of this interval with the fewest requests; the caller adds one."""
+        """Return the slot of this interval with the fewest requests; the caller adds a request."""
         slots = self._slots.setdefault(interval, [{} for _ in range(interval)])
         return min(slots, key=len)
 
@@ -61,8 +64,9 @@ class _Running:
 
 
 class EngineRequests:
-    """Engine and coordinator use the same request ids. A reply is kept until it is acknowledged.
-    num_received: samples assigned since the engine registered, also those that have ended."""
+    """The attempts of one engine, by the coordinator's request ids, which the engine uses too. A
+    reply is kept until it is acknowledged. num_received: samples assigned since the engine
+    registered, including ended ones."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -74,7 +78,7 @@ class EngineRequests:
 
     @property
     def num_running(self) -> int:
-        """Attempts that have not ended, waiting or running."""
+        """Number of attempts that have not ended, whether they wait or run."""
         return len(self._running)
 
     def held(self) -> tuple[Attempt, ...]:
@@ -86,7 +90,7 @@ class EngineRequests:
         return tuple(Attempt(request_id=i, attempt=each.attempt) for i, each in running + ended)
 
     def attempts(self, request_ids: Iterable[int]) -> tuple[Attempt, ...]:
-        """Return the attempts of those of these requests that have not ended."""
+        """Return the attempts of these requests, without ended and unknown ones."""
         return tuple(
             Attempt(request_id=i, attempt=self._running[i].attempt)
             for i in request_ids
@@ -94,14 +98,15 @@ class EngineRequests:
         )
 
     def unacknowledged(self) -> list[EngineReply]:
+        """Return the kept replies."""
         return list(self._ended.values())
 
-    # ---- coming
+    # ---- assignments
 
     def assign(self, message: AssignRequest) -> list[EngineReply]:
-        """Queue the samples whose attempt is new.
+        """Add the samples whose attempt is new to the engine.
 
-        Returns replies: of samples that cannot run here, and of repeated ones that have ended.
+        Returns the replies of samples that cannot run here, and of repeated ones that have ended.
         """
         self.num_received += len(message.samples)
         replies: list[EngineReply] = []
@@ -119,7 +124,7 @@ class EngineRequests:
             try:
                 self._add(message, samples)
             except Exception as error:
-                # Whatever it is, it must not affect other requests.
+                # No fault of one prompt may affect other requests.
                 if not isinstance(error, RolloutError):
                     _logger.exception("%d requests of one prompt failed to enter", len(samples))
                 replies += [self._keep(_refusal(sample, error)) for sample in samples]
@@ -176,7 +181,7 @@ class EngineRequests:
         return [self._end(self._engine.abort_request(named.request_id))]
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return what to send instead of a message that no frame can carry: its halves, or a
+        """Return the messages to send in place of one that no frame can carry: its halves, or a
         reply with `error` for its only attempt. Raises `error` if the message has no attempt.
         """
         if isinstance(message, Progress) and (middle := len(message.runs) // 2):
@@ -201,7 +206,7 @@ class EngineRequests:
             self._engine.abort_request(request_id)
 
     def keep_only(self, attempts: Iterable[Attempt]) -> None:
-        """Drop all attempts that are not among these."""
+        """Drop all other attempts than these."""
         kept = {attempt.request_id: attempt.attempt for attempt in attempts}
         for request_id in [*self._running, *self._ended]:
             if kept.get(request_id) != self._known_attempt(request_id):

@@ -1,4 +1,7 @@
-"""WeightUpdates: the weight update of an engine, staged in a thread beside its steps."""
+"""WeightUpdates: the weight update of one engine, staged in a thread beside its steps.
+
+Used by EngineAgent. A commit changes the engine's weights; nothing before does.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors, by_name
 
 Fetch = Callable[[WeightsSource], NamedTensors]
-# What begins staging: an update, or an entry into a fleet with later weights.
+# A message that begins staging: an update, or an entry into a fleet with later weights.
 Cause = Prepare | RegisterAck
 
 
 class _Staging:
     """Fetches and stages one source in a thread of its own.
 
-    Staging copies the weights: under `lock`, which all such threads share, one stages at a time.
-    Fetching needs no lock, so that a fetch that hangs does not block the staging of another source.
+    Staging copies the weights, one source at a time, under a lock that all such threads share.
+    Fetching needs no lock: a fetch that hangs does not block the staging of another source.
     """
 
     def __init__(
@@ -35,7 +38,8 @@ class _Staging:
         base: WeightsSource | None,
         lock: threading.Lock,
     ) -> None:
-        """`base`: the full weights to put an adapter on; None: those that the engine serves."""
+        """`base`: the full weights below an adapter; None for the weights that the engine
+        serves."""
         self._engine, self._fetch, self._lock = engine, fetch, lock
         self._source, self._base = source, base
         self._is_cancelled = False
@@ -43,7 +47,7 @@ class _Staging:
         threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
 
     def cancel(self) -> None:
-        """Stop before the next tensor, or when the fetch returns. Does not wait for that."""
+        """Stop before the next tensor, or when the fetch returns, without waiting for it."""
         self._is_cancelled = True
 
     def _run(self) -> None:
@@ -54,7 +58,7 @@ class _Staging:
                 tensors = replace(tensors, base=by_name(self._fetch(self._base)))
             with self._lock:
                 self._check()
-                # What a link of deltas makes was checked by who has put it together.
+                # Whoever applied deltas has checked the tensors that they make.
                 announced = source.tensors_checksum if source.builds_on is None else ""
                 staged = self._engine.stage_weights(tensors, self._check, announced)
             if source.checksum not in ("", staged.checksum):
@@ -64,7 +68,7 @@ class _Staging:
                 )
             self._check()
             self.outcome = staged
-        except BaseException as error:  # whatever it is, it is the reason of a vote
+        except BaseException as error:  # any error is the reason of a vote
             self.outcome = error
 
     def _check(self) -> None:
@@ -76,16 +80,16 @@ class WeightUpdates:
     """At most one update of an engine. Only its staging happens outside the engine's thread.
 
     - Idle: a Prepare, or an entry into a fleet with later weights, begins staging.
-    - Staging, while steps go on. It ends with the vote yes, or with the vote no: by any fault, at
-      its deadline, or cancelled by a Rollback, another Prepare, another session, a suspend or
-      resume, or the engine's end.
+    - Staging, while steps go on. It ends with the vote yes, or with the vote no: after any fault,
+      at its deadline, or when a Rollback, another Prepare, another session, a suspend, a resume or
+      the engine's end cancels it.
     - Staged: a Commit puts the weights in place between two steps. A Rollback, another Prepare, and
       a session whose registration did not name the vote drop them.
     """
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
-        """`fetch` returns the tensors of a source, which must not change afterwards. Threads of
-        their own call it, perhaps before an earlier call has returned.
+        """`fetch` returns the tensors of a source, which must not change afterwards. Several
+        threads may call it at once.
         """
         self._engine, self._fetch = engine, fetch
         self._lock = threading.Lock()
@@ -97,13 +101,13 @@ class WeightUpdates:
 
     @property
     def in_staging(self) -> Cause | None:
-        """The message whose weights are being staged, else None."""
+        """The message whose weights are being staged; None while none are."""
         return None if self._staging is None else self._cause
 
     @property
     def voted_command_id(self) -> int | None:
-        """The command id of the staged update that waits for Commit or Rollback. Any thread may
-        ask."""
+        """The command id of the staged update that waits for Commit or Rollback; None without one.
+        Any thread may read it."""
         cause = self._cause
         if self._staged is None or not isinstance(cause, Prepare):
             return None
@@ -111,6 +115,7 @@ class WeightUpdates:
 
     @property
     def is_staged_for_entry(self) -> bool:
+        """Whether the weights that a RegisterAck named are staged."""
         return self._staged is not None and isinstance(self._cause, RegisterAck)
 
     @property
@@ -121,7 +126,7 @@ class WeightUpdates:
     # ---- staging
 
     def begin(self, cause: Cause, source: WeightsSource, expires_at: float) -> None:
-        """Begin to stage `source`; staged weights are dropped. Nothing may be staging already."""
+        """Drop staged weights and begin to stage `source`. No other staging may be under way."""
         assert self._staging is None
         self.drop()
         self._cause, self._expires_at = cause, expires_at
@@ -129,7 +134,8 @@ class WeightUpdates:
         self._staging = _Staging(self._engine, self._fetch, source, base, self._lock)
 
     def poll(self, now: float) -> tuple[Cause, BaseException | None] | None:
-        """Return the message whose staging has ended, and the error; None if none has ended."""
+        """Return the message whose staging has ended, with its error if it failed; None while no
+        staging has ended."""
         if self._staging is None or self._cause is None:
             return None
         cause, outcome = self._cause, self._staging.outcome
@@ -147,7 +153,7 @@ class WeightUpdates:
         return cause, outcome
 
     def cancel(self) -> Cause | None:
-        """Stop staging. Returns the message whose weights were being staged."""
+        """Cancel staging. Returns the message whose weights were being staged."""
         cause = self.in_staging
         if self._staging is not None:
             self._staging.cancel()
@@ -155,7 +161,7 @@ class WeightUpdates:
         return cause
 
     def wait_until_unused(self) -> None:
-        """Return when no thread reads the model any more. Call it after `cancel`."""
+        """Wait until no thread reads the model. Call it after `cancel`."""
         with self._lock:
             pass
 
@@ -164,7 +170,7 @@ class WeightUpdates:
     def commit(self) -> Mapping[str, Any]:
         """Serve the staged weights from the next step on. Returns the report as plain values.
 
-        Raises what Engine.commit_weights raises; the staged weights are dropped then, too.
+        Raises the errors of Engine.commit_weights; the staged weights are dropped then, too.
         """
         cause = self._cause
         assert cause is not None
@@ -188,5 +194,5 @@ class WeightUpdates:
 
 
 def _clear_in_a_thread(held: list[Any]) -> None:
-    """Clear the list. Returning gigabytes to the system takes longer than a step."""
+    """Clear the list in another thread: freeing gigabytes takes longer than a step."""
     threading.Thread(target=held.clear, name="weight-release", daemon=True).start()

@@ -1,4 +1,7 @@
-"""InferenceClient: submits requests and commands to a coordinator."""
+"""InferenceClient: submits requests and commands to a coordinator, for asyncio.
+
+Used by AsyncLLM, and by users who connect to a running fleet.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ Group = tuple[Prompt, Sequence[SamplingParams]]
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A command without an answer. read: makes the future's result of the engines' results."""
+    """A command without an answer. read: converts the engines' results to the future's result."""
 
     command: ControlMessage[Any]
     future: asyncio.Future[Any]
@@ -73,7 +76,8 @@ class _Pending:
 
 
 class CommandFutures:
-    """Futures by command id, in one event loop. A failure that nobody awaits is not reported.
+    """The futures of unanswered commands by command id, in one event loop. asyncio does not report
+    failures that nobody awaits.
 
     state, weights_version: the fleet's, by the latest answer of the coordinator.
     """
@@ -85,17 +89,17 @@ class CommandFutures:
         self.state, self.weights_version = EngineState.RUNNING, 0
 
     def connected(self, ack: ConnectAck) -> None:
-        """Take the fleet's state and the grace period from the coordinator's ConnectAck."""
+        """Keep the fleet's state and the grace period of the coordinator's ConnectAck."""
         self._grace_s = ack.answer_grace_s
         self.state, self.weights_version = engine_state_of(ack.state), ack.weights_version
 
     def submit(
         self, command: ControlMessage[R], read: Callable[[FleetResults[R]], _T]
     ) -> asyncio.Future[_T]:
-        """Send a command. Returns the future of what `read` makes of the engines' results. Raises
+        """Send a command. Returns the future of the engines' results, converted by `read`. Raises
         ConfigError for an argument of a wrong type.
 
-        The coordinator keeps the deadline; a grace period later the future fails by itself.
+        The coordinator enforces the deadline; a grace period later the future fails by itself.
         """
         command.check()
         loop, command_id = asyncio.get_running_loop(), command.command_id
@@ -120,7 +124,7 @@ class CommandFutures:
             future.exception()  # retrieved, so that asyncio does not report it
 
     def take(self, answer: Ack | Nack) -> None:
-        """Resolve a command's future. Ignores an answer to a command that was given up."""
+        """Resolve a command's future. Ignores the answer to a command whose future is done."""
         pending = None if answer.command_id is None else self._pending.get(answer.command_id)
         if pending is None or pending.future.done():
             return
@@ -169,7 +173,7 @@ class InferenceClient(ClientControlCalls):
         self.client_id = uuid.uuid4().bytes
         self.next_request_id = 0
         self.coordinator: ConnectAck | None = None  # None before the start
-        self.listener_task: asyncio.Task[None] | None = None  # takes what the coordinator sends
+        self.listener_task: asyncio.Task[None] | None = None  # handles the coordinator's messages
         self._name, self._curve, self._max_frame_bytes = name, curve, max_frame_bytes
         self.seed = given_or_drawn(seed, "a client")
         self._tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
@@ -189,9 +193,9 @@ class InferenceClient(ClientControlCalls):
     ) -> None:
         """Connect, and begin to listen. `loop`: if given, it must be the running one.
 
-        Raises CoordinatorLostError if nobody answers within `timeout_s`, the coordinator's reason
-        if it refuses this client (ProtocolError: another version), ClientStateError when started
-        already.
+        Raises CoordinatorLostError without an answer within `timeout_s`, the coordinator's error if
+        it refuses this client (ProtocolError: another version), and ClientStateError if the client
+        has been started already.
         """
         running = asyncio.get_running_loop()
         if loop not in (None, running):
@@ -208,12 +212,12 @@ class InferenceClient(ClientControlCalls):
             handshake=lambda: connect,
             on_news=self._wake_listener,
             curve=self._curve,
-            max_queued=None,  # what is pending bounds what comes and goes
+            max_queued=None,  # pending requests bound the messages in both directions
             max_frame_bytes=self._max_frame_bytes,
         )
         try:
             await asyncio.to_thread(self._link.wait_registered, timeout_s)
-        except BaseException:  # a cancelled start must not leave the link's thread, either
+        except BaseException:  # even a cancelled start must end the link's thread
             await self.aclose()
             raise
         self._take(self._link.receive())
@@ -242,7 +246,7 @@ class InferenceClient(ClientControlCalls):
         self._link.close("the client stops")
 
     async def aclose(self) -> None:
-        """Do as `stop`, and wait until the listener has ended."""
+        """Call `stop`, and wait until the listener has ended."""
         self.stop()
         if self.listener_task is not None:
             await asyncio.gather(self.listener_task, return_exceptions=True)
@@ -256,7 +260,7 @@ class InferenceClient(ClientControlCalls):
 
     @property
     def weights_version(self) -> int:
-        """The fleet's weights version, known as `state` is."""
+        """The fleet's weights version by the coordinator's latest answer."""
         return self._commands.weights_version
 
     @property
@@ -266,17 +270,17 @@ class InferenceClient(ClientControlCalls):
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]] | None:
+        """The link's ZeroMQ context; None before the start."""
         return None if self._link is None else self._link.context
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
-        """The link's socket, another one after a reconnect. Another thread uses it; do not call
-        it."""
+        """The link's socket, another one after a reconnect. Only the link's thread may use it."""
         return None if self._link is None else self._link.socket
 
     @property
     def num_malformed(self) -> int:
-        """Messages that were dropped because they were malformed."""
+        """Number of malformed messages that were dropped."""
         return 0 if self._link is None else self._link.num_malformed
 
     # ---- requests
@@ -309,14 +313,14 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[RequestFuture]:
-        """Submit samples of one prompt, which go to one engine. Otherwise as `add_request`."""
+        """Submit samples of one prompt, which go to one engine. Otherwise like `add_request`."""
         return self._submit([(prompt, sampling_params)], seeds, priority, deadline_s)[0]
 
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
         """Submit groups, each a prompt and its samples' params: all of them, or none if one is
-        malformed, or if anything is raised meanwhile (Ctrl-C). As `add_group` otherwise.
+        malformed or an exception such as KeyboardInterrupt comes. Otherwise like `add_group`.
         """
         return self._submit(groups, None, priority, deadline_s)
 
@@ -329,7 +333,8 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestStream:
-        """Submit a request, as `add_request` does; its tokens come as they are generated."""
+        """Submit a request like `add_request`. Returns its stream, which yields tokens as they are
+        generated."""
         return self.stream_groups(
             [(prompt, [sampling_params])], seeds=[seed], priority=priority, deadline_s=deadline_s
         )[0][0]
@@ -342,7 +347,8 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[list[RequestStream]]:
-        """Submit groups as `add_groups` does, each sample as a stream. seeds: of each group."""
+        """Submit groups like `add_groups`, each sample as a stream. seeds: the samples' seeds, the
+        same for each group."""
         added = self._submit(groups, seeds, priority, deadline_s, streaming=True)
         tokens_of, params = self._requests.tokens_of, [each for _, each in groups]
         return [streams_of(*each, tokens_of) for each in zip(added, params, strict=True)]
@@ -383,7 +389,7 @@ class InferenceClient(ClientControlCalls):
         self.next_request_id = next_id
         return self._requests.submit(submissions)
 
-    # ---- control calls: the methods are those of ClientControlCalls
+    # ---- control calls: ClientControlCalls has the other methods
 
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
@@ -403,8 +409,8 @@ class InferenceClient(ClientControlCalls):
         *,
         deadline_s: float = UPDATE_DEADLINE_S,
     ) -> asyncio.Future[WeightUpdateReport]:
-        """Commit the weights of `source` on all engines or on none. version: None means current +
-        1. in_flight: while engines run.
+        """Commit the weights of `source` on all engines or on none. version: None for the current
+        one + 1. in_flight: commit while engines run.
         """
         update = UpdateWeights(source=source, version=version, in_flight=in_flight)
         return self._commands.submit(self._numbered(update, deadline_s), update.merged)
@@ -417,7 +423,7 @@ class InferenceClient(ClientControlCalls):
             command, command_id=self._next_command_id - 1, deadline_s=float(deadline_s)
         )
 
-    # ---- between the link and the pending futures
+    # ---- messages
 
     def _require_usable(self) -> None:
         if self._is_stopped or self.coordinator is None:
@@ -452,7 +458,7 @@ class InferenceClient(ClientControlCalls):
             self._link.flush()
 
     def _wake_listener(self) -> None:
-        """Called by the link's thread."""
+        """Let `_listen` receive messages. The link's thread calls this."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._news.set)

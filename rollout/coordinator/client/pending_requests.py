@@ -1,4 +1,7 @@
-"""PendingRequests: the requests of one client, until their replies have arrived."""
+"""PendingRequests: the requests of one client, until their replies have arrived.
+
+Used by InferenceClient. It sends submissions, aborts and acknowledgements, and resolves futures.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ from rollout.wire import Message
 
 Record = DynamicInferenceRequestRecord
 
-# Replies are acknowledged together: a message for each would cost the coordinator as much as the
-# reply. Until then the coordinator keeps them.
+# One message acknowledges many replies: a message for each would cost the coordinator as much as
+# the reply. Until then the coordinator keeps them.
 MAX_UNACKNOWLEDGED = 64
 ACKNOWLEDGE_WITHIN_S = 0.01
 
@@ -73,7 +76,7 @@ class PendingRequests:
         self._to_acknowledge: list[Attempt] = []
 
     def connected(self, ack: ConnectAck) -> None:
-        """Take the window and the grace period from the coordinator's ConnectAck."""
+        """Keep the window and the grace period of the coordinator's ConnectAck."""
         self._grace_s = ack.answer_grace_s
         self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes
 
@@ -91,14 +94,14 @@ class PendingRequests:
                 added.append([])
                 self._add(submission, added[-1])
             self._send_held()
-        except BaseException:  # after a KeyboardInterrupt, too, nobody has the futures
+        except BaseException:  # even after a KeyboardInterrupt the caller has no futures
             for future in (future for futures in added for future in futures):
                 future.cancel()
             raise
         return added
 
     def tokens_of(self, future: RequestFuture) -> StreamedTokens:
-        """Return the tokens of a request that was just submitted as a stream."""
+        """Return the streamed tokens of a request that was just submitted."""
         tokens = self._requests[future.request_id].tokens
         assert tokens is not None, "submitted as a stream"
         return tokens
@@ -139,7 +142,7 @@ class PendingRequests:
             self._send_now(heapq.heappop(self._held)[2])
 
     def _has_room(self, message: SubmitRequest) -> bool:
-        """Whether the window has room for it; a single request always has."""
+        """Return whether the window has room for this submission. A first one always has room."""
         has_room = self._num_sent + len(message.samples) <= self._max_sent
         fits = self._num_sent_bytes + _num_bytes(message) <= self._max_sent_bytes
         return not self._num_sent or (has_room and fits)
@@ -187,7 +190,7 @@ class PendingRequests:
                 request.timer.cancel()
 
     def _deadline_passed(self, request: _Request) -> None:
-        """Fail a request that was not sent; for others the coordinator watches the deadline."""
+        """Fail a request that was not sent. The coordinator watches the deadlines of sent ones."""
         if not request.is_sent:
             self._remove(request)
             aborted = RequestAbortedError("the request's deadline has passed")
@@ -221,7 +224,7 @@ class PendingRequests:
             self._send(AbortRequest(attempts=attempts))
 
     def fail(self, error: RolloutError, *, quietly: bool = False) -> None:
-        """Fail all futures. `quietly`: asyncio does not report those that nobody awaits."""
+        """Fail all futures. `quietly`: asyncio does not report failures that nobody awaits."""
         self._held.clear()
         for request in list(self._requests.values()):
             self._remove(request)
@@ -242,8 +245,8 @@ class PendingRequests:
     # ---- replies
 
     def take(self, messages: Sequence[EngineReply | EngineReplyPartial]) -> None:
-        """Give replies to their futures and tokens to their streams, then send held requests. All
-        replies, also unknown ones, are acknowledged soon.
+        """Resolve the futures of replies, add tokens to their streams, and send held requests. All
+        replies, even unknown ones, are acknowledged soon.
         """
         for message in messages:
             if isinstance(message, EngineReplyPartial):

@@ -1,4 +1,7 @@
-"""Streams: the tokens of a request in order, each once, then its record."""
+"""Streams: the tokens of a request in order, each once, then its record.
+
+Used by InferenceClient; users iterate over RequestStream.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +38,25 @@ def set_exception(future: asyncio.Future[Any], error: RolloutError) -> None:
 
 
 class StreamedTokens:
-    """The tokens of one request in order. num_tokens: how many have come."""
+    """The tokens of one request in order. num_tokens: how many have arrived."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._runs: asyncio.Queue[TokenRun | None] = asyncio.Queue()  # None marks the end
 
     def add(self, run: TokenRun) -> None:
-        """Add the new tokens of `run`. If tokens before it are missing it is dropped: they are sent
-        again with all that follow, or come with the record."""
+        """Add the new tokens of `run`. Drops the run if tokens before it are missing: these are
+        sent again with all later tokens, or come with the record."""
         if run.offset <= self.num_tokens < run.end:
             self._runs.put_nowait(run.from_offset(self.num_tokens))
             self.num_tokens = run.end
 
     def end(self, _: object = None) -> None:
+        """Mark the end, which `next` returns as None."""
         self._runs.put_nowait(None)
 
     async def next(self) -> TokenRun | None:
-        """Wait for the next run; None at the end."""
+        """Wait for the next run. Returns None at the end."""
         return await self._runs.get()
 
 

@@ -1,4 +1,7 @@
-"""Submission: a group of requests, checked and as the message that is sent."""
+"""Submission: a group of requests, checked and converted to the message that is sent.
+
+Used by InferenceClient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from rollout.text import Prompt, Tokenizer, encode_prompt
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """text: the prompt, if it is text. error: the tokenizer's, which fails the samples."""
+    """A checked group. text: the prompt, if it is text. error: the tokenizer's error, with which
+    the samples fail."""
 
     message: SubmitRequest
     text: str | None
@@ -40,7 +44,8 @@ def submission_of(
 ) -> Submission:
     """Return the submission of samples of one prompt. Raises InvalidRequestError.
 
-    A sample's seed is the one given, else that of its params, else mix(client seed, request id).
+    A sample's seed is its entry in `seeds`, else its params' seed, else a mix of `client_seed` and
+    request id.
     """
     given = _checked_seeds(seeds, sampling_params)
     _check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -85,7 +90,7 @@ def _checked_seeds(
     given = [None] * len(sampling_params) if seeds is None else seeds
     if len(given) != len(sampling_params):
         raise InvalidRequestError(
-            f"{len(given)} seeds for {len(sampling_params)} samples; give one for each, or none"
+            f"{len(given)} seeds for {len(sampling_params)} samples; give one for each, or None"
         )
     for params in sampling_params:
         if not isinstance(params, SamplingParams):

@@ -1,1 +1,1 @@
-"""The coordinator without a socket: messages in, messages out; one owner for each concern."""
+"""The coordinator's decisions without socket, clock or thread: messages in, messages out."""

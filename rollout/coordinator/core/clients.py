@@ -1,4 +1,7 @@
-"""Clients: the sessions of clients, and the messages that could not be delivered to them."""
+"""Clients: connects clients, watches their leases and sends undelivered messages again.
+
+Used by CoordinatorCore. It makes and ends ClientSessions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Clients:
         self.sessions: dict[bytes, ClientSession] = {}
 
     def connect(self, identity: bytes, message: Connect, now: float) -> None:
-        """Shake hands. A client that comes back gets all that is kept for it."""
+        """Accept a client. One that reconnects gets all that it has missed."""
         context, limits = self._context, self._context.limits
         here = context.sessions.get(identity)
         if isinstance(here, ClientSession) and here.client_id != message.client_id:
@@ -78,13 +81,13 @@ class Clients:
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
-        """Answer, and send again what could not be delivered: only with heartbeats, since each of a
-        slow client's acknowledgements would bring all of it."""
+        """Answer a heartbeat, and send undelivered messages again. Only heartbeats do that: if each
+        acknowledgement did, a slow client would get all of them each time."""
         self._resend_missed(client)
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
     def _resend_missed(self, client: ClientSession) -> None:
-        """Send what was missed. What fails again is remembered again."""
+        """Send undelivered messages again. Those that fail again are remembered again."""
         answers, tokens = client.take_missed()
         for answer in answers:
             self._context.send(client, answer)
@@ -92,7 +95,7 @@ class Clients:
             self._requests.resend(client, request_id, offset)
 
     def check(self, client_id: bytes, now: float) -> None:
-        """Remove the client if its lease has run out, else set the next check."""
+        """Remove a client whose lease has run out, else set the time of the next check."""
         client = self.sessions[client_id]
         lease_end = client.last_seen + self._context.limits.client_lease_s
         if now < lease_end:

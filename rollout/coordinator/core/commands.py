@@ -1,4 +1,9 @@
-"""CommandQueue: the commands of all clients, run one after the other, each answered once."""
+"""CommandQueue: the commands of all clients, run one after the other, each answered once.
+
+An Operation is one command over all engines, from the messages to each of them to its outcome. A
+class of operations each: state changes, version changes, weight updates, stats, the shutdown. They
+change the Fleet once engines have confirmed. Used by CoordinatorCore.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +55,13 @@ _RECOMPUTE = KVCacheManagementMode.RECOMPUTE.value  # the mode that keeps no cac
 
 
 class Operation:
-    """One command of a client, asked of each engine.
+    """One command of a client, sent to each engine.
 
-    outcome: None until it has ended, then its result or the error for the client. members: the
-    engines that were asked, by id. waiting: those that have not answered. An engine that is removed
-    meanwhile is in neither; its rank is in lost_ranks. command_id: the id towards engines.
-    deadline_at: in seconds of the core's clock. holds_engines: an engine may be busy with it
-    instead of stepping.
+    outcome: None while it runs, then its result or the error for the client. members: the engines
+    that it was sent to, by id. waiting: the members that have not answered. An engine that is
+    removed meanwhile is in neither; its rank is in lost_ranks. command_id: the id towards engines.
+    deadline_at: in seconds of the core's clock. holds_engines: an engine may be busy with the
+    command instead of stepping.
     """
 
     holds_engines = True
@@ -80,14 +85,14 @@ class Operation:
         self.refusals: dict[int, WireError] = {}  # by rank, the first one first
 
     def begin(self, now: float) -> None:
-        """Ask the engines. Raises RolloutError if the command cannot be done at all."""
+        """Send the command to the engines. Raises RolloutError if it cannot be done at all."""
         seconds_left = self.deadline_at - now
         own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
         self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
-        """All members have answered. The outcome is the first refusal, or the reports of all
-        engines. Ranks are strings, as keys of a message's map must be."""
+        """End the command, whose members have all answered. The outcome is the first refusal, or
+        the reports of all engines. Ranks are strings, as keys of a message's map must be."""
         self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
             "weights_version": self.fleet.weights_version,
@@ -97,11 +102,11 @@ class Operation:
         }
 
     def timed_out(self, now: float) -> None:
-        """The deadline has passed, with members that have not answered."""
-        self.end_unanswered(now, "ask again")
+        """End the command, whose deadline has passed before all members have answered."""
+        self.end_unanswered(now, "give the command again")
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
-        """A member that was waited for has answered."""
+        """Keep the answer of a member. The last answer completes the command."""
         self.stop_waiting(engine, now)
         if isinstance(answer, Ack):
             self.results[engine.rank] = answer.result
@@ -113,7 +118,7 @@ class Operation:
             self.complete(now)
 
     def lost(self, engine: EngineSession, now: float) -> None:
-        """An engine has left the fleet."""
+        """Remove an engine that has left the fleet."""
         if self.members.get(engine.engine_id) is not engine:
             return
         del self.members[engine.engine_id]
@@ -122,7 +127,8 @@ class Operation:
             self.complete(now)
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
-        """Make these engines the members, and ask them. Without engines the operation completes."""
+        """Send `message` to these engines, which become the members. Without engines the operation
+        completes."""
         self.members = {engine.engine_id: engine for engine in engines}
         self.waiting = dict(self.members)
         for engine in self.members.values():
@@ -133,20 +139,21 @@ class Operation:
             self.complete(now)
 
     def stop_waiting(self, engine: EngineSession, now: float) -> None:
-        """The engine has answered, or its answer is no longer needed."""
+        """Stop waiting for an engine: it has answered, or its answer is no longer needed."""
         del self.waiting[engine.engine_id]
         if self.holds_engines:
             engine.end_command(now)
 
     def stop_waiting_for_all(self, now: float) -> list[EngineSession]:
-        """Wait for no member any more. Returns those that have not answered."""
+        """Stop waiting for all members. Returns the members that have not answered."""
         silent = list(self.waiting.values())
         for engine in silent:
             self.stop_waiting(engine, now)
         return silent
 
     def end_unanswered(self, now: float, ending: str) -> None:
-        """Fail with the ranks that have not answered. `ending`: the end of the message."""
+        """Fail with an error that names the ranks without an answer. `ending`: the last part of
+        the message."""
         silent = self.stop_waiting_for_all(now)
         ranks = ", ".join(str(engine.rank) for engine in silent)
         error = EngineStateError(f"{self.name}: no answer in time from rank {ranks}; {ending}")
@@ -154,13 +161,14 @@ class Operation:
 
 
 class StatsOperation(Operation):
-    """Stats. It changes nothing, so it runs beside other commands, and says nothing of progress."""
+    """Stats. It changes nothing, so it runs beside other commands and keeps no engine from
+    stepping."""
 
     holds_engines = False
 
     def complete(self, now: float) -> None:
-        """Add to the reports the number of requests that no engine has, and of refused connections
-        and peers."""
+        """Add the numbers of waiting requests, refused connections and unknown peers to the
+        reports."""
         super().complete(now)
         if isinstance(self.outcome, Mapping):
             num_unknown = self.context.counters.num_unknown_peers
@@ -173,18 +181,19 @@ class ShutdownOperation(Operation):
     """Shutdown. It is legal in every state, and the fleet ends whatever engines answer."""
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
-        """Ask engines that are not ready yet, too: they would look for the coordinator for ever."""
+        """Send it to engines that are not ready yet, too: they would wait for the coordinator for
+        ever."""
         super().ask(self.registry.engines.values(), message, now)
 
     def timed_out(self, now: float) -> None:
-        self.end_unanswered(now, "the coordinator ends all the same")
+        self.end_unanswered(now, "the coordinator ends nevertheless")
 
 
 class StateChange(Operation):
     """Pause, Unpause, Suspend, Resume, Stop. The state changes once all engines have confirmed.
 
-    If only some have, the state stays and the fleet is diverged: the client can repeat the command
-    or give its reverse, which engines that are in its target state confirm at once.
+    If only some have confirmed, the state stays and the fleet is diverged: the client can repeat
+    the command or give its reverse, which engines in its target state confirm at once.
     """
 
     message: Command[Any]
@@ -219,7 +228,7 @@ class StateChange(Operation):
 class EpochChange(Operation):
     """SetGenerationEpoch, IncrementStaleness: the same weights under a later version.
 
-    Unless every engine refuses, the version is set: an engine that has not confirmed is removed,
+    Unless every engine refuses, the version is set. An engine that has not confirmed is removed,
     and gets the version when it registers again.
     """
 
@@ -314,10 +323,10 @@ class WeightCommit(Operation):
             # Without a vote nobody knows whether engines can load these weights.
             num_others = self.registry.num_awaiting_push
             if num_others and self.message.source.lora is not None:
-                reason = f"all {num_others} engines lack the weights below this adapter"
+                reason = f"all {num_others} engines lack the full weights of this adapter"
                 self._refuse(reason, now, "push the full weights first")
                 return
-            reason = f"no engine was there to verify version {self._version}"
+            reason = f"no engine is ready to verify version {self._version}"
             self._refuse(reason, now, "push again when one has joined", is_transient=True)
         else:
             checksum, fault = self._agreed_checksum()
@@ -331,7 +340,7 @@ class WeightCommit(Operation):
             ranks = ", ".join(str(engine.rank) for engine in self.waiting.values())
             self._refuse(f"no vote in time from rank {ranks}", now)
             return
-        # An engine with work takes the commit between two steps, and confirms it after the second.
+        # An engine with work commits between two steps, and confirms after the second.
         ends = {}
         for engine_id, engine in self.waiting.items():
             step_s = self.context.limits.step_deadline_s(engine.longest_step_s)
@@ -340,20 +349,20 @@ class WeightCommit(Operation):
             ends[engine_id] = end if engine.is_stepping else now
         for engine in list(self.waiting.values()):
             if now >= ends[engine.engine_id]:
-                # The core then calls `lost` for it, which ends waiting for it.
+                # The core then calls `lost` for it, which stops waiting for it.
                 reason = f"it did not commit version {self._version} in time"
                 self.registry.remove(engine, reason, now, suspects=())
         self.deadline_at = min((end for end in ends.values() if end > now), default=now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
-        """Return the checksum of source and members, and what is wrong if they differ."""
+        """Return the checksum that source and members agree on, and "", or "" and the fault."""
         named: dict[str, str] = {}
         if self.message.source.checksum:
             named[self.message.source.checksum] = "the source"
         for rank, vote in sorted(self.results.items()):
             checksum = (vote or {}).get("checksum") or ""
             if not isinstance(checksum, str):
-                return "", f"rank {rank} names the checksum {checksum!r:.100}, which is no text"
+                return "", f"rank {rank} names the checksum {checksum!r:.100}, which is not text"
             if checksum:
                 named.setdefault(checksum, f"rank {rank}")
         if len(named) > 1:
@@ -385,7 +394,7 @@ class WeightCommit(Operation):
         self._roll_back(WireError.of(error), now)
 
     def _roll_back(self, error: WireError, now: float) -> None:
-        """Drop the update everywhere. No answer is awaited: nothing was committed."""
+        """Drop the update on all engines, without waiting for answers: nothing was committed."""
         self.stop_waiting_for_all(now)
         self.context.counters.num_weight_rollbacks += 1
         logger.warning("version %d is rolled back: %s", self._version, error.message)
@@ -409,15 +418,15 @@ def operation_of(
             return StatsOperation(*arguments)
         case Shutdown():
             return ShutdownOperation(*arguments)
-        case ChecksumWeights():  # no commit runs meanwhile, so that engines can be compared
+        case ChecksumWeights():  # no commit runs meanwhile: the engines can be compared
             return Operation(*arguments)
         case _:
             return StateChange(*arguments)
 
 
 class CommandQueue:
-    """One command runs at a time, and the others wait in order; Stats run beside it. is_over:
-    whether a Shutdown has been done."""
+    """Runs one command at a time, while the others wait in order; Stats run beside it. is_over:
+    whether a Shutdown is done."""
 
     def __init__(self, registry: Registry, requests: RequestLifecycle) -> None:
         self._registry, self._context, self._requests = registry, registry.context, requests
@@ -438,7 +447,7 @@ class CommandQueue:
     # ---- input
 
     def submit(self, client: ClientSession, message: ControlMessage[Any], now: float) -> None:
-        """Queue a command. If it is a repeated one, its answer is sent again, if there is one."""
+        """Queue a command. A repeated one gets its answer again, if there is one."""
         limits, counters = self._context.limits, self._context.counters
         if message.command_id in client.answers:
             answer = client.answers[message.command_id]
@@ -448,7 +457,10 @@ class CommandQueue:
             return
         num_pending = len(self._queue) + len(self._running)
         if num_pending > limits.max_queued_commands:
-            error = EngineStateError(f"{num_pending} commands wait already; try again later")
+            error = EngineStateError(
+                f"{num_pending} commands wait already, max_queued_commands="
+                f"{limits.max_queued_commands}; try again later"
+            )
             self.refuse(client, nack_of(message.command_id, error))
             return
         counters.num_commands += 1
@@ -464,14 +476,14 @@ class CommandQueue:
             self._queue.append(operation)
 
     def refuse(self, client: ClientSession, refusal: Nack) -> None:
-        """Refuse a command that is not taken. Nothing is sent if its id is one of a known
-        command."""
+        """Refuse a command that was not accepted. Nothing is sent if its id is known."""
         if refusal.command_id not in client.answers:
             self._context.counters.num_commands_refused += 1
             self._context.send(client, refusal)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
-        """Take an engine's answer. One that no command waits for is counted and dropped."""
+        """Pass an engine's answer to its command. An answer that no command waits for is counted
+        and dropped."""
         operation = None if answer.command_id is None else self._running.get(answer.command_id)
         if operation is None or operation.waiting.get(engine.engine_id) is not engine:
             self._context.counters.num_unexpected += 1
@@ -480,7 +492,7 @@ class CommandQueue:
         self._go_on(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
-        """Report to running commands that an engine has left."""
+        """Tell running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
             self._go_on(operation)
@@ -496,20 +508,19 @@ class CommandQueue:
         self._answer(operation, _not_begun(operation))
 
     def advance(self, now: float) -> bool:
-        """Begin the next command if none runs; returns whether there was one."""
+        """Begin the next command if none runs. Returns whether one was taken from the queue."""
         if self.is_busy or not self._queue or self.is_over:
             return False
         operation = self._queue.popleft()
         if now >= operation.deadline_at:
-            # Its deadline passed at the same time as that of the command before it.
+            # Its deadline passed together with the deadline of the command before it.
             self._answer(operation, _not_begun(operation))
         else:
             self._begin(operation, now)
         return True
 
     def shorten_answer(self, client: ClientSession, command_id: int) -> None:
-        """Answer again, without the engines' reports: with them the answer is too large to be
-        sent."""
+        """Send an answer again without the engines' reports, with which it is too large."""
         answer = client.answers.get(command_id)
         if not isinstance(answer, Ack) or answer.result is None:
             return
@@ -518,7 +529,7 @@ class CommandQueue:
         self._context.send(client, shorter)
 
     def close(self, reason: str) -> None:
-        """Refuse whatever runs or waits."""
+        """Refuse all commands that run or wait."""
         error = WireError.of(RequestAbortedError(reason))
         for operation in [*self._running.values(), *self._queue]:
             self._answer(operation, error)
@@ -539,8 +550,8 @@ class CommandQueue:
             self._go_on(operation)
 
     def _go_on(self, operation: Operation) -> None:
-        """Answer a running command if it has ended, else set its timer: its deadline may have
-        moved."""
+        """Answer a running command that has ended. Else set its timer: its deadline may have
+        changed."""
         if operation.outcome is None:
             self._context.timers.set(("command", operation.command_id), operation.deadline_at)
             return
@@ -580,5 +591,5 @@ def _without_reports(command_id: int, outcome: Mapping[str, Any]) -> Ack:
 def _not_begun(operation: Operation) -> WireError:
     """Return the outcome of a command whose deadline passed while others ran."""
     return WireError.of(
-        EngineStateError(f"{operation.name}: not begun in time, others ran before it")
+        EngineStateError(f"{operation.name}: not begun in time, other commands ran before it")
     )

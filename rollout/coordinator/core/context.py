@@ -1,4 +1,7 @@
-"""Context: limits, timers, counters, sessions and the outbox, which all parts of the core share."""
+"""Context: limits, timers, counters, sessions and the outbox, which all parts of the core share.
+
+Each part of the core appends to the outbox, sets timers and counts; CoordinatorCore empties them.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,19 @@ TimerKey = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorLimits:
-    """Raises ConfigError unless each is positive, and a heartbeat fits twice into each lease.
+    """Deadlines, leases and bounds of a coordinator. Raises ConfigError unless each is positive,
+    and a heartbeat fits twice into each lease.
 
-    client_lease_s, engine_lease_s: a peer that sent nothing for so long has gone.
+    client_lease_s, engine_lease_s: a peer that sends nothing for this time has vanished.
     heartbeat_s: how often peers send a heartbeat.
-    probe_interval_s: how often each engine is sent a heartbeat, which fails if it was killed.
-    progress_deadline_s: an engine that has work and makes no step for so long is given up, unless a
+    probe_interval_s: how often each engine is sent a heartbeat; sending fails if it was killed.
+    progress_deadline_s: an engine that has work and ends no step for this time is removed, unless a
     step of its model may take longer: see `step_deadline_s`.
     orphan_deadline_s: how long requests wait while there is no engine at all.
     push_wait_s: how long requests wait while no engine has the fleet's weights, which were sent by
-    a transport that keeps none, so that the trainer has to push again.
+    a transport that keeps no copy, so that the trainer has to push again.
     command_deadline_s: the deadline of commands that name none.
-    max_lost_attempts: a request fails when so many engines were lost while they ran it.
+    max_lost_attempts: a request fails when this many engines have failed while they ran it.
     abort_grace_s: how long an aborted request waits for the record of its engine.
     commit_grace_s: the least time that an engine has for a commit once it is decided. An engine
     with work has longer, as long as no step takes longer than `step_deadline_s`.
@@ -45,11 +49,11 @@ class CoordinatorLimits:
     max_kept_reply_bytes: kept replies of one client. Beyond one of these four, new requests are
     refused with a transient error.
     max_token_log_bytes: reported tokens of all requests. Beyond it, a request that is not streamed
-    resumes from an earlier token if its engine is lost.
+    resumes from an earlier token if its engine fails.
     max_answered_ids: acknowledged requests per client by which a repeated submission is recognized.
     max_answers: answers kept per client for repeated commands.
     max_queued_commands: waiting commands of all clients.
-    max_noted_peers: unknown and faulty peers that are remembered, so that each is logged once.
+    max_noted_peers: unknown and faulty peers that are remembered; each is logged once.
     """
 
     client_lease_s: PositiveSeconds = 30.0
@@ -86,9 +90,9 @@ class CoordinatorLimits:
                 )
 
     def step_deadline_s(self, longest_step_s: float) -> float:
-        """Return how long an engine may take for a step. `longest_step_s`: as it has measured; its
-        next step may have longer contexts, or fewer processors, so that it has several times as
-        long."""
+        """Return how long an engine may take for a step: several times its longest one so far, as
+        the next step may have longer contexts or fewer processors, and at least
+        `progress_deadline_s`."""
         return min(max(self.progress_deadline_s, _STEP_SLACK * longest_step_s), MAX_SECONDS)
 
     @property
@@ -101,8 +105,8 @@ class CoordinatorLimits:
 
 
 def num_ahead(max_requests: int) -> int:
-    """Return how many requests wait at an engine that runs up to `max_requests`, so that others can
-    begin as soon as a step ends some. All further requests wait in the coordinator."""
+    """Return how many requests wait at an engine that runs up to `max_requests`, ready to begin
+    when running ones end. All further requests wait in the coordinator."""
     return max(8, max_requests // 8)
 
 
@@ -160,11 +164,13 @@ class Counters:
     """Counts since the coordinator was made.
 
     num_requests: accepted requests; each ends as one of num_completed, num_failed (by an engine or
-    by the coordinator) and num_abandoned (its client has gone). num_refused: requests that were not
+    by the coordinator) and num_abandoned (its client has left). num_refused: requests that were not
     accepted. num_duplicates: submissions, tokens and replies that were known already. num_gaps:
     progress that was not kept: tokens were missing before it, or the log was full. num_stale:
     messages of attempts and sessions that have been replaced. num_unexpected: messages that the
     peer may not send, or that name nothing known. num_undelivered: messages to unreachable peers.
+    num_engines_lost: engines that were removed, for whatever reason. num_clients_lost: clients
+    whose lease has run out.
     """
 
     num_frames: int = 0
@@ -192,8 +198,10 @@ class Counters:
 
 @dataclass(slots=True)
 class Context:
-    """refused: connections that were, by reason. outbox: (identity, message) to be sent; the
-    core empties it. sessions: by identity; Registry and Clients write it.
+    """The state that all parts of the core share.
+
+    refused: returns the number of refused connections by reason. outbox: (identity, message) to be
+    sent; the core empties it. sessions: by identity; Registry and Clients write it.
     """
 
     coordinator_id: bytes
@@ -205,4 +213,5 @@ class Context:
     sessions: dict[bytes, Session] = field(default_factory=dict)
 
     def send(self, session: Session, message: Message) -> None:
+        """Queue a message for this peer."""
         self.outbox.append((session.identity, message))

@@ -1,4 +1,7 @@
-"""CoordinatorCore: messages in, messages out. No socket, no clock, no thread."""
+"""CoordinatorCore: passes each message to the part that handles it, and returns the answers.
+
+Used by DataParallelInferenceCoordinator, which has the socket and the clock.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,9 @@ Handler = Callable[[Any, Any, float], None]
 
 
 class CoordinatorCore:
-    """Its owner passes every frame to `handle`, calls `tick` after some frames and at
-    `next_deadline`, and sends the messages that both return, in order. Times are seconds of one
-    monotonic clock. The same calls give the same results.
+    """The whole coordinator but its socket. Its owner passes every frame to `handle`, calls `tick`
+    after some frames and at `next_deadline`, and sends the messages that both return, in order.
+    Times are seconds of one monotonic clock. The same calls give the same results.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class CoordinatorCore:
     ) -> None:
         """`block_size_tokens`: the size of the blocks by which prompts are routed; None ignores
         prefixes. `deterministic_mode`: engines are admitted once all have registered, and their
-        ranks follow their ids. `refused`: counts the connections that were refused, by reason.
+        ranks follow their ids. `refused`: returns the number of refused connections by reason.
         """
         self._context = context = Context(
             coordinator_id, limits or CoordinatorLimits(), refused=refused
@@ -127,7 +130,7 @@ class CoordinatorCore:
             Disconnect: lambda client, message, now: clients.remove(client),
         }
 
-    # ---- what can be read
+    # ---- state
 
     @property
     def state(self) -> CoordinatorState:
@@ -139,31 +142,32 @@ class CoordinatorCore:
 
     @property
     def is_over(self) -> bool:
-        """Whether a SHUTDOWN has been done."""
+        """Whether a SHUTDOWN is done, so that the coordinator must end."""
         return self._commands.is_over
 
     @property
     def num_requests_held(self) -> int:
-        """Requests that are unfinished or whose reply is kept."""
+        """Number of requests that are unfinished or whose reply is kept."""
         return len(self._table.requests)
 
     def ranks(self) -> dict[int, bytes]:
-        """The engines that get work: their ids by rank."""
+        """Return the ids of the engines that get work, by rank."""
         engines = self._registry.ready_engines()
         return dict(sorted((engine.rank, engine.engine_id) for engine in engines))
 
     def is_engine(self, identity: bytes) -> bool:
-        """Whether an engine has this identity; it counts as lost if it cannot be reached."""
+        """Return whether an engine has this identity. Messages to an engine are kept while it is
+        slow; an engine that cannot be reached is removed."""
         return isinstance(self._context.sessions.get(identity), EngineSession)
 
     def next_deadline(self) -> float | None:
-        """When `tick` must be called at the latest; None if no timer is set."""
+        """Return when `tick` must be called at the latest; None if no timer is set."""
         return self._context.timers.first_due_at()
 
     # ---- input
 
     def handle(self, identity: bytes, frame: bytes | memoryview | Message, now: float) -> Outgoing:
-        """Handle one frame of a peer, whatever its bytes. Returns the messages to send."""
+        """Handle one frame of a peer, whatever its bytes are. Returns the messages to send."""
         self.counters.num_frames += 1
         message = frame if isinstance(frame, Message) else self._decoded(identity, frame, now)
         if message is not None:
@@ -186,7 +190,8 @@ class CoordinatorCore:
     def undelivered(
         self, identity: bytes, message: Message, fault: ProtocolError | None, now: float
     ) -> Outgoing:
-        """A message could not be sent: no frame can carry it (`fault`), or its peer is not there.
+        """Handle a message that could not be sent. `fault`: why no frame can carry it; None if its
+        peer cannot be reached.
 
         An engine that cannot be reached is removed; a client gets the message again with its next
         heartbeat. Returns the messages to send.
@@ -205,13 +210,14 @@ class CoordinatorCore:
             session.miss(message)
         return self._settled(now)
 
-    def stood_still(self, seconds: float) -> None:
-        """Extend all leases: the process stood still for so long, and could receive nothing."""
+    def extend_leases(self, seconds: float) -> None:
+        """Extend all leases by the time in which the process was stopped and received nothing."""
         for session in self._context.sessions.values():
             session.extend_lease(seconds)
 
     def close(self, reason: str) -> Outgoing:
-        """End: fail all that is unfinished and disconnect. Returns the messages to send."""
+        """Fail all unfinished requests and commands, and disconnect. Returns the messages to
+        send."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
         self._registry.end_turn()
@@ -237,8 +243,8 @@ class CoordinatorCore:
             handler(session, message, now)
 
     def _take_from_unknown_peer(self, identity: bytes, message: Message, now: float) -> None:
-        """Take a handshake. Another message may be that of a peer that was given up: ask it to
-        register again, but at most once per heartbeat interval."""
+        """Handle a handshake. Any other message may come from a peer whose session has ended: ask
+        it to connect or register again, at most once per heartbeat interval."""
         if isinstance(message, Connect):
             self._clients.connect(identity, message, now)
             return
@@ -247,7 +253,7 @@ class CoordinatorCore:
             return
         self.counters.num_unknown_peers += 1
         name, limits = type(message).__name__, self._context.limits
-        self._log_once(identity, f"sent a {name} without having shaken hands")
+        self._log_once(identity, f"sent a {name} before a handshake")
         if now - self._answered_at.get(identity, -math.inf) < limits.heartbeat_s:
             return
         self._answered_at.pop(identity, None)  # so that it becomes the newest entry
@@ -256,10 +262,10 @@ class CoordinatorCore:
         self._context.outbox.append((identity, nack_of(None, error)))
 
     def _decoded(self, identity: bytes, frame: bytes | memoryview, now: float) -> Message | None:
-        """Return the message in a frame; None, and an answer, if it is malformed.
+        """Return the message in a frame; None if it is malformed.
 
-        The requests and the command that a connected peer's frame names fail: somebody waits for
-        them. A handshake of another protocol version is refused.
+        The requests and the command that a connected peer's malformed frame names fail, since a
+        client waits for them. A handshake of another protocol version is refused.
         """
         try:
             return decode(frame)
@@ -284,7 +290,7 @@ class CoordinatorCore:
         self._log_once(identity, f"sent a malformed frame: {fault}")
 
     def _log_once(self, identity: bytes, what: str) -> None:
-        """Log what a peer did; only the first entry of each peer is logged."""
+        """Log the action of a peer; only the first one of each peer is logged."""
         if identity not in self._logged:
             self._logged[identity] = None
             logger.warning("peer %s %s", identity.hex()[:32], what)
@@ -292,8 +298,8 @@ class CoordinatorCore:
     # ---- after each call
 
     def _settle(self, now: float) -> None:
-        """Report lost engines to the commands. Between commands admit engines and begin the next
-        command."""
+        """Report removed engines to the commands. Between commands, admit engines and begin the
+        next command."""
         registry, commands = self._registry, self._commands
         while commands.has_any or not registry.is_settled:
             while registry.departed:

@@ -1,4 +1,7 @@
-"""Dispatcher: the fleet's one queue of requests, and their assignment to engines."""
+"""Dispatcher: the fleet's one queue of requests, and their assignment to engines.
+
+Used by all parts of the core that make requests wait or engines leave. It sends AssignRequests.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 # Sampling params up to this size are cached: most requests share theirs.
 _MAX_REMEMBERED_BYTES = 4096
-# Every sixteenth group is the one that has waited longest, so that none starves.
+# Every sixteenth group is the one that has waited longest: no group starves.
 _OLDEST_EVERY = 16
 
 
 class GroupQueue:
     """Groups by priority, then arrival. groups: by id; ids rise with arrival. Each call takes
-    logarithmic time in their number (amortized)."""
+    logarithmic time in the number of groups (amortized)."""
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
-        # These heaps may have entries of groups that have left, and two of one that is back.
+        # These heaps may have entries of removed groups, and two of a group that was added again.
         self._by_priority: list[tuple[int, int]] = []
         self._by_arrival: list[tuple[int, int]] = []
         self._num_taken = 0
@@ -54,6 +57,7 @@ class GroupQueue:
             heapq.heapify(self._by_arrival)
 
     def discard(self, group_id: int) -> None:
+        """Remove a group if it is in the queue."""
         self.groups.pop(group_id, None)
 
     def take(self) -> Group:
@@ -67,11 +71,12 @@ class GroupQueue:
 
 
 class Dispatcher:
-    """The only caller of the routing policy, and the only one that assigns requests.
+    """Assigns waiting requests to engines, by the routing policy, which nothing else calls.
 
     Groups wait by priority, then arrival, until an engine has room, by the credit that it grants. A
     group goes as a whole to an engine that has room for one sample. Requests that may have made
-    engines fail wait apart: each engine gets one of them at a time, so that the next loss names it.
+    engines fail and have one attempt left (their last chance) wait apart: each engine gets one of
+    them at a time, so that the next failure shows the request that causes it.
     """
 
     def __init__(
@@ -83,16 +88,16 @@ class Dispatcher:
         block_size_tokens: int | None,
         recorder: ScheduleRecorder | None,
     ) -> None:
-        """`block_size_tokens`: None routes without looking at prefixes."""
+        """`block_size_tokens`: the size of the blocks to route by; None ignores prefixes."""
         self._context, self._table = context, table
         self._policy, self._recorder = policy, recorder
         self.block_size_tokens = block_size_tokens
         self._queue = GroupQueue()
         self._last_chances: dict[int, Request] = {}
         self._ready: dict[int, EngineSession] = {}  # by rank
-        self._with_room: dict[int, EngineSession] = {}
-        self._is_policy_blamed = False
-        self.awaits_push = False  # whether only a push brings an engine that gets work
+        self._with_room: dict[int, EngineSession] = {}  # by rank
+        self._is_fault_logged = False  # of the policy
+        self.awaits_push = False  # whether only a weight push can make an engine ready
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:
         """Return the hashes of the prompt's whole blocks; [] if prefixes are ignored."""
@@ -128,8 +133,8 @@ class Dispatcher:
         return requests
 
     def caches_dropped(self, engines: Iterable[EngineSession]) -> None:
-        """These engines reuse no block that they had cached: they serve other weights, or have
-        released their KV memory."""
+        """Note that these engines cannot reuse their cached blocks: they serve other weights, or
+        have released their KV memory."""
         for engine in engines:
             if engine.is_ready:
                 self._policy.cache_dropped(engine.rank)
@@ -160,7 +165,8 @@ class Dispatcher:
                 self._watch_orphans([request.group.group_id], now)
 
     def released(self, request: Request, engine: EngineSession | None) -> None:
-        """A request has ended, which `engine` had, or which waited if that is None."""
+        """Release the place of a request that has ended at `engine`, or in the queue if that is
+        None."""
         if engine is None:
             self._leave_queue(request)
             return
@@ -170,13 +176,14 @@ class Dispatcher:
             self._update_room(engine)
 
     def progressed(self, request: Request, engine: EngineSession) -> None:
-        """The request made progress: earlier losses of engines do not count against it any more."""
+        """Note progress of a request: earlier failures of its engines no longer count against
+        it."""
         request.lost_attempts = frozenset()
         engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Give a registering engine back its current attempts: those of requests that were not
-        assigned to another engine since."""
+        """Give a registering engine those of its attempts back that are still current: their
+        requests were not assigned to another engine since."""
         for held in running:
             request = self._table.requests.get(held.request_id)
             if (
@@ -192,7 +199,7 @@ class Dispatcher:
                     engine.begin_last_chance(request)
 
     def _leave_queue(self, request: Request) -> None:
-        """A request no longer waits."""
+        """Remove a request that no longer waits."""
         group = request.group
         self._last_chances.pop(request.server_id, None)
         if not group.waiting:
@@ -202,7 +209,8 @@ class Dispatcher:
     # ---- requests without an engine, and requests that may make engines fail
 
     def waiting_groups(self) -> list[int]:
-        """Ids of the groups with requests that no engine has, those of last chances last."""
+        """Return the ids of groups with requests that no engine has. Groups of last chances come
+        last."""
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
 
@@ -213,8 +221,8 @@ class Dispatcher:
         return sum(len(group.waiting) for group in (self._queue.groups | groups).values())
 
     def await_push(self, is_awaited: bool, now: float) -> None:
-        """Take whether only a push brings an engine that gets work. Waiting requests fail sooner
-        then: who pushes may be waiting for them."""
+        """Set whether only a weight push can make an engine ready. Waiting requests fail sooner
+        then: the trainer that pushes may be waiting for them."""
         if is_awaited is self.awaits_push:
             return
         self.awaits_push = is_awaited
@@ -231,7 +239,7 @@ class Dispatcher:
     def orphan_error(self) -> RolloutError:
         """Return why requests that have waited for long enough fail."""
         if not self.awaits_push:
-            return RolloutError(f"no engine was there for {self._orphan_wait_s:g} s")
+            return RolloutError(f"no engine was ready for {self._orphan_wait_s:g} s")
         error = WeightUpdateError(
             "no engine has the weights of the last push: all that had them have ended, its "
             "transport keeps no copy for those that were started since, and no other push came for "
@@ -256,8 +264,8 @@ class Dispatcher:
     def suspects(self, engine: EngineSession) -> list[Request]:
         """Return the requests that a silent engine may have been running.
 
-        They are those with reported tokens, and of the others, in the engine's order of priority
-        and arrival, all but the last `num_waiting` of its status, but at least one.
+        These are the requests with reported tokens, and of the others, in the engine's order of
+        priority and arrival, all but the last `num_waiting` of its status, but at least one.
         """
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
@@ -292,14 +300,14 @@ class Dispatcher:
                 self._assign([request], request.group, engine)
 
     def _choose(self, group: Group, requests: Sequence[Request]) -> EngineSession:
-        """Return the engine that the policy chooses; if that has no room, the one with the fewest
-        requests."""
+        """Return the engine that the policy chooses. If that engine has no room, return the one
+        with the fewest requests."""
         num_tokens = sum([request.num_tokens for request in requests])
         rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
         if isinstance(rank, (int, np.integer)) and rank in self._with_room:
             return self._with_room[int(rank)]
-        if not self._is_policy_blamed:
-            self._is_policy_blamed = True
+        if not self._is_fault_logged:
+            self._is_fault_logged = True
             logger.error(
                 "routing policy %s chose rank %r, but the ranks with room are %s; the one with the "
                 "fewest requests is taken instead (logged once)",
@@ -308,8 +316,8 @@ class Dispatcher:
         return min(self._with_room.values(), key=lambda e: (len(e.requests), e.rank))
 
     def _assign(self, requests: Sequence[Request], group: Group, engine: EngineSession) -> None:
-        # New samples share the computation of their prompt, so they travel together. Resumed ones
-        # do not, and a message may be too small for all their tokens.
+        # New samples share the computation of their prompt, so one message has them all. Resumed
+        # ones do not share it, and a message may be too small for all their tokens.
         fresh: list[Sample] = []
         resumed: list[list[Sample]] = []
         for request in requests:

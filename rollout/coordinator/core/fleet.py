@@ -1,4 +1,7 @@
-"""Fleet: the state that all engines have confirmed, and the weights that they serve."""
+"""Fleet: the state and weights that all engines have confirmed. Registry: the engines themselves.
+
+Used by CoordinatorCore and its commands. Registry makes and ends EngineSessions.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,12 @@ class CoordinatorState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommittedWeights:
-    """The weights that every engine serves. checksum: "" if it is not known. source: from where a
-    joining engine fetches them, None before the first commit. base: of an adapter, the full weights
-    below it, None if they are those that engines start with."""
+    """The weights that every engine serves.
+
+    checksum: "" if it is not known. source: where a joining engine fetches the weights; None before
+    the first commit. base: the source of the full weights below an adapter; None if these are the
+    weights that engines start with.
+    """
 
     version: int
     checksum: str
@@ -65,7 +71,7 @@ class CommittedWeights:
 
     @property
     def full_source(self) -> WeightsSource | None:
-        """From where a joining engine fetches the weights without their adapter."""
+        """The source of the weights without their adapter."""
         if self.source is None or self.source.lora is not None:
             return self.base
         return self.source
@@ -101,14 +107,14 @@ class Fleet:
         return self.weights
 
     def commit(self, version: int, checksum: str, source: WeightsSource) -> None:
-        """Serve the weights of `source`, which every engine has staged. An adapter keeps the full
-        weights below it."""
+        """Set the weights that every engine has staged. An adapter keeps the full weights below
+        it."""
         before = self.weights
         base = before.full_source if source.lora is not None and before is not None else None
         self.weights = CommittedWeights(version, checksum, source, base)
 
     def renumber(self, version: int) -> None:
-        """Serve the same weights under a later version."""
+        """Set a later version of the same weights."""
         self.weights = replace(self.weights or CommittedWeights(0, "", None), version=version)
 
     @property
@@ -126,8 +132,8 @@ class Fleet:
         return "" if self.weights is None else self.weights.checksum
 
     def difference(self, settings: Mapping[str, str]) -> str:
-        """Return how an engine's settings differ from the first engine's, for an error message; ""
-        if they are equal, or if there was no engine."""
+        """Return how an engine's settings differ from the first engine's, for an error message.
+        Returns "" if they are equal, or before the first engine."""
         if self.settings is None:
             return ""
         own = self.settings
@@ -161,7 +167,7 @@ class Fleet:
         self.machine.require_legal(message.transition)
 
     def change_state(self, command: Command[Any]) -> None:
-        """Take the state after a command that every engine has done.
+        """Enter the state after a command that every engine has done.
 
         Engines that were resumed in part stay suspended until all memory is restored.
         """
@@ -179,7 +185,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Registration:
-    """An engine that is not admitted yet. `left`: the requests of its former session."""
+    """An engine that has registered and is not admitted yet. `left`: the requests of its former
+    session."""
 
     identity: bytes
     message: Register
@@ -187,8 +194,11 @@ class _Registration:
 
 
 class Registry:
-    """Makes and ends the sessions of engines. engines: admitted ones, by engine id. departed:
-    engines that have left, which the core reports to the running commands."""
+    """Makes and ends the sessions of engines.
+
+    engines: admitted engines, by engine id. departed: engines that have left, which the core
+    reports to the running commands.
+    """
 
     def __init__(
         self,
@@ -208,7 +218,7 @@ class Registry:
         self._registered: dict[bytes, _Registration] = {}
         self._unanswered: list[_Registration] = []  # registered in this turn
         self._joining: dict[bytes, EngineSession] = {}  # admitted, not ready for work yet
-        # Admitted, without the fleet's weights, which nobody keeps: the next push brings some.
+        # Admitted, without the fleet's weights, of which no copy is kept: they need another push.
         self._awaiting_push: dict[bytes, EngineSession] = {}
         self._rank_of_engine: Recent[bytes, int] = Recent(context.limits.max_engines)
         self._sessions = count(1)
@@ -225,12 +235,12 @@ class Registry:
         return not self._reached() and self.dispatcher.awaits_push is self._needs_push
 
     def ready_engines(self) -> Iterator[EngineSession]:
-        """The engines that get work, in the order in which they joined."""
+        """Return the engines that get work, in the order in which they joined."""
         return (engine for engine in self.engines.values() if engine.is_ready)
 
     def members_of(self, source: WeightsSource) -> list[EngineSession]:
-        """The engines that a push of `source` goes to: all that are ready, and those that wait for
-        one, unless it builds on weights that they lack."""
+        """Return the engines that a push of `source` goes to: all ready ones, and the engines that
+        wait for a push, unless `source` builds on weights that they lack."""
         served = self.fleet.weights
         below = None if source.lora is None or served is None else served.full_source
         is_for_all = below is None and not source.builds_on
@@ -239,22 +249,22 @@ class Registry:
 
     @property
     def num_awaiting_push(self) -> int:
-        """How many engines lack the fleet's weights, which nobody keeps."""
+        """Number of engines that lack the fleet's weights, of which no copy is kept."""
         return len(self._awaiting_push)
 
     @property
     def _needs_push(self) -> bool:
-        """Whether engines are there, and only a push makes one get work."""
+        """Whether only a weight push can make one of the engines ready."""
         if not self._awaiting_push or self._joining or self._registered:
             return False
         return not any(self.ready_engines())
 
     def _reached(self) -> list[EngineSession]:
-        """The engines that waited for a push, and have the fleet's weights now."""
+        """Return the engines that waited for a push and have the fleet's weights now."""
         version = self.fleet.weights_version
         return [e for e in self._awaiting_push.values() if e.weights_version == version]
 
-    # ---- coming
+    # ---- registration
 
     def register(self, identity: bytes, message: Register, now: float) -> None:
         """Let an engine wait until `settle` admits it, or refuse it with the reason.
@@ -282,14 +292,15 @@ class Registry:
         self._unanswered.append(self._registered[message.engine_id])
 
     def probe_waiting(self) -> None:
-        """Send a probe to engines that have registered and are not admitted yet: they are known,
-        and a command may take longer than they would wait for a coordinator that is lost."""
+        """Send a heartbeat to engines that have registered and are not admitted yet. A running
+        command may take longer than they would wait without one."""
         for each in self._unanswered:
             if self._registered.get(each.message.engine_id) is each:
                 self.context.outbox.append((each.identity, Heartbeat(sequence=0)))
         self._unanswered.clear()
 
     def _refusal(self, message: Register) -> RolloutError | None:
+        """Return why the engine cannot join; None if it can."""
         weights, version = self.fleet.weights, message.weights_version
         own, routed = message.block_size_tokens, self.dispatcher.block_size_tokens
         if routed is not None and (own < 1 or routed % own):
@@ -300,14 +311,16 @@ class Registry:
             )
         if differs := self.fleet.difference(message.settings):
             return ConfigError(
-                f"the engine has {differs}: what a request is answered would depend on the engine; "
-                "start this one as the others were"
+                f"the engine has {differs}: answers would depend on the engine; start it with the "
+                "settings of the others"
             )
         if self.fleet.state is CoordinatorState.STOPPING:
-            return EngineStateError("the fleet is stopped; no engine is taken any more")
+            return EngineStateError("the fleet is stopped; no engine can join any more")
         num_others = len({*self.engines, *self._registered} - {message.engine_id})
         if num_others >= self.context.limits.max_engines:
-            return RolloutError(f"{num_others} engines are there, no more are taken")
+            return RolloutError(
+                f"max_engines={self.context.limits.max_engines} engines have joined already"
+            )
         if weights is None:
             return None
         if version > weights.version:
@@ -320,26 +333,26 @@ class Registry:
         if version == weights.version:
             return WeightUpdateError(
                 f"the engine's weights of version {version} have the checksum "
-                f"{message.weights_checksum!r}, those of the fleet {weights.checksum!r}"
+                f"{message.weights_checksum!r}, the fleet's weights {weights.checksum!r}"
             )
         if weights.source is None:
             return WeightUpdateError(
-                f"the engine serves version {version}, the fleet {weights.version}, and nobody has "
-                "published that; start the engine with it"
+                f"the engine serves version {version}, the fleet {weights.version}, which nobody "
+                "has published; start the engine with it"
             )
         return None
 
     def settle(self, now: float) -> None:
-        """Admit registered engines, and give work to those that serve the fleet's weights.
+        """Admit registered engines, and give work to engines that serve the fleet's weights.
 
-        Must be called while no command runs: a command's members stay the same.
+        Call it only while no command runs: a command's members stay the same.
         """
         if len(self._registered) >= self._num_awaited:
             self._num_awaited = 1
             for engine_id in sorted(self._registered):
                 self._admit(self._registered.pop(engine_id), now)
         for engine in self._reached():
-            # It has the weights now, and registers again to learn what it must be besides.
+            # It has the weights now, and registers again to get the fleet's state.
             self.remove(engine, "a push has reached it", now, suspects=(), level=logging.INFO)
         for engine in list(self._joining.values()):
             if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
@@ -353,7 +366,7 @@ class Registry:
 
     def _admit(self, registration: _Registration, now: float) -> None:
         message, context, fleet = registration.message, self.context, self.fleet
-        refusal = self._refusal(message)  # what the fleet serves may have changed
+        refusal = self._refusal(message)  # the fleet's weights may have changed
         if refusal is not None:
             context.outbox.append((registration.identity, nack_of(None, refusal)))
             self._requests.requeue(registration.left, now)
@@ -383,7 +396,7 @@ class Registry:
         if awaits_push:
             self._awaiting_push[engine.engine_id] = engine
             logger.warning(
-                "%s waits for the next push: version %d was broadcast, and is kept nowhere",
+                "%s waits for the next push: version %d was broadcast, and no copy is kept",
                 *(engine, weights.version),
             )
         else:
@@ -407,7 +420,7 @@ class Registry:
     def _instruct(
         self, engine: EngineSession, weights: CommittedWeights, prepared_command_id: int | None
     ) -> None:
-        """Send the RegisterAck, and what the engine needs beyond it to reach the fleet's state."""
+        """Send the RegisterAck, and the commands by which the engine reaches the fleet's state."""
         state, limits = self.fleet.state, self.context.limits
         awaits_push = self._awaits_push(engine, weights)
         is_behind = engine.weights_version < weights.version and not awaits_push
@@ -440,23 +453,23 @@ class Registry:
 
     @staticmethod
     def _awaits_push(engine: EngineSession, weights: CommittedWeights) -> bool:
-        """Whether the engine lacks weights that nobody keeps."""
+        """Return whether the engine lacks weights of which no copy is kept."""
         sources = (weights.source, weights.base)
         is_gone = any(source is not None and not source.is_kept for source in sources)
         return is_gone and engine.weights_version < weights.version
 
-    # ---- staying
+    # ---- heartbeats and deadlines
 
     def heartbeat(self, engine: EngineSession, message: Heartbeat, now: float) -> None:
-        """Keep the status, and answer."""
+        """Keep the engine's status, and answer."""
         status = message.status
         if status is not None:
             engine.report(status, now)
         self.context.send(engine, Heartbeat(sequence=message.sequence))
 
     def check(self, engine_id: bytes, now: float) -> None:
-        """Remove the engine if its lease or progress deadline has passed, else set the next
-        check."""
+        """Remove an engine whose lease or progress deadline has passed, else set the time of the
+        next check."""
         engine, limits = self.engines[engine_id], self.context.limits
         lease_end = engine.last_seen + limits.engine_lease_s
         step_deadline_s = limits.step_deadline_s(engine.longest_step_s)
@@ -471,8 +484,8 @@ class Registry:
             self.context.timers.set(("engine", engine_id), min(lease_end, progress_end))
 
     def probe(self, _: int, now: float) -> None:
-        """Send each engine a heartbeat of sequence 0: if its process has ended, sending fails,
-        which shows it earlier than the lease."""
+        """Send each engine a heartbeat of sequence 0. Sending fails if its process has ended, which
+        shows before the end of the lease."""
         heartbeat = Heartbeat(sequence=0)
         for engine in self.engines.values():
             self.context.send(engine, heartbeat)
@@ -480,16 +493,16 @@ class Registry:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 
     def end_turn(self) -> None:
-        """Send each engine the attempts that it may forget, and those that it must abort."""
+        """Send each engine its queued attempts: replies that it may forget, requests to abort."""
         for engine in self.engines.values():
             for message in engine.take_queued():
                 self.context.send(engine, message)
 
-    # ---- going
+    # ---- removal
 
     def disconnect(self, engine: EngineSession, message: Disconnect, now: float) -> None:
-        """Remove an engine that disconnects. If it failed, its `suspects` are the attempts of its
-        last step."""
+        """Remove an engine that disconnects. If it failed, the message names the attempts of its
+        last step as suspects."""
         named = {(attempt.request_id, attempt.attempt) for attempt in message.suspects}
         held = engine.requests.values()
         suspects = [r for r in held if (r.server_id, r.attempt) in named]
@@ -508,9 +521,12 @@ class Registry:
         sends_nack: bool = True,
         level: int = logging.WARNING,
     ) -> None:
-        """Remove an engine; its requests wait for another one. `suspects`: the requests that may
-        have made it fail; None for all that it may have been running. `sends_nack`: send it a Nack,
-        after which it can register again. `level`: that of the log line."""
+        """Remove an engine; its requests wait for another engine.
+
+        suspects: the requests that may have made it fail; None for all that it may have been
+        running. sends_nack: send it a Nack, after which it can register again. level: the level of
+        the log line.
+        """
         logger.log(level, "%s left: %s", engine, reason)
         if suspects is None:
             suspects = self.dispatcher.suspects(engine)
@@ -523,7 +539,7 @@ class Registry:
         self._requests.requeue(self._end_session(engine, now), now)
 
     def _end_session(self, engine: EngineSession, now: float) -> list[Request]:
-        """End the session. Returns its requests."""
+        """End the session of an engine. Returns the requests that it had."""
         del self.engines[engine.engine_id]
         if self.context.sessions.get(engine.identity) is engine:
             del self.context.sessions[engine.identity]

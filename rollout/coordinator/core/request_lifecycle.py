@@ -1,4 +1,7 @@
-"""RequestLifecycle: a request from its submission to the acknowledgement of its reply."""
+"""RequestLifecycle: a request from its submission to the acknowledgement of its reply.
+
+Used by CoordinatorCore for the messages of clients and engines about requests. It answers clients.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,9 @@ from rollout.wire import Message
 
 
 class RequestLifecycle:
-    """No request is accepted twice. An engine's message counts if its attempt is the request's
-    latest and the request is assigned to that engine. A reply is kept until it is acknowledged."""
+    """Accepts, answers and forgets requests. No request is accepted twice. An engine's message
+    counts if its attempt is the request's latest and the request is assigned to that engine. A
+    reply is kept until it is acknowledged."""
 
     def __init__(self, context: Context, table: RequestTable, dispatcher: Dispatcher) -> None:
         self._context, self._table, self._dispatcher = context, table, dispatcher
@@ -43,7 +47,7 @@ class RequestLifecycle:
     # ---- submissions
 
     def submit(self, client: ClientSession, message: SubmitRequest, now: float) -> None:
-        """Accept the new samples; send again what is known of the others."""
+        """Accept the new samples; send the replies or tokens of known ones again."""
         counters, new = self._context.counters, []
         for sample in message.samples:
             if sample.request_id in client.requests:
@@ -61,15 +65,14 @@ class RequestLifecycle:
             self.refuse(client, _failure(sample.request_id, WireError.of(refusal)))
 
     def refuse(self, client: ClientSession, failure: EngineReply) -> None:
-        """Answer a request that is not accepted. Nothing is sent if its id is that of a known
-        request."""
+        """Answer a request that is not accepted. Nothing is sent if its id is known."""
         if failure.request_id not in client.requests and failure.request_id not in client.answered:
             self._context.counters.num_refused += 1
             self._context.send(client, failure)
 
     def _refusal(self, client: ClientSession) -> RolloutError | None:
-        """Return why no sample can be accepted now; None if they can. A client that keeps to its
-        window reaches none of the bounds."""
+        """Return why no sample can be accepted now; None if they can. Clients that keep to their
+        window reach none of the bounds."""
         limits = self._context.limits
         if not self._is_open:
             return EngineStateError("the engines are stopped; no request is accepted any more")
@@ -79,13 +82,13 @@ class RequestLifecycle:
             reason = f"max_requests={limits.max_requests} are held for all clients"
         elif client.request_bytes >= limits.max_client_request_bytes:
             held, bound = client.request_bytes, limits.max_client_request_bytes
-            reason = f"{held} bytes of prompts are unanswered, max_client_request_bytes={bound}"
+            reason = f"{held} bytes of prompts are unfinished, max_client_request_bytes={bound}"
         elif client.kept_bytes >= limits.max_kept_reply_bytes:
             held, bound = client.kept_bytes, limits.max_kept_reply_bytes
             reason = f"{held} bytes of replies are not acknowledged, max_kept_reply_bytes={bound}"
         else:
             return None
-        error = RolloutError(f"{reason}; submit again when replies have come and are acknowledged")
+        error = RolloutError(f"{reason}; submit again when replies are acknowledged")
         error.is_transient = True
         return error
 
@@ -101,7 +104,7 @@ class RequestLifecycle:
             self._context.timers.set(("deadline", group.group_id), now + message.deadline_s)
         self._dispatcher.enqueue(group.waiting.values(), now)
 
-    # ---- what engines report
+    # ---- reports of engines
 
     def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
         """Log the new tokens, and send them to clients that stream.
@@ -136,7 +139,8 @@ class RequestLifecycle:
             self._context.send(request.client, partial)
 
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
-        """Answer the request. The engine may forget the attempt, also an outdated one."""
+        """Answer the request of an attempt that has ended. The engine may forget the attempt, even
+        an outdated one."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
         engine.acknowledge(attempt)
         request = self._current(engine, attempt)
@@ -152,8 +156,8 @@ class RequestLifecycle:
         self._answer(request, own)
 
     def _current(self, engine: EngineSession, named: Attempt) -> Request | None:
-        """Return the request of a current attempt; None, and a count, for a stale or repeated
-        one."""
+        """Return the request of a current attempt. A stale or repeated attempt is counted, and
+        gives None."""
         request = self._table.requests.get(named.request_id)
         if request is not None and request.attempt == named.attempt:
             if request.engine is engine:
@@ -164,11 +168,11 @@ class RequestLifecycle:
         self._context.counters.num_stale += 1
         return None
 
-    # ---- lost engines
+    # ---- failed engines
 
     def requeue(self, requests: Iterable[Request], now: float) -> None:
-        """Queue the requests of a lost engine again. Those that were being aborted end, and so do
-        those that have lost `max_lost_attempts` engines."""
+        """Queue the requests of an engine that has left again. Requests that were being aborted
+        end, and so do requests with which `max_lost_attempts` engines have failed."""
         # Others were assigned, answered or forgotten meanwhile.
         waiting = [request for request in requests if request.is_waiting]
         for request in waiting:
@@ -177,16 +181,16 @@ class RequestLifecycle:
                 self.fail(request, request.abort_error)
             elif num_lost >= self._context.limits.max_lost_attempts:
                 error = RolloutError(
-                    f"{num_lost} engines were lost while they ran this request; it is not given "
-                    "to another one"
+                    f"{num_lost} engines failed while they ran this request; it is not given to "
+                    "another one"
                 )
                 self.fail(request, WireError.of(error))
         self._dispatcher.enqueue([request for request in waiting if request.is_waiting], now)
 
-    # ---- giving up
+    # ---- aborts and deadlines
 
     def abort(self, client: ClientSession, message: AbortRequest, now: float) -> None:
-        """End these requests of a client; each is answered by its reply."""
+        """Abort these requests of a client; each is answered by its reply."""
         error = WireError.of(RequestAbortedError("aborted by its client"))
         for named in message.attempts:
             request = client.requests.get(named.request_id)
@@ -196,14 +200,14 @@ class RequestLifecycle:
                 self._abort(request, error, now)
 
     def deadline_passed(self, group_id: int, now: float) -> None:
-        """Abort what is unfinished of a group."""
+        """Abort the unfinished requests of a group."""
         error = WireError.of(RequestAbortedError("the request's deadline has passed"))
         for request in list(self._table.groups[group_id].unfinished.values()):
             self._abort(request, error, now)
             request.is_overdue = True
 
     def orphaned(self, group_id: int, now: float) -> None:
-        """Fail what waits of a group: no engine that gets work has come in time."""
+        """Fail the waiting requests of a group: no engine was ready in time."""
         error = WireError.of(self._dispatcher.orphan_error())
         group = self._table.groups.get(group_id)
         for request in [] if group is None else list(group.waiting.values()):
@@ -217,8 +221,8 @@ class RequestLifecycle:
         self.fail(request, request.abort_error)
 
     def _abort(self, request: Request, error: WireError, now: float) -> None:
-        """Ask the request's engine to end it, which keeps its tokens; without an engine it
-        fails."""
+        """Ask the request's engine to abort it, so that the reply has its tokens. Without an engine
+        it fails."""
         if request.is_waiting:
             self.fail(request, error)
         elif request.engine is not None and request.abort_error is None:
@@ -228,7 +232,7 @@ class RequestLifecycle:
             request.engine.abort(request.current_attempt())
 
     def abandon_all(self, client: ClientSession) -> None:
-        """Abort the requests of a client that has gone, and forget its replies."""
+        """Abort the requests of a client that has left, and forget its replies."""
         for request in list(client.requests.values()):
             engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
@@ -239,7 +243,7 @@ class RequestLifecycle:
                 self._ended(request, engine)
 
     def unsendable(self, session: Session | None, message: Message, error: WireError) -> None:
-        """No frame can carry a message: its requests end with `error` instead."""
+        """End the requests of a message that no frame can carry with `error`."""
         if isinstance(message, AssignRequest):
             for sample in message.samples:
                 request = self._table.requests.get(sample.request_id)
@@ -264,7 +268,7 @@ class RequestLifecycle:
     # ---- answers
 
     def fail(self, request: Request, error: WireError) -> None:
-        """Answer a request with an error; its engine, if any, must abort the attempt."""
+        """Answer a request with an error, and abort its attempt at an engine."""
         if request.engine is not None:
             request.engine.abort(request.current_attempt())
         self._answer(request, _failure(request.client_request_id, error))
@@ -288,7 +292,7 @@ class RequestLifecycle:
             timers.discard(("grace", request.server_id))
 
     def acknowledged(self, client: ClientSession, message: ReplyAck, now: float) -> None:
-        """Forget the replies that have arrived at the client."""
+        """Forget replies that have arrived at the client."""
         for named in message.attempts:
             request = client.requests.get(named.request_id)
             if request is None or request.reply is None:

@@ -1,4 +1,8 @@
-"""RequestTable: the requests that a coordinator holds, their clients and their engines."""
+"""RequestTable: the requests that a coordinator holds, and the sessions of clients and engines.
+
+Used by all parts of the core. Sessions change by their own methods alone, requests mostly by those
+of RequestTable.
+"""
 
 from __future__ import annotations
 
@@ -352,10 +356,10 @@ class TokenLog:
         return self._num_tokens
 
     def append(self, run: TokenRun) -> TokenRun | None:
-        """Add the new tokens of `run`. Returns them as a run, or None if there are none.
+        """Add the new tokens of `run`. Returns the new tokens as a run; None without new ones.
 
-        Raises TokenGapError if tokens before it are missing, and ProtocolError if only some runs
-        have log-probs, ranks or top-n. The log is unchanged then.
+        Raises TokenGapError if tokens before the run are missing, and ProtocolError if only some
+        runs have log-probs, ranks or top-n. The log is unchanged then.
         """
         if run.offset > self._num_tokens:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
@@ -373,7 +377,7 @@ class TokenLog:
         return new
 
     def whole(self) -> TokenRun | None:
-        """Return all tokens as one run from offset 0; None if there are none."""
+        """Return all tokens as one run from offset 0; None for an empty log."""
         if len(self._runs) > 1:
             self._runs = [join_runs(self._runs)]
         return self._runs[0] if self._runs else None
@@ -393,9 +397,9 @@ def num_bytes_of(run: TokenRun) -> int:
 class Group:
     """Samples of one prompt, which go to one rank.
 
-    prompt_tokens: int32 [n]. hashes: of the prompt's whole blocks. Both are dropped once the group
-    has ended. num_bytes: prompt and params, as counted for its client. unfinished: its unfinished
-    requests, by server id. waiting: those of them without an engine.
+    prompt_tokens: int32 [n]. hashes: hashes of the prompt's whole blocks. Both are dropped once the
+    group has ended. num_bytes: prompt and params, as counted for its client. unfinished: unfinished
+    requests, by server id. waiting: unfinished requests without an engine.
     """
 
     group_id: int
@@ -415,10 +419,11 @@ class Request:
     towards its client.
 
     num_tokens: the most prompt and new tokens, as routing counts them. attempt: the number of the
-    latest assignment; -1 before the first. last_engine_id: the engine of that. num_known: tokens
-    that were reported before it. lost_attempts: attempts whose engine was lost, perhaps because of
-    this request, since it last made progress. abort_error: why it is being aborted, else None. It
-    becomes the error of the reply if there is no record, or if the deadline passed (is_overdue).
+    latest assignment; -1 before the first. last_engine_id: the engine of the latest assignment.
+    num_known: tokens that were reported before it. lost_attempts: attempts whose engine has failed,
+    perhaps because of this request, since the request last made progress. abort_error: the reason
+    while the request is being aborted, else None. It becomes the error of the reply if there is no
+    record, or if the deadline passed (is_overdue).
     """
 
     server_id: int
@@ -440,16 +445,17 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it can be assigned: it has no engine and has not ended."""
+        """Whether the request can be assigned: it has no engine and has not ended."""
         return self.server_id in self.group.waiting
 
     def current_attempt(self) -> Attempt:
+        """Return the name of the latest attempt, as engines know it."""
         return Attempt(request_id=self.server_id, attempt=self.attempt)
 
 
 class RequestTable:
-    """The only writer of a request's phase and engine, and of its client's counts. Ids rise from 0
-    and are never reused."""
+    """All requests and unfinished groups, by server id. The only writer of a request's phase and
+    engine. Ids rise from 0 and are never reused."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -503,7 +509,7 @@ class RequestTable:
         engine.reclaim(request)
 
     def requeue(self, request: Request) -> None:
-        """Make an assigned request wait: its engine does not have it any more."""
+        """Make an assigned request wait again: its engine has left."""
         self._leave_engine(request)
         request.group.waiting[request.server_id] = request
 

@@ -1,1 +1,1 @@
-"""ZeroMQ sockets of a fleet: links, addresses, and who may connect."""
+"""The fleet's connections: ZeroMQ sockets, sessions over them, and the keys that peers need."""

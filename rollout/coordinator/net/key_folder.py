@@ -1,10 +1,11 @@
 """The keys of a fleet as a folder: the coordinator's pair, its allow-list, a folder for each peer.
 
     DIR/coordinator.key_secret, DIR/coordinator.key    stay with the coordinator
-    DIR/allowed/NAME.key                               who may come in; removed, refused
+    DIR/allowed/NAME.key                               allow-list: without its file NAME is refused
     DIR/NAME/own.key_secret, own.key, coordinator.key  all that the hosts of the peer NAME need
 
-Whoever holds a peer's folder can come in as that peer: copy it as a password is copied.
+Whoever has a peer's folder can connect as that peer: protect it like a password. Used by
+`rollout keys`, by the commands that take `--keys`, and by users' programs.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT)) -> None:
-    """Make the folder, for its owner only, with a pair for each of `peers`.
+    """Make the folder, for its owner only, with a pair of keys for each of `peers`.
 
-    In a folder that is there the coordinator's pair stays, and the peers are added. Raises
-    ConfigError for a peer that is there already or has no name for a folder, before any is made.
+    In an existing folder the coordinator's pair stays, and the peers are added. Raises ConfigError
+    for a peer that has keys already or whose name cannot be a folder's, before it writes anything.
     """
     root = Path(folder)
     for peer in peers:
@@ -54,7 +55,7 @@ def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT
             own.mkdir(mode=0o700)
             create_key_files(own, _OWN)
             shutil.copy(root / f"{_COORDINATOR}.key", own)
-            # Last, and whole: the coordinator may be reading the folder.
+            # Last and atomic: the coordinator may be reading the folder.
             unseen = root / _ALLOWED / f".{peer}"
             shutil.copy(own / f"{_OWN}.key", unseen)
             os.replace(unseen, root / _ALLOWED / f"{peer}.key")
@@ -63,22 +64,23 @@ def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT
 
 
 def coordinator_keys(folder: str | Path) -> CurveServerKeys:
-    """Of a folder that `create_key_folder` has made. Raises ConfigError."""
+    """Return the coordinator's keys in a folder of `create_key_folder`. Raises ConfigError."""
     root = Path(folder).resolve()
     return server_keys_in(root / f"{_COORDINATOR}.key_secret", (), root / _ALLOWED)
 
 
 def peer_keys(folder: str | Path, peer: str) -> CurveKeys:
-    """Keys of `peer`, in the whole folder, or of whichever peer `folder` alone is.
+    """Return the keys of `peer`. `folder`: the whole folder, or a copy of one peer's own folder,
+    whose name does not matter.
 
-    Raises ConfigError if there are none, naming the peers that there are.
+    Raises ConfigError if it has no such keys, with the names of the peers that it has.
     """
     root = Path(folder)
     own = root if (root / f"{_OWN}.key_secret").exists() else root / peer
     if not (own / f"{_OWN}.key_secret").exists():
         there = sorted(path.parent.name for path in root.glob(f"*/{_OWN}.key_secret"))
         raise ConfigError(
-            f"{str(root)!r} has no keys of {peer!r}; there are {', '.join(there) or 'none'}. "
-            f"`rollout keys {root} {peer}` makes them where the coordinator's are"
+            f"{str(root)!r} has no keys of {peer!r}, only of: {', '.join(there) or 'nobody'}. "
+            f"`rollout keys {root} {peer}` makes them on the coordinator's machine"
         )
     return client_keys_in(own / f"{_OWN}.key_secret", own / f"{_COORDINATOR}.key")

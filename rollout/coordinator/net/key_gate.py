@@ -1,4 +1,7 @@
-"""KeyGate: lets into a CURVE server who has a known key, and counts who is turned away."""
+"""KeyGate: accepts connections of peers with a known CURVE key, and counts refused connections.
+
+Used by RouterSocket, if the coordinator has keys.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ADDRESS, _ZAP_DOMAIN = "inproc://zeromq.zap.01", b"rollout"
 _MAX_LOGGED_KEYS = 64
-# libzmq stops to read a connection on which a frame was repeated or altered, and leaves it open if
-# a monitor was notified (its errno is overwritten). Pings that nobody answers end it then; its
-# peer begins another after its lease, or now.
+# libzmq stops reading a connection on which a frame was repeated or altered, and leaves it open if
+# a monitor was notified (its errno is overwritten). Unanswered pings end it then; its peer connects
+# again, at the latest when its lease has ended.
 PING_INTERVAL_MS, PING_TIMEOUT_MS = 10_000, 30_000
 
 
@@ -29,10 +32,11 @@ PING_INTERVAL_MS, PING_TIMEOUT_MS = 10_000, 30_000
 class Refusals:
     """Connections that were refused since the gate was made.
 
-    num_unknown_keys: their key is not in the allow-list. num_without_keys: they speak no CURVE.
-    num_wrong_server_keys: they expect another coordinator, or their first frames were altered.
-    num_replayed_frames: a frame of theirs came a second time; nothing is read any more.
-    num_malformed: anything else that is no CURVE, such as the bytes of an earlier connection.
+    num_unknown_keys: the peer's key is not in the allow-list. num_without_keys: the peer does not
+    use CURVE. num_wrong_server_keys: the peer has the public key of another coordinator, or its
+    first frames were altered. num_replayed_frames: a frame arrived a second time; the connection is
+    not read any more. num_malformed: any other bytes that are not CURVE, such as those of an
+    earlier connection.
     """
 
     num_unknown_keys: int = 0
@@ -42,8 +46,8 @@ class Refusals:
     num_malformed: int = 0
 
 
-# By what a monitor says: the counter, and the fault in words.
-_NO_KEY = "num_without_keys", "it has no key, or left before it had said anything"
+# The counter and the description of each fault that a monitor reports.
+_NO_KEY = "num_without_keys", "it has no key, or disconnected before the handshake"
 _FAULTS: Mapping[int, tuple[str, str]] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: _NO_KEY,
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: (
@@ -52,18 +56,18 @@ _FAULTS: Mapping[int, tuple[str, str]] = {
     ),
     zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE: (
         "num_replayed_frames",
-        "a frame came a second time: somebody on the network repeats what was sent",
+        "a frame came a second time: somebody on the network replays frames",
     ),
 }
-_MALFORMED = "num_malformed", "what it sent is no handshake, or one of an earlier connection"
+_MALFORMED = "num_malformed", "it sent no handshake, or one of an earlier connection"
 
 
 class KeyGate:
-    """Decides about each connection to one ROUTER, in a thread that ends with the context.
+    """Authenticates each connection to one ROUTER, in a thread that ends with the context.
 
     libzmq asks for each connection (ZAP, rfc.zeromq.org/spec/27), before any frame is received. The
-    socket's monitor tells what fails before that, and frames that come again. Each unknown key is
-    logged once, and each other fault, whoever's it is: the monitor names no peer.
+    socket's monitor reports handshakes that fail before that, and repeated frames. Each unknown key
+    and each kind of other fault is logged once: the monitor names no peer.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class KeyGate:
             self._watch.close(linger=0)
 
     def _answer(self, question: list[bytes]) -> None:
+        """Answer libzmq's question whether a connection is accepted."""
         version, request_id, _, address, _, _, *keys = question
         is_known = len(keys) == 1 and self._is_known(keys[0])
         if not is_known:
@@ -119,7 +124,7 @@ class KeyGate:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return  # `_answer` has counted it
         counter, fault = _FAULTS.get(value, _MALFORMED)
-        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # it left when it saw what is spoken here
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # it disconnected on seeing CURVE
             counter, fault = _NO_KEY
         setattr(self.refusals, counter, getattr(self.refusals, counter) + 1)
         self._log_once(counter, f"refused a peer: {fault}; further ones are only counted")
@@ -134,7 +139,7 @@ def _serve_curve(socket: zmq.Socket[bytes], keys: CurveServerKeys) -> None:
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    # Nobody comes in if nobody decides.
+    # Refuse connections if the gate's thread cannot answer.
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_INTERVAL_MS)
@@ -142,7 +147,8 @@ def _serve_curve(socket: zmq.Socket[bytes], keys: CurveServerKeys) -> None:
 
 
 def _allow_list(keys: CurveServerKeys) -> Callable[[bytes], bool]:
-    """Return whether a key of 32 bytes may come in. The folder is read anew for each peer."""
+    """Return a function that says whether a key of 32 bytes is allowed. It reads the folder again
+    for each peer."""
     known = {z85.decode(key) for key in keys.clients}
     folder = keys.allow_list
 
@@ -158,5 +164,5 @@ def _is_in(folder: Path, key: bytes) -> bool:
             if public_key_in(path) == key:
                 return True
         except ConfigError as fault:  # one bad file must not keep the others out
-            logger.warning("a file of the allow-list is passed over: %s", fault)
+            logger.warning("a file of the allow-list is ignored: %s", fault)
     return False

@@ -1,4 +1,8 @@
-"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own."""
+"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own.
+
+Used by InferenceClient and `run_engine`. Lease, Inbox and Outbox are what the link's thread shares
+with the thread of its owner.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,8 @@ _MIN_HEARTBEAT_S = 0.005
 _REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
 _ANSWER_S = 2.0
-# A client takes the coordinator's process for dead after refused connections for so many seconds.
+# After refused connections for this many seconds, a client takes the coordinator's process for
+# ended.
 _REFUSED_S = 0.25
 GIVE_UP_S = 30.0
 # How long a closing socket may take to send its last frames.
@@ -67,9 +72,9 @@ _LINGER_MS = 500
 
 
 class Lease:
-    """Until when the coordinator surely counts on this peer. A lease starts when the answered
-    heartbeat was *sent*, so it ends here no later than at the coordinator. Times are seconds of one
-    monotonic clock. One thread writes; any thread may read `until`.
+    """The time until which the coordinator certainly keeps this peer's session. A lease starts when
+    the answered heartbeat was *sent*, so it ends here no later than at the coordinator. Times are
+    seconds of one monotonic clock. The link's thread writes it; any thread may read `until`.
     """
 
     def __init__(self) -> None:
@@ -79,7 +84,7 @@ class Lease:
         self._unanswered: dict[int, tuple[float, int]] = {}  # heartbeat -> when, how many frames
 
     def begin(self, lease_s: float, sent_at: float) -> None:
-        """A handshake that was sent at `sent_at` is answered."""
+        """Begin the lease of a handshake that was sent at `sent_at` and has been answered."""
         self._lease_s, self.until = lease_s, sent_at + lease_s
         self._unanswered.clear()
 
@@ -95,10 +100,11 @@ class Lease:
         return self._sequence
 
     def answered(self, sequence: int, now: float) -> int:
-        """Renew the lease by the answer to a heartbeat. Returns how many frames have arrived.
+        """Renew the lease by the answer to a heartbeat. Returns how many frames had arrived before
+        the heartbeat.
 
-        An answer that comes after the lease has ended does not renew it: the coordinator may have
-        given this peer up meanwhile.
+        An answer after the end of the lease does not renew it: the coordinator may have ended the
+        session meanwhile.
         """
         if sequence not in self._unanswered:
             return 0
@@ -110,8 +116,8 @@ class Lease:
 
 
 class Inbox:
-    """Messages for the owner. `on_news` is called when the first message comes into the empty
-    inbox, and at the end; `on_room` when a full inbox has been emptied. `max_messages`: None for no
+    """Received messages for the owner. `on_news` is called after the first message in an empty
+    inbox, and at the end; `on_room` after a full inbox was emptied. `max_messages`: None for no
     limit.
     """
 
@@ -129,10 +135,11 @@ class Inbox:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_all` has messages to return, or the end to raise."""
+        """Whether `take_all` would return messages or raise the end."""
         return bool(self._messages) or self.end is not None
 
     def put(self, messages: Sequence[Message]) -> None:
+        """Add received messages, at least one."""
         with self._changed:
             was_empty = not self._messages
             self._messages.extend(messages)
@@ -142,8 +149,8 @@ class Inbox:
 
     def take_all(self, timeout_s: float) -> list[Message]:
         """Return the messages of one session, after waiting up to `timeout_s` seconds for the
-        first. A session's first message is the first of the list. Raises `end` once all have been
-        taken.
+        first. A session's first message is the first of the list. Raises `end` once all messages
+        have been taken.
         """
         with self._changed:
             if timeout_s > 0.0:
@@ -161,6 +168,7 @@ class Inbox:
         return taken
 
     def close(self, end: RolloutError) -> None:
+        """Let `take_all` raise `end` after the last message."""
         with self._changed:
             self.end = self.end or end
             self._changed.notify_all()
@@ -168,8 +176,8 @@ class Inbox:
 
 
 class Outbox:
-    """Frames for the socket, kept until they have surely arrived. The owner's thread calls `put`
-    and `flush`, any thread calls `close`, and the link's thread the rest; `wake` wakes it.
+    """Frames for the socket, kept until they have certainly arrived. The owner's thread calls `put`
+    and `flush`, any thread `close`, and the link's thread, which `wake` wakes, everything else.
     """
 
     def __init__(
@@ -190,7 +198,7 @@ class Outbox:
 
     @property
     def num_sent(self) -> int:
-        """Frames sent so far, confirmed or not, over all connections."""
+        """Number of frames sent so far, confirmed or not, over all connections."""
         return self._num_confirmed + len(self._sent)
 
     def put(self, frame: bytes) -> None:
@@ -228,25 +236,26 @@ class Outbox:
                         self._sent.append(self._waiting.popleft())
 
     def confirm(self, num_sent: int) -> None:
-        """Forget the first `num_sent` of all frames ever sent: they have arrived."""
+        """Drop the first `num_sent` of all frames ever sent: they have arrived."""
         with self._lock:
             while self._num_confirmed < num_sent:
                 self._sent.popleft()
                 self._num_confirmed += 1
 
     def rewind(self) -> None:
-        """The connection is lost: queue its unconfirmed frames again, before all others."""
+        """Queue the unconfirmed frames of a lost connection again, before all others."""
         with self._lock:
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
 
     def drop_all(self) -> None:
-        """The coordinator is lost: drop the waiting frames and all later ones."""
+        """Drop the waiting frames and all later ones: the coordinator is lost."""
         with self._lock:
             self._is_lost = True
             self._waiting.clear()
 
     def close(self, end: RolloutError) -> None:
+        """Let `put` raise `end` from now on."""
         with self._lock:
             self._end = self._end or end
 
@@ -257,25 +266,24 @@ class LinkClosedError(RolloutError):
 
 class Link:
     """Connects, shakes hands, reconnects after a lost connection, sends heartbeats, and moves
-    messages between the socket and its owner. Nothing that its owner does or omits ends the
-    session.
+    messages between the socket and its owner. A busy owner does not end the session.
 
     handshake: returns the first message of each session: a client's Connect, an engine's Register.
     status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
     thread calls both while the owner's thread may be in a step: they must neither wait for it nor
-    change anything. on_news: the link's thread calls it when there is something to `receive` after
-    there was nothing; it must not block.
+    change anything. on_news: the link's thread calls it when `receive` has something to return
+    after it had nothing; it must not block.
 
-    Messages wait while there is no session. After the next handshake the link sends those again
+    Messages wait while there is no session. After the next handshake the link sends messages again
     that may have been lost with the connection: some arrive twice, none is missing. One thread
     calls `receive`, `queue`, `flush` and `may_step`; any thread may call `close`. An engine must
     call `receive` now and then: with a full inbox the link reads nothing, not even answers to
     heartbeats.
 
-    A lost coordinator ends the link with a CoordinatorLostError. It is lost when it disconnects,
-    when another one is at its address, or when it was out of reach for `give_up_s` seconds. A
-    client gives up earlier: when the coordinator's process has ended, when it does not know the
-    client any more, or when it was out of reach for as long as the client's lease.
+    The link ends with a CoordinatorLostError when the coordinator disconnects, when another one is
+    at its address, or when it was unreachable for `give_up_s` seconds. A client's link ends
+    earlier: when the coordinator's process has ended, when it no longer knows the client, or when
+    it was unreachable for the client's lease.
     """
 
     def __init__(
@@ -346,12 +354,12 @@ class Link:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """The socket of the latest connection. The link's thread uses it; look, and no more."""
+        """The socket of the latest connection. Only the link's thread may use it."""
         return self._dealer.socket
 
     def wait_registered(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds for the first session. Raises the coordinator's refusal,
-        or CoordinatorLostError if there is no answer. The link goes on trying in either case."""
+        or CoordinatorLostError without an answer. The link keeps trying in either case."""
         self._has_answer.wait(timeout_s)
         if self.refusal is not None:
             raise self.refusal
@@ -365,25 +373,26 @@ class Link:
         """Return the messages that have arrived, after waiting up to `timeout_s` seconds for the
         first one. A ConnectAck or RegisterAck is always the first of the list.
 
-        Besides those, clients get EngineReply, EngineReplyPartial, Ack and Nack; engines get
-        AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback; the link
+        Clients also get EngineReply, EngineReplyPartial, Ack and Nack; engines also get
+        AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback. The link
         handles all others. A malformed message is replaced by the failure of each request or
-        command that it names, an EngineReply or a Nack; an engine sends these on.
+        command that it names, an EngineReply or a Nack; an engine forwards these.
 
-        Raises CoordinatorLostError, LinkClosedError, or another RolloutError if the link failed,
-        once all messages have been returned."""
+        Once all messages have been returned, raises CoordinatorLostError, LinkClosedError, or
+        another RolloutError if the link failed."""
         messages = self._inbox.take_all(timeout_s)
         self._num_taken += bool(messages) and isinstance(messages[0], RegisterAck)
         return messages
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` has something to return or raise; if not, `on_news` says when."""
+        """Whether `receive` would return or raise something. If not, `on_news` is called when it
+        would."""
         return self._inbox.has_news
 
     def queue(self, message: Message) -> None:
-        """Add a message to those that the next `flush` sends; once the coordinator is lost it is
-        dropped. It may go earlier, when the link's thread wakes for something else.
+        """Queue a message, which the next `flush` sends. The link's thread may send it earlier, if
+        it wakes for another reason. Once the coordinator is lost the message is dropped.
 
         Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
         LinkClosedError after `close`."""
@@ -397,8 +406,9 @@ class Link:
     def may_step(self) -> bool:
         """Whether the engine's lease is valid now, also right after the process stood still.
 
-        After a registration it is valid once `receive` has returned the RegisterAck, which says
-        which attempts are void. It is not while half of the queue is full: each step adds messages.
+        After a registration it is valid once `receive` has returned the RegisterAck, which names
+        the attempts to keep. It is not valid while more than half of the queue is full, since each
+        step adds messages.
         """
         is_current = self._num_taken == self._num_sessions
         has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
@@ -445,7 +455,7 @@ class Link:
             self.context.term()
 
     def _turn(self) -> None:
-        """Wait until there is something to do, and do it."""
+        """Wait for a message, an event, the owner or a timer, and handle it."""
         due_at = min(self._redial_at, self._give_up_at)
         if self._is_in_session:
             due_at = min(self._next_heartbeat, self._silent_at)
@@ -469,8 +479,8 @@ class Link:
 
     @property
     def _silent_at(self) -> float:
-        """When to begin another session if nothing arrives, in monotonic seconds. A client needs no
-        lease, so any message counts: a coordinator may echo heartbeats late."""
+        """When to begin another session if nothing arrives, in monotonic seconds. For a client any
+        message counts, not only answers to heartbeats, which may be late."""
         return self._received_at + self._lease_s if self._is_client else self._lease.until
 
     def _do_due(self, now: float) -> None:
@@ -480,7 +490,7 @@ class Link:
             if now >= self._next_heartbeat:
                 self._send_heartbeat(now)
         elif now >= self._give_up_at:
-            self._give_up(f"it was out of reach for {now - self._lost_at:.3g} s")
+            self._give_up(f"it was unreachable for {now - self._lost_at:.3g} s")
         elif now >= self._redial_at:
             self._dealer.close()
             self._dealer = self._dial()
@@ -514,8 +524,9 @@ class Link:
             self._give_up("its process has ended, connections are refused")
 
     def _handshake_failed(self, fault: str, *, is_certain: bool) -> None:
-        """A handshake failed; the link tries again. `wait_registered` raises at once if only a key
-        can be the cause, else at its end: the coordinator may have died during the handshake."""
+        """Note a failed handshake; the link tries again. `wait_registered` raises at once if only a
+        key can be the cause, else at its deadline: the coordinator may have ended during the
+        handshake."""
         if not is_certain:
             self._possible_fault = f" If it is: {fault}"
         elif self.refusal is None:
@@ -525,7 +536,7 @@ class Link:
 
     def _send_handshake(self) -> None:
         handshake = self._handshake()
-        require_valid(handshake)  # it has values of a user
+        require_valid(handshake)  # it has a user's values
         self._dealer.send(encode(handshake, self._max_frame_bytes))
         self._handshake_sent_at = time.monotonic()
         self._redial_at = self._handshake_sent_at + _ANSWER_S
@@ -542,7 +553,7 @@ class Link:
             self._give_up("another coordinator is at its address, which does not know this peer")
             return
         if isinstance(ack, ConnectAck) and self._num_sessions and not ack.is_resumed:
-            self._give_up("it does not know this client any more, whose lease ran out")
+            self._give_up("it no longer knows this client, whose lease ran out")
             return
         self._is_in_session, self._coordinator_id, self.refusal = True, ack.coordinator_id, None
         self._lost_at = self._redial_at = self._give_up_at = math.inf
@@ -557,7 +568,7 @@ class Link:
         _logger.info("%s: session %d", self.address, self._num_sessions)
 
     def _leave(self, why: str, now: float) -> None:
-        """The session is over: begin another one."""
+        """End the session and begin another one."""
         _logger.info("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
@@ -566,7 +577,7 @@ class Link:
         self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
 
     def _refused(self, error: RolloutError) -> None:
-        """The coordinator does not know this peer, or refuses it."""
+        """Handle a Nack: the coordinator does not know this peer, or refuses it."""
         now = time.monotonic()
         self._lease.end()
         if self._is_in_session:
@@ -578,7 +589,7 @@ class Link:
         _logger.warning("refused at %s: %s", self.address, error)
 
     def _give_up(self, reason: str) -> None:
-        because = "" if self.refusal is None else f"; it said last: {self.refusal}"
+        because = "" if self.refusal is None else f"; its last refusal: {self.refusal}"
         error = CoordinatorLostError(
             f"the coordinator at {self.address} is lost: {reason}{because}"
         )
@@ -611,7 +622,7 @@ class Link:
                     self._take(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
                     self._malformed(fault)
-                    # Whoever waits for a request or command that it names learns of the fault.
+                    # The requests or the command that it names fail with the fault.
                     self._arrived += failures_of(frame, fault, self._for_owner)
             self._deliver()
             if not until_empty:
@@ -632,7 +643,7 @@ class Link:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
-            if not self._is_in_session:  # it is known, and is admitted once a command has ended
+            if not self._is_in_session:  # registered, and admitted once a command has ended
                 self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
             self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
@@ -640,7 +651,7 @@ class Link:
         elif isinstance(message, Nack) and message.command_id is None:
             self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):
-            self._give_up(f"it has gone: {message.reason or 'no reason given'}")
+            self._give_up(f"it disconnected: {message.reason or 'no reason given'}")
         elif type(message) in self._for_owner:
             self._arrived.append(message)
         else:

@@ -1,6 +1,7 @@
-"""Who may come in: sockets that only this user can reach, and CURVE keys that are known by name.
+"""Access to a fleet: private socket addresses, and CURVE keys with their files.
 
-docs/security.md says which fleet uses which.
+docs/security.md says which fleet uses which. Used by the sockets, AsyncLLM and the `rollout`
+commands.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "rollout-"
 _SOCKET = "socket"
 _KEY_LINE = re.compile(r'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
-# A socket's monitor reports these of a handshake that failed.
+# The events by which a socket's monitor reports a failed handshake.
 KEY_IS_UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 HANDSHAKE_FAULTS = (
     KEY_IS_UNKNOWN | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -37,11 +38,11 @@ HANDSHAKE_FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveServerKeys:
-    """A coordinator's two keys, and the public ones of all clients and engines that may come in.
+    """A coordinator's two keys, and the public keys of all clients and engines that may connect.
 
-    An AsyncLLM adds those of its own client and engines. allow_list: a folder whose files *.key
-    have further ones. It is read whenever somebody dials, so a file that is added or removed
-    counts from then on; who is connected stays.
+    An AsyncLLM adds the key of its own client and engines. allow_list: a folder whose files *.key
+    have further public keys. It is read for each new connection: added and removed files count from
+    then on, while established connections stay.
     """
 
     public: bytes
@@ -50,19 +51,20 @@ class CurveServerKeys:
     allow_list: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Check the keys. Raises ConfigError."""
         object.__setattr__(self, "clients", frozenset(self.clients))
         for key in (self.public, self.secret, *self.clients):
             _require_key(key)
 
     @classmethod
     def made(cls) -> CurveServerKeys:
-        """New keys, which nobody knows."""
+        """Return new keys without clients."""
         public, secret = zmq.curve_keypair()
         return cls(public=public, secret=secret, clients=frozenset())
 
     def with_client(self) -> tuple[CurveServerKeys, CurveKeys]:
-        """These keys with one client more, and the keys of that client, which are made here."""
+        """Make keys for one more client. Returns the server's keys with that client, and the
+        client's."""
         public, secret = zmq.curve_keypair()
         own = CurveKeys(server_public=self.public, public=public, secret=secret)
         return replace(self, clients=self.clients | {public}), own
@@ -77,7 +79,7 @@ class CurveKeys:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Check the keys. Raises ConfigError."""
         for key in (self.server_public, self.public, self.secret):
             _require_key(key)
 
@@ -89,15 +91,16 @@ def _require_key(key: bytes) -> None:
         is_key = False
     if not is_key:
         raise ConfigError(
-            "a CURVE key is 40 bytes of Z85, as zmq.curve_keypair() makes them; one of those given "
-            "is not"
+            "a CURVE key must be 40 bytes of Z85, as zmq.curve_keypair() makes them; one of the "
+            "given keys is not"
         )
 
 
 def create_key_files(folder: str | Path, name: str) -> None:
-    """Make two keys: `name.key` has the public one, `name.key_secret`, for this user only, both.
+    """Make a pair of keys in the format of zmq.auth: `name.key` has the public key,
+    `name.key_secret` both. Only this user can read the latter.
 
-    The format is that of zmq.auth. Raises ConfigError if they cannot be written, or exist.
+    Raises ConfigError if a file exists or cannot be written.
     """
     public, secret = (key.decode() for key in zmq.curve_keypair())
     text = f'metadata\ncurve\n    public-key = "{public}"\n'
@@ -119,14 +122,15 @@ def create_key_files(folder: str | Path, name: str) -> None:
 
 
 def public_key_in(path: str | Path) -> bytes:
-    """Of a file that `create_key_files` or zmq.auth has made. Raises ConfigError."""
+    """Return the public key in a file of `create_key_files` or zmq.auth. Raises ConfigError."""
     return _keys_in(path, is_secret=False)["public"]
 
 
 def server_keys_in(
     path: str | Path, clients: Iterable[str | Path], allow_list: Path | None = None
 ) -> CurveServerKeys:
-    """`path`: the coordinator's secret file. `clients`: public files. Raises ConfigError."""
+    """Return the coordinator's keys. `path`: its secret file. `clients`: public files of peers.
+    Raises ConfigError."""
     keys = _keys_in(path, is_secret=True)
     return CurveServerKeys(
         public=keys["public"],
@@ -137,7 +141,8 @@ def server_keys_in(
 
 
 def client_keys_in(path: str | Path, server: str | Path) -> CurveKeys:
-    """`path`: the secret file of a client or engine. `server`: the coordinator's public one.
+    """Return a peer's keys. `path`: the secret file of the client or engine. `server`: the
+    coordinator's public file.
 
     Raises ConfigError.
     """
@@ -153,8 +158,8 @@ def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
         raise ConfigError(f"the key file {str(path)!r} cannot be read: {fault}") from fault
     if is_secret and mode & 0o077:
         raise ConfigError(
-            f"others than its owner may use the key file {str(path)!r} (mode "
-            f"{mode & 0o777:04o}): chmod 600 it, and make new keys if it was read"
+            f"other users can read the key file {str(path)!r} (mode {mode & 0o777:04o}): chmod 600 "
+            "it, and make new keys if somebody may have read it"
         )
     wanted = ("public", "secret") if is_secret else ("public",)
     for kind in wanted:
@@ -164,7 +169,8 @@ def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
 
 
 def handshake_fault(event: int) -> str | None:
-    """What one of HANDSHAKE_FAULTS says to the peer that dialled; None for another event."""
+    """Return what an event of HANDSHAKE_FAULTS means to the peer that connects; None for another
+    event."""
     if event == KEY_IS_UNKNOWN:
         return "it does not know the key of this peer: its allow-list must have it"
     if event & HANDSHAKE_FAULTS:
@@ -176,9 +182,10 @@ def handshake_fault(event: int) -> str | None:
 
 
 def private_address() -> str:
-    """An ipc:// address in a new directory that only this user can enter.
+    """Return an ipc:// address in a new directory that only this user can enter.
 
-    In XDG_RUNTIME_DIR if there is one, else where temporary files are. Raises ConfigError.
+    The directory lies in XDG_RUNTIME_DIR if that is set, else among temporary files. Raises
+    ConfigError.
     """
     tried = []
     for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
@@ -195,27 +202,29 @@ def private_address() -> str:
         os.rmdir(directory)
         tried.append(f"{path!r} has more than {zmq.IPC_PATH_MAX_LEN} bytes")
     raise ConfigError(
-        f"no place for the fleet's socket: {'; '.join(tried)}. Set TMPDIR to a short path that can "
-        "be written to"
+        f"no directory can hold the fleet's socket: {'; '.join(tried)}. Set TMPDIR to a short path "
+        "that can be written to"
     )
 
 
 def remove_private_address(address: str) -> None:
-    """Remove the directory of a `private_address`, if it is one and there. Twice is fine."""
+    """Remove the directory of a `private_address`. Does nothing for another address or without
+    the directory."""
     folder, name = os.path.split(address.removeprefix("ipc://"))
     if name == _SOCKET and os.path.basename(folder).startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:
-    """Raise ConfigError for an IP address that other machines can reach, unless asked for."""
+    """Raise ConfigError for an IP address that other machines can reach, unless there are keys or
+    it is `insecure`. `host`: the name of the address, for the message."""
     if has_keys:
         return
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     if is_loopback:
         logger.info("any process of this machine can join the coordinator at %s", address)
     elif insecure:
-        logger.warning("the coordinator at %s takes commands from whoever can reach it", address)
+        logger.warning("the coordinator at %s takes commands from anybody who reaches it", address)
     else:
         raise ConfigError(
             f"host={host!r} can be reached by other machines: give curve keys, or insecure=True "

@@ -64,7 +64,7 @@ _LINGER_MS = 1000
 # Frames that wait in the socket for one slow peer; a slower client gets them again later.
 MAX_WAITING_FRAMES = 4096
 # Further messages that wait here for one slow engine, as many as its own queue holds. Only its
-# lease says whether it is alive: a slow engine is not given up.
+# lease says whether it is alive: a slow engine is not removed.
 MAX_KEPT_MESSAGES = 2**16
 _UNREACHABLE = (zmq.EHOSTUNREACH, zmq.EAGAIN)
 # Integers: combining and converting their enumerations takes longer than sending a frame.
@@ -80,7 +80,7 @@ class _Kept:
 
 
 class RouterSocket:
-    """Owns the context and the socket. `address`: where others dial it."""
+    """The coordinator's ROUTER socket, and its ZeroMQ context. address: where peers connect."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class RouterSocket:
 
     @property
     def refusals(self) -> Refusals:
-        """Connections that were refused; without keys none is."""
+        """Numbers of refused connections, by reason; zeros without keys."""
         return Refusals() if self._gate is None else self._gate.refusals
 
     def _bind_private(self, port: int | None, advertise_host: str | None) -> None:
@@ -148,9 +148,9 @@ class RouterSocket:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (identity, frame) of the messages that have arrived, until there were `max_frames`.
-        A Batch yields each of its frames. A message of several parts and an unreadable Batch yield
-        one empty frame, which no message is.
+        """Yield (identity, frame) of up to about `max_frames` frames that have arrived. A Batch
+        yields all its frames. A message of several parts and an unreadable Batch yield one empty
+        frame, which is no message.
         """
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
@@ -182,8 +182,8 @@ class RouterSocket:
         """Send a frame. Returns False if the peer is not connected or too many messages wait for
         it.
 
-        `num_messages`: how many the frame has, which may be a Batch. `keeps`: says of an identity
-        whether frames that the socket has no room for are kept for `flush`, and those after them.
+        `num_messages`: the number of messages in the frame, which may be a Batch. `keeps`: returns
+        whether frames for an identity are kept for `flush` while the socket has no room for them.
         """
         kept = self._kept.get(identity)
         if kept is None:
@@ -198,8 +198,8 @@ class RouterSocket:
         return True
 
     def flush(self) -> None:
-        """Send kept frames as far as there is room. Frames for a peer that has gone are dropped:
-        the next `send` to it fails and shows it to the caller."""
+        """Send kept frames while the socket has room. Frames for a peer that has disconnected are
+        dropped: the next `send` to it returns False."""
         for identity, kept in list(self._kept.items()):
             fault = None
             while kept.frames and (fault := self._try(identity, kept.frames[0][0])) is None:
@@ -208,7 +208,7 @@ class RouterSocket:
                 del self._kept[identity]
 
     def _try(self, identity: bytes, frame: bytes) -> int | None:
-        """Send a frame. Returns None, or the errno of _UNREACHABLE for which it was not sent."""
+        """Send a frame. Returns None, or the errno of _UNREACHABLE if it was not sent."""
         try:
             self.socket.send(identity, _MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -226,8 +226,8 @@ class RouterSocket:
 
 
 def address_of(port_or_address: int | str) -> str:
-    """Return the address of a port on loopback, or a full tcp:// or ipc:// address as it is. Raises
-    ConfigError.
+    """Return the address of a port on loopback. Returns a full tcp:// or ipc:// address unchanged.
+    Raises ConfigError.
     """
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
@@ -272,12 +272,12 @@ class DealerSocket:
             self.socket.connect(address)
         except zmq.ZMQError as fault:
             self.close()
-            raise ConfigError(f"{address!r} cannot be dialled: {fault}") from fault
+            raise ConfigError(f"{address!r} is not an address to connect to: {fault}") from fault
         self._poller.register(waker.fileno(), zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
-        """Wait for messages, if they are wanted, for an event, or for the waker. Returns whether
+        """Wait for an event, for the waker, and for messages if `for_messages`. Returns whether
         there are messages, and whether there are events.
         """
         if for_messages != self._is_listening and not self.socket.closed:
@@ -289,14 +289,14 @@ class DealerSocket:
         return self.socket in ready, self._monitor in ready
 
     def events(self) -> Iterator[int]:
-        """Yield the events of the connection since the last call. Asking costs as much as receiving
-        a message; `wait` says whether there are any."""
+        """Yield the events of the connection since the last call. Polling costs as much as
+        receiving a message: call it only if `wait` has reported events."""
         while not self._monitor.closed and self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"]
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame without waiting. Returns False only if the connection is lost and no event
-        has said so yet. The caller bounds how many frames are under way.
+        """Send a frame without waiting. Returns False only if the connection is lost and its event
+        has not arrived yet. The caller bounds how many frames are under way.
         """
         try:
             self.socket.send(frame, zmq.NOBLOCK)
@@ -331,8 +331,8 @@ def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> lis
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
         (zmq.MAXMSGSIZE, max_frame_bytes),
-        # Never: it has one connection. The value -1 would say so, too, but then messages that
-        # were not received yet are dropped when the connection is lost.
+        # Never reconnect. The value -1 would also drop messages that were not received yet when
+        # the connection is lost.
         (zmq.RECONNECT_IVL, 2**30),  # ms
         (zmq.IPV6, int("[" in address)),
         # Ends the connection to a machine that has vanished.

@@ -1,1 +1,1 @@
-"""The wire protocol: messages, their bytes, and what a peer may send (docs/protocol.md)."""
+"""The wire protocol: messages and their encoding (docs/protocol.md)."""

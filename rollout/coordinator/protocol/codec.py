@@ -1,4 +1,7 @@
-"""Encoding and decoding of messages; Batches of frames."""
+"""Encoding and decoding of messages, and Batches of frames.
+
+Used by Link and the coordinator, for every frame.
+"""
 
 from __future__ import annotations
 
@@ -37,38 +40,38 @@ _DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAG
 _FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
 
 MAX_BATCH_FRAMES = 256
-# Bounds of our senders: copying a larger frame takes longer than sending it alone.
+# Bounds of our own Batches: copying a larger frame takes longer than sending it alone.
 _MAX_BATCHED_FRAME_BYTES = 2**14
 _MAX_BATCH_BYTES = 2**17
 
 
 class ProtocolVersionError(ProtocolError):
-    """A handshake has another protocol version; a Nack that says so is the answer."""
+    """A handshake has another protocol version. It is answered by a Nack."""
 
 
 class _Handshake(msgspec.Struct, array_like=True):
-    """How a Connect or Register begins in every version."""
+    """The first fields of a Connect or Register in every version."""
 
     header: int
     protocol_version: int
 
 
 class _NamedAttempt(msgspec.Struct, array_like=True):
-    """How a Sample begins."""
+    """The first fields of a Sample."""
 
     request_id: Count
     attempt: Count = 0
 
 
 class _NamedSamples(msgspec.Struct, array_like=True):
-    """How a SubmitRequest or AssignRequest begins."""
+    """The first fields of a SubmitRequest or AssignRequest."""
 
     header: int
     samples: Annotated[tuple[_NamedAttempt, ...], Meta(max_length=MAX_SAMPLES)]
 
 
 class _NamedReply(msgspec.Struct, array_like=True):
-    """How an EngineReply begins."""
+    """The first fields of an EngineReply."""
 
     header: int
     request_id: Count
@@ -76,14 +79,14 @@ class _NamedReply(msgspec.Struct, array_like=True):
 
 
 class _NamedCommand(msgspec.Struct, array_like=True):
-    """How a command, its answer and the messages of a weight update begin."""
+    """The first fields of commands, their answers and the messages of a weight update."""
 
     header: int
     command_id: Count
 
 
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=Headers.BATCH.value):
-    """Frames for one peer, as if each had come by itself, in this order."""
+    """Frames for one peer, to be handled in this order as if each had arrived alone."""
 
     frames: Annotated[tuple[bytes, ...], Meta(max_length=MAX_BATCH_FRAMES)]
 
@@ -116,16 +119,16 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 def require_valid(message: Message) -> None:
     """Raise ProtocolError, naming the field, unless a receiver would accept `message`.
 
-    Meant for messages with values that a user gave. Takes as long as sending and receiving it.
+    For messages with a user's values. Takes as long as sending and receiving the message.
     """
     decode(encode(message))
 
 
 def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
-    """Return the message in `frame`, which is no Batch; its arrays are read-only.
+    """Return the message in `frame`, which must not be a Batch. Its arrays are read-only.
 
-    Raises ProtocolError naming what is wrong, and nothing else, whatever the bytes; of a Connect or
-    Register in another version, ProtocolVersionError.
+    Whatever the bytes are, raises nothing but ProtocolError, which names the fault:
+    ProtocolVersionError for a Connect or Register of another version.
     """
     if len(frame) > max_bytes:
         raise ProtocolError(f"{len(frame)} bytes, at most {max_bytes} are allowed")
@@ -169,10 +172,11 @@ def _describe(cls: type[Message], fault: str) -> str:
 def failures_of(
     frame: bytes, fault: ProtocolError, accepted: Collection[type[Message]]
 ) -> Sequence[EngineReply | Nack]:
-    """Return the failures of what a malformed frame names, each with the error `fault`.
+    """Return an EngineReply for each request, or a Nack for the command, that a malformed frame
+    names, with the error `fault`.
 
-    They are an EngineReply for each request and a Nack for a command. There are none if the frame
-    names nothing, or if its header is not one of the messages in `accepted`.
+    Returns nothing if the frame names neither, or has the header of a message that is not in
+    `accepted`.
     """
     decoder = _DECODERS.get(frame[1]) if len(frame) > 1 else None
     if decoder is None or decoder.type not in accepted:
@@ -200,8 +204,8 @@ def failures_of(
 
 
 def frames_in(frame: bytes) -> Sequence[bytes]:
-    """Return the frames of a Batch, or another frame alone. Raises ProtocolError for an unreadable
-    Batch. `decode` refuses a Batch within a Batch.
+    """Return the frames of a Batch; any other frame is returned alone. Raises ProtocolError for an
+    unreadable Batch. `decode` refuses a Batch within a Batch.
     """
     if len(frame) < 2 or frame[1] != Headers.BATCH:
         return (frame,)
@@ -214,8 +218,8 @@ def frames_in(frame: bytes) -> Sequence[bytes]:
 def batched(
     frames: Sequence[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> Sequence[tuple[bytes, int]]:
-    """Return (frame to send, number of its messages) for `frames`, in their order: Batches of small
-    frames, and large or single frames as they are.
+    """Return the frames to send, each with its number of messages: small frames of `frames` are
+    joined to Batches, others stay as they are. Their order is kept.
     """
     if len(frames) == 1:
         return [(frames[0], 1)]

@@ -45,7 +45,7 @@ PROTOCOL_VERSION = 10
 
 
 class Headers(IntEnum):
-    """Numbers on the wire. Those below 70 are the ones of the public interface."""
+    """The numbers of messages on the wire. Numbers below 70 belong to the public interface."""
 
     CONNECT = 0
     CONNECT_ACK = 1
@@ -80,7 +80,7 @@ class Headers(IntEnum):
     CHECKSUMS = 85
 
 
-# ---- what several messages carry
+# ---- parts of messages
 
 
 MAX_SAMPLES = 2**16  # of one prompt, in one message
@@ -90,7 +90,7 @@ Settings = Annotated[Mapping[Name, Name], Meta(max_length=1024)]
 
 
 class Attempt(WireData, frozen=True, kw_only=True):
-    """One assignment of one request. Of two attempts of a request, the larger number counts."""
+    """One assignment of one request. The attempt with the largest number is the current one."""
 
     request_id: Count
     attempt: Count = 0
@@ -125,10 +125,9 @@ def in_parts(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, ...]]:
 
 
 class EngineStatus(WireData, frozen=True, kw_only=True):
-    """The state of an engine at a heartbeat. Its progress is judged by `num_steps`.
+    """The state of an engine at a heartbeat. `num_steps` shows whether it makes progress.
 
-    longest_step_s: what a step of the most tokens takes by the steps that it has measured; 0 if
-    there was none.
+    longest_step_s: estimated seconds of a step with the most tokens; 0 before the first step.
     """
 
     state: Name
@@ -140,8 +139,7 @@ class EngineStatus(WireData, frozen=True, kw_only=True):
 
 
 class WireError(WireData, frozen=True, kw_only=True):
-    """An error as it travels. type_name: its class in rollout.errors, or the name of another
-    one."""
+    """An error as it is sent. type_name: the name of its class, in rollout.errors or elsewhere."""
 
     type_name: Name
     message: str | None
@@ -150,7 +148,7 @@ class WireError(WireData, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """Return `error`, under its nearest class that peers know, with the start of a long
+        """Return `error` under its nearest class in rollout.errors, with the first part of a long
         message."""
         encoded = encode_error(error)
         if isinstance(error, RolloutError) and encoded["type"] == type(error).__name__:
@@ -178,7 +176,7 @@ class WireError(WireData, frozen=True, kw_only=True):
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=0):
-    """Client -> coordinator, the first message. client_id: a uuid, the same after a reconnect."""
+    """Client -> coordinator, the first message. client_id: a uuid, kept after a reconnect."""
 
     protocol_version: Count = PROTOCOL_VERSION
     client_id: Uuid
@@ -186,11 +184,13 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 
 
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
-    """Coordinator -> client. state: name of the fleet's state. lease_s: a client that sent
-    nothing for so long has vanished. heartbeat_s: how often to send a heartbeat. answer_grace_s:
-    how long after its deadline a request or command may still be answered. max_requests,
-    max_request_bytes: the most requests of one client, and bytes of them, that may be unfinished or
-    not acknowledged. is_resumed: this client was connected before, and nothing of it is forgotten.
+    """Coordinator -> client: the client is accepted.
+
+    state: name of the fleet's state. lease_s: a client that sends nothing for this time has
+    vanished. heartbeat_s: how often to send a heartbeat. answer_grace_s: how long after its
+    deadline a request or command may still be answered. max_requests, max_request_bytes: the most
+    requests of one client, and bytes of them, that may be unfinished or not acknowledged.
+    is_resumed: this client was connected before, and all its requests are still known.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -209,10 +209,10 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
 class Register(Message, frozen=True, kw_only=True, tag=73):
     """Engine -> coordinator, the first message, and again whenever its lease has run out.
 
-    engine_id: a uuid, one for the life of the process. state: name of its state. running: the
-    attempts that it still holds, those that have ended included. prepared_command_id: the Prepare
-    that it has voted yes to and has no decision on; the RegisterAck names the weights to fetch, or
-    a Rollback follows it. settings: what all engines of a fleet must have alike, as text by name.
+    engine_id: a uuid, one for the life of the process. state: name of the engine's state. running:
+    the attempts that the engine holds, including ended ones. prepared_command_id: the id of a
+    Prepare that got the vote yes and no decision; the RegisterAck names the weights to fetch, or a
+    Rollback follows it. settings: the settings that must be equal on all engines, as text by name.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -231,12 +231,12 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     """Coordinator -> engine: the state to reach. The engine aborts all attempts that are not in
     `keep`.
 
-    state: the one to enter before it gets work. lease_s: stop stepping when the coordinator sent
-    nothing for so long. heartbeat_s: how often to send a heartbeat. report_interval_tokens: most
-    tokens of a request between two reports (Progress). weights: where to fetch `weights_version`,
-    None if the engine serves it. session: the number of this registration, for the engine's Credit.
-    base_weights: the full update that `weights`, an adapter, belongs to; None if it belongs to the
-    weights that engines start with.
+    state: the state to enter before the engine gets work. lease_s: stop stepping when the
+    coordinator sent nothing for this time. heartbeat_s: how often to send a heartbeat.
+    report_interval_tokens: most tokens of a request between two reports (Progress). weights: where
+    to fetch `weights_version`; None if the engine serves it. session: the number of this
+    registration, for the engine's Credit. base_weights: the full weights below `weights` if that is
+    an adapter; None if these are the weights that engines start with.
     """
 
     coordinator_id: Uuid
@@ -252,17 +252,18 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
-    """Either way; the coordinator answers each with its `sequence` and no status, which renews the
-    lease from when that one was *sent*. `status`: engines only."""
+    """Either way. The coordinator answers each one with the same `sequence` and no status; the
+    answer renews the lease from the time when the heartbeat was *sent*. status: engines only."""
 
     sequence: Count
     status: EngineStatus | None = None
 
 
 class Credit(Message, frozen=True, kw_only=True, tag=82):
-    """Engine -> coordinator: how many requests it accepts since it registered; the number never
-    falls. Its room is granted less assigned, so that messages on their way do not matter. session:
-    that of its RegisterAck; credit of an earlier session is dropped."""
+    """Engine -> coordinator: how many requests the engine accepts in total since it registered;
+    the number never falls. Its room is the granted number less the assigned one, whatever messages
+    are on their way. session: the number in its RegisterAck; credit of an earlier session is
+    dropped."""
 
     num_granted: Count
     session: Count = 0
@@ -270,7 +271,7 @@ class Credit(Message, frozen=True, kw_only=True, tag=82):
 
 class Disconnect(Message, frozen=True, kw_only=True, tag=60):
     """Either way: the sender leaves, with the reason. is_fault: it failed, perhaps because of
-    `suspects`, the attempts of its failed step; the loss counts against no others."""
+    `suspects`, the attempts of its failed step; the failure counts against no other requests."""
 
     reason: Name = ""
     is_fault: bool = False
@@ -280,7 +281,7 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
     def because(
         cls, reason: str, *, is_fault: bool = False, suspects: Sequence[Attempt] = ()
     ) -> Disconnect:
-        """Return a Disconnect with the start of a long reason."""
+        """Return a Disconnect with the first part of a long reason."""
         text = utf8_text(reason)[:_MAX_REASON]
         return cls(reason=text, is_fault=is_fault, suspects=tuple(suspects))
 
@@ -289,10 +290,11 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
 
 
 class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
-    """Client -> coordinator: samples of one prompt, which go to one engine. Idempotent by name.
+    """Client -> coordinator: samples of one prompt, which go to one engine. A repeated request id
+    is not accepted again.
 
-    prompt_tokens: int32 [n]. priority: higher first. deadline_s: from arrival. streaming: whether
-    the client gets partial replies.
+    prompt_tokens: int32 [n]. priority: higher first. deadline_s: seconds from arrival. streaming:
+    whether the client gets partial replies.
     """
 
     samples: Samples
@@ -329,16 +331,16 @@ class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=83):
-    """Engine -> coordinator: the tokens of many attempts since its last report of each."""
+    """Engine -> coordinator: the new tokens of many attempts since the last report of each."""
 
     runs: TokenRuns
 
 
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
-    """The end of a request: engine -> coordinator -> client. The sender keeps it until ReplyAck.
+    """Engine -> coordinator -> client: the end of a request. The sender keeps it until ReplyAck.
 
-    record: packed by `pack_record`; if None, `error` says why. is_failed: the request's status is
-    FAILED."""
+    record: packed by `pack_record`; None if `error` is the reason. is_failed: the request's status
+    is FAILED."""
 
     request_id: Count
     attempt: Count = 0
@@ -377,7 +379,7 @@ def _check_names(message: str, samples: Sequence[Sample]) -> None:
 
 
 class Ack(Message, frozen=True, kw_only=True, tag=70):
-    """Command `command_id` is done; to Prepare it is the vote yes."""
+    """Command `command_id` is done; after a Prepare it is the vote yes."""
 
     command_id: Count
     result: PlainMap | None = None
@@ -387,9 +389,9 @@ class Ack(Message, frozen=True, kw_only=True, tag=70):
 
 
 class Nack(Message, frozen=True, kw_only=True, tag=71):
-    """Command `command_id` is refused or has failed, and why; to Prepare it is the vote no.
+    """Command `command_id` is refused or has failed with `error`; after a Prepare: the vote no.
 
-    Without an id: the peer is refused, or no longer known, and may only connect or register.
+    Without an id: the peer is refused or no longer known, and must connect or register.
     """
 
     command_id: Count | None
@@ -397,7 +399,7 @@ class Nack(Message, frozen=True, kw_only=True, tag=71):
 
 
 def nack_of(command_id: int | None, error: BaseException) -> Nack:
-    """Return the refusal of a command, or of a handshake if the id is None."""
+    """Return the Nack of a command, or of a peer if the id is None, with this error."""
     return Nack(command_id=command_id, error=WireError.of(error))
 
 
@@ -413,7 +415,7 @@ class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=Tru
     in_flight: bool = False
 
     def merged(self, results: FleetResults[WeightUpdateReport]) -> WeightUpdateReport:
-        """Return the fleet's version, the bytes of one engine, and the longest times of any."""
+        """Return the fleet's version, the bytes of one engine, and the longest times."""
         reports = results.by_rank.values()
         return WeightUpdateReport(
             version=results.weights_version,
@@ -436,16 +438,16 @@ class Prepare(Message, frozen=True, kw_only=True, tag=78):
 
 
 class Commit(Message, frozen=True, kw_only=True, tag=79):
-    """Coordinator -> engine: all have voted yes to `command_id`; serve its weights. Answered by
-    Ack."""
+    """Coordinator -> engine: all engines have voted yes to `command_id`; serve its weights.
+    Answered by Ack."""
 
     command_id: Count
     version: Version
 
 
 class Rollback(Message, frozen=True, kw_only=True, tag=80):
-    """Coordinator -> engine: drop what `command_id` has staged. Answered by Ack, also if nothing
-    was."""
+    """Coordinator -> engine: drop the weights that `command_id` has staged. Answered by Ack, even
+    if nothing is staged."""
 
     command_id: Count
 

@@ -32,7 +32,7 @@ _MAX_CACHED_PARAMS, _MAX_CACHED_BYTES = 256, 4096
 
 @lru_cache(_MAX_CACHED_PARAMS)
 def pack_params(params: SamplingParams) -> bytes:
-    """Return `params` as the bytes of a Sample."""
+    """Return `params` packed, for a Sample."""
     return pack(params.serialize())
 
 
@@ -56,8 +56,8 @@ class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A segment of a record. fields: a map of its plain values. columns: its values per token, as
-    (dtype, bytes). tensors, top_n and sampling_params are apart, too.
+    """A segment of a record. fields: the packed map of its plain values. columns: its values per
+    token, as (dtype, bytes). Tensors, top_n and sampling_params have fields of their own.
     """
 
     fields: msgspec.Raw
@@ -77,7 +77,7 @@ _TENSOR_FIELDS = set(_Tensor.__struct_fields__)
 
 
 def pack_record(record: DynamicInferenceRequestRecord) -> bytes:
-    """Return `record` as the bytes of an EngineReply.
+    """Return `record` packed, for an EngineReply.
 
     Raises ProtocolError if it has more plain values than `unpack_record` reads.
     """
@@ -148,7 +148,7 @@ def _check_size(segments: Sequence[_Segment]) -> None:
 
 
 def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
-    """Return `build(encoded)`. Raises ProtocolError for whatever malformed bytes make it raise."""
+    """Return `build(encoded)`. Raises ProtocolError for errors that malformed bytes cause."""
     try:
         return build(encoded)
     except RolloutError:

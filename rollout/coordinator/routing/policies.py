@@ -1,4 +1,7 @@
-"""Routing policies: which data-parallel rank takes a request. No socket, no clock, no thread."""
+"""Routing policies: they choose the data-parallel rank of a request. No socket, clock or thread.
+
+Used by Dispatcher. `register_policy` adds a user's own policy.
+"""
 
 from __future__ import annotations
 
@@ -17,54 +20,55 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks. It is notified of everything that may matter; a subclass may ignore it.
+    """Chooses ranks. Its other methods report events; a subclass may ignore them.
 
-    Ranks are small integers; `hashes` are those of compute_block_hashes_batched, [] for a prompt
+    Ranks are small integers. `hashes`: compute_block_hashes_batched of the prompt, [] for a prompt
     shorter than a block. The same calls must give the same choices. The coordinator waits for each
-    call, so none may block, or take longer the more the policy knows.
+    call: no method may block, or take longer the more requests the policy has seen.
     """
 
     def rank_joined(self, rank: int) -> None:
-        """The rank accepts requests from now on. It has no cached block and no request."""
+        """Add a rank that accepts requests from now on. It has no cached block and no request."""
 
     def rank_left(self, rank: int) -> None:
-        """The rank accepts no more requests. Its blocks are gone; its unfinished requests are
-        assigned again, and never reported as finished here."""
+        """Remove a rank that accepts no more requests. Its blocks are gone. Its unfinished requests
+        are assigned again, and never reported as finished on this rank."""
 
     def cache_dropped(self, rank: int) -> None:
-        """The rank reuses no block that it had cached: it serves other weights now, or has released
-        its KV memory."""
+        """Forget the rank's cached blocks: it serves other weights now, or has released its KV
+        memory."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """Return one of `ranks`, the joined ones that have room, for samples of a prompt with these
-        blocks. `num_tokens`: as in `assigned`, summed over the samples."""
+        """Return one of `ranks`, the ranks with room, for samples of a prompt with these blocks.
+        `num_tokens`: as in `assigned`, summed over the samples."""
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        """The joined rank got a request with these blocks. `num_tokens`: the most prompt and new
-        tokens that it can have. Called once per request, also within a group."""
+        """Note a request with these blocks that the rank got. `num_tokens`: the most prompt and new
+        tokens that it can have. Called once per request, even within a group."""
 
     def finished(self, rank: int, num_tokens: int) -> None:
-        """A request assigned with `num_tokens` has ended there: completed, failed or aborted."""
+        """Note the end of a request that the rank got with `num_tokens`: completed, failed or
+        aborted."""
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Each rank in turn, by number. The prefix policies fall back on it."""
+    """Chooses each rank in turn, by number. The prefix policies fall back on it."""
 
     def __init__(self) -> None:
         self._previous = -1
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """The next rank above the previous one, then from the lowest again."""
+        """Return the next rank above the previous one; after the highest, the lowest."""
         self._previous = min([r for r in ranks if r > self._previous] or ranks)
         return self._previous
 
 
 class LongestPrefixPolicy(RoundRobinPolicy):
-    """The rank that was assigned the longest prefix of the prompt; of several, the latest one. If
-    it has no room, ranks in turn.
+    """Chooses the rank that was assigned the longest prefix of the prompt; of several ranks, the
+    latest one. If it has no room, chooses ranks in turn.
 
-    At most `max_rows` pairs of block and rank are remembered. Load does not matter: requests that
-    share only their first block still go to one rank.
+    Remembers at most `max_rows` pairs of block and rank. Load does not matter: requests that share
+    only their first block still go to one rank.
     """
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
@@ -104,12 +108,12 @@ class FirstPrefixBlockPolicy(LongestPrefixPolicy):
 
 
 class LoadBalancedPolicy(LongestPrefixPolicy):
-    """The rank that was assigned the longest prefix of the prompt, as long as its load is bounded;
-    else the rank with the least load: of several, the one assigned last, then the lowest.
+    """Chooses the rank that was assigned the longest prefix of the prompt while its load is
+    bounded; else the rank with the least load: of several, the one assigned last, then the lowest.
 
-    The load is the number of outstanding tokens or requests. That of the prefix's rank may be at
-    most `max_imbalance` times the least load plus the load to assign. So prompts that only share a
-    template spread, and those that share more go where their blocks are.
+    The load is the number of outstanding tokens or requests. The prefix's rank may have a load of
+    at most `max_imbalance` times the least load plus the load to assign. Prompts that share only a
+    template spread over the ranks, and prompts that share more go where their blocks are.
     """
 
     def __init__(
@@ -174,10 +178,10 @@ _FACTORIES: dict[str, PolicyFactory] = {
 
 
 def register_policy(name: str) -> Callable[[_F], _F]:
-    """Decorator: register this class or factory of a RoutingPolicy under `name`.
+    """Return a decorator that registers a class or factory of a RoutingPolicy under `name`.
 
-    Raises ConfigError if the name is taken by another one, empty, or has a colon, which marks a
-    path.
+    Raises ConfigError if another policy has the name, or if it is empty or has a colon, which marks
+    a path.
     """
     if not name or ":" in name:
         raise ConfigError(f"a policy's name must not be empty or have a colon, unlike {name!r}")
@@ -213,7 +217,7 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
     except (ImportError, AttributeError, ValueError) as fault:
         raise ConfigError(f"routing policy {name!r} cannot be imported: {fault}") from fault
     if not callable(factory):
-        raise ConfigError(f"routing policy {name!r} is no class or function but {factory!r}")
+        raise ConfigError(f"routing policy {name!r} is not a class or function but {factory!r}")
     found: PolicyFactory = factory
     return found
 
@@ -221,7 +225,7 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
 def make_policy(
     policy: str | PrefixCachingCoordinatorPolicy | PolicyFactory, **options: Any
 ) -> RoutingPolicy:
-    """Return the policy of this name, path or factory, made with `options`. Raises ConfigError."""
+    """Make the policy of this name, path or factory with `options`. Raises ConfigError."""
     factory = find_policy(policy) if isinstance(policy, str) else policy
     try:
         inspect.signature(factory).bind(**options)

@@ -1,7 +1,8 @@
-"""PrefixOwnership: which rank was assigned which prompt block, in bounded memory.
+"""PrefixOwnership: the ranks that each prompt block was assigned to, in bounded memory.
 
 It remembers assignments, not caches: a rank may have evicted a block, or not have computed it yet.
-A wrong row costs a prefill, never a wrong token: an engine finds its blocks by its own keys.
+A wrong row costs a prefill, never a wrong token: an engine finds its blocks by its own keys. Used
+by the prefix policies.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ SWEEP_RATE = 2
 
 
 class PrefixOwnership:
-    """Block hash -> the ranks that own it, the latest one first.
+    """A table of block hash -> the ranks that own the block, the latest one first.
 
-    A row is one (hash, rank); between calls there are at most `max_rows`. Beyond that, the blocks
-    that were not assigned for longest are removed with all their ranks. A lookup or assignment of a
-    block takes a few dict operations, whatever the number of rows and ranks (amortized).
+    A row is one (hash, rank); between calls there are at most `max_rows`. Beyond that, the least
+    recently assigned blocks are removed with all their ranks. A lookup or assignment of a block
+    takes a few dict operations, whatever the number of rows and ranks (amortized).
 
-    A rank's rows belong to its tenure, which ends when it leaves or drops its blocks. Rows of ended
-    tenures are dead; they are removed when a lookup meets them or when they are the oldest.
+    A rank's rows belong to its tenure, which ends when the rank leaves or drops its blocks. Rows of
+    ended tenures are dead; they are removed when a lookup finds them or when they are the oldest.
     """
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
@@ -38,27 +39,27 @@ class PrefixOwnership:
         self._num_rows = 0
 
     def __len__(self) -> int:
-        """The number of rows, dead ones included."""
+        """Return the number of rows, including dead ones."""
         return self._num_rows
 
     def add_rank(self, rank: int) -> None:
-        """Add a rank that owns nothing yet."""
+        """Add a rank that owns no block yet."""
         assert rank not in self._tenure_of_rank, f"rank {rank} is there already"
         self._tenure_of_rank[rank] = self._num_tenures
         self._rank_of_tenure[self._num_tenures] = rank
         self._num_tenures += 1
 
     def remove_rank(self, rank: int) -> None:
-        """Remove the rank with all that it owns. Constant time."""
+        """Remove the rank with all its blocks. Constant time."""
         del self._rank_of_tenure[self._tenure_of_rank.pop(rank)]
 
     def drop_rank(self, rank: int) -> None:
-        """Remove all that the rank owns. Constant time."""
+        """Remove all blocks of the rank. Constant time."""
         self.remove_rank(rank)
         self.add_rank(rank)
 
     def latest_owner(self, block_hash: int) -> int | None:
-        """Return the latest rank that owns this block; None if there is none."""
+        """Return the latest rank that owns this block; None without an owner."""
         while (tenure := self._latest.get(block_hash)) is not None:
             rank = self._rank_of_tenure.get(tenure)
             if rank is not None:
@@ -67,9 +68,9 @@ class PrefixOwnership:
         return None
 
     def longest_match_owner(self, hashes: Sequence[int]) -> int | None:
-        """Return the latest owner of the deepest owned block of a prompt; None if there is none.
+        """Return the latest owner of the deepest owned block of a prompt; None without one.
 
-        Hashes are chained to their parents, so the deepest block stands for all before it.
+        Hashes are chained to their parents: the deepest block stands for all blocks before it.
         """
         for block_hash in reversed(hashes):
             rank = self.latest_owner(block_hash)
@@ -90,10 +91,10 @@ class PrefixOwnership:
             if previous != tenure:
                 self._supersede(block_hash, previous, tenure)
             latest.move_to_end(block_hash)
-        self._give_back(SWEEP_RATE * len(hashes))
+        self._evict(SWEEP_RATE * len(hashes))
 
     def _supersede(self, block_hash: int, previous: int, tenure: int) -> None:
-        """Put `tenure` before `previous`, which was the latest of this block."""
+        """Put `tenure` before `previous`, which was the latest tenure of this block."""
         if tenure in self._earlier.get(block_hash, ()):
             self._drop_earlier(block_hash, tenure)
         self._latest[block_hash] = tenure
@@ -125,15 +126,15 @@ class PrefixOwnership:
         self._num_rows -= 1
 
     def _drop_dead(self, block_hash: int) -> None:
-        """Drop the earlier dead rows of a block that is used too often to become the oldest."""
+        """Drop the earlier dead rows of a block that is used too often to become the oldest one."""
         earlier = self._earlier[block_hash]
         living = {tenure: None for tenure in earlier if tenure in self._rank_of_tenure}
         self._earlier[block_hash] = living
         self._num_rows -= len(earlier) - len(living)
 
-    def _give_back(self, num_swept: int) -> None:
-        """Drop the oldest blocks above the bound, then up to `num_swept` dead rows at the old
-        end."""
+    def _evict(self, num_swept: int) -> None:
+        """Drop the oldest blocks above the bound, then up to `num_swept` dead rows of the oldest
+        blocks."""
         while self._num_rows > self.max_rows:
             block_hash, _ = self._latest.popitem(last=False)
             self._num_rows -= 1 + len(self._earlier.pop(block_hash, ()))

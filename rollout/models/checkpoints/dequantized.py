@@ -111,7 +111,8 @@ def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
 def _dequantize_fp8(
     name: str, values_XNK: Tensor, scales_XPQ: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Each value times the scale of its block, [..., N, K]; the last blocks may be smaller."""
+    """Multiply each value by the scale of its block, [..., N, K]. Blocks at the ends may be
+    smaller."""
     if values_XNK.dtype != torch.float8_e4m3fn:
         raise ModelError(
             f"{name!r} has scales, but its dtype is {values_XNK.dtype}, not {torch.float8_e4m3fn}"
@@ -146,7 +147,8 @@ def _dequantize_fp8(
 def _dequantize_mxfp4(
     name: str, blocks_XNGB: Tensor, scales_XNG: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[X, K, N]: the checkpoint has each expert's rows of outputs, the module its inputs first."""
+    """Return the values of all experts, [X, K, N]. The checkpoint stores each expert's outputs as
+    rows; the module has its inputs first."""
     for kind, tensor in (("blocks", blocks_XNGB), ("scales", scales_XNG)):
         if tensor.dtype != torch.uint8:
             raise ModelError(f"the {kind} of {name!r} have dtype {tensor.dtype}, not torch.uint8")

@@ -1,4 +1,5 @@
-"""A CausalLM from a directory, a transformers model, a spec or another CausalLM."""
+"""`build_model` and `open_model`: a CausalLM from a directory, a transformers model, a ModelSpec
+or another CausalLM."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def spec_of(
 
 
 def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, TensorsByName, str]:
-    """Return the spec, all weights, and how errors call the source."""
+    """Return the spec, all weights, and the name of the source for errors."""
     if isinstance(source, str | Path):
         return _of_directory(Path(source), dtype)
     if isinstance(source, CausalLM):
@@ -135,7 +136,7 @@ def _of_directory(
 
 
 def _own_spec(model: CausalLM) -> ModelSpec:
-    """The spec of a model whose parameters may have been cast."""
+    """Return the spec of a model whose parameters may have been cast since it was made."""
     return replace(model.spec, dtype=model.model.embed_tokens.weight.dtype)
 
 
@@ -160,7 +161,8 @@ def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, T
 
 
 def _is_transformers_model(source: object) -> bool:
-    """Whether `source` looks like one. transformers is optional and slow, so it is not imported."""
+    """Return whether `source` looks like a transformers model. The optional package is slow to
+    import, so it is not imported."""
     config = getattr(source, "config", None)
     has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
     return has_config and hasattr(source, "named_parameters")

@@ -1,6 +1,7 @@
 """Checkpoint: a Hugging Face directory of config.json and *.safetensors, opened for reading.
 
-Pickled checkpoints are never opened: unpickling runs code.
+Used to load models, adapters and pushes of weights. Pickled checkpoints are never opened, because
+unpickling runs code.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _dtype_of_embeddings(directory: Path) -> torch.dtype | None:
-    """Return None where no weights lie beside the config."""
+    """Return the dtype of the embeddings' tensor; None where no weights lie beside the config."""
     is_complete = any((directory / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
     shards = Checkpoint.open(directory).shards if is_complete else {}
     path = next((path for path, names in shards.items() if _EMBEDDINGS in names), None)

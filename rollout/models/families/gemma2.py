@@ -6,12 +6,12 @@ from rollout.models.layer_rules import windows_by_type
 
 
 def root_to_scale(scalar: float) -> float:
-    """The scale of scores from `query_pre_attn_scalar`."""
+    """Return the scale of attention scores for a `query_pre_attn_scalar`."""
     return float(scalar**-0.5)
 
 
 def scale_to_root(scale: float) -> int:
-    """`query_pre_attn_scalar` from the scale of scores."""
+    """Return the `query_pre_attn_scalar` for a scale of attention scores."""
     return round(scale**-2)
 
 

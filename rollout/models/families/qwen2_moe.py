@@ -11,7 +11,8 @@ from rollout.models.rope_config import FULL, SLIDING
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> Windows:
-    """As by type; without types every other layer below `max_window_layers` slides."""
+    """Return windows by `layer_types`. Without types every other layer below `max_window_layers`
+    slides."""
     types = config.get("layer_types")
     if types is None:
         end = config["max_window_layers"] if config["use_sliding_window"] else 0

@@ -47,7 +47,7 @@ FAMILIES = MappingProxyType(
 
 
 def find_family(model_type: object) -> Family:
-    """The family of a config's `model_type`. Raises ModelError naming the supported ones."""
+    """Return the family of a config's `model_type`. Raises ModelError naming the supported ones."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         supported = ", ".join(sorted(FAMILIES))

@@ -1,4 +1,7 @@
-"""Metadata of tensors that a trainer announces before sending, and the tensors that a model has."""
+"""Checks of the tensors that a trainer announces, against the tensors that the model has.
+
+Used by WeightTransfer before it receives broadcasts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rollout.models.checkpoints.reader import read_config
 from rollout.models.spec import ModelSpec
 from rollout.models.weights import WeightTable
 
-# The names that torch gives dtypes, as both protocols send them.
+# dtypes by torch's names, which both protocols send.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -26,12 +29,12 @@ _DTYPES = {
 }
 _WIDEST_ITEM_BYTES = max(dtype.itemsize for dtype in _DTYPES.values())
 _MAX_RANK = 8
-_MAX_BYTES = 2**48  # of one tensor; a larger product of sizes is a mistake, or meant to be one
+_MAX_BYTES = 2**48  # of one tensor; a larger size is a mistake or an attack
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """Name, dtype and shape of a tensor that a trainer is about to send."""
+    """Name, dtype and shape of a tensor that a trainer will send."""
 
     name: str
     dtype: torch.dtype
@@ -45,9 +48,9 @@ class TensorMetadata:
 def tensor_metadata(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[TensorMetadata]:
-    """Return the tensors that three equally long lists announce.
+    """Return the metadata in three equally long lists.
 
-    Raises WeightUpdateError naming the tensor whose entry has no meaning.
+    Raises WeightUpdateError, which names the tensor with an invalid dtype or shape.
     """
     if not len(names) == len(dtypes) == len(shapes):
         raise WeightUpdateError(
@@ -61,20 +64,25 @@ def tensor_metadata(
         dtype = _DTYPES.get(dtype_name.removeprefix("torch."))
         if dtype is None:
             raise WeightUpdateError(
-                f"{name!r} has dtype {dtype_name!r}, which is none of {', '.join(_DTYPES)}"
+                f"{name!r} has dtype {dtype_name!r}; send one of {', '.join(_DTYPES)}"
             )
         metadata = TensorMetadata(name, dtype, tuple(shape))
         is_small = len(shape) <= _MAX_RANK and all(size >= 0 for size in shape)
         if not is_small or metadata.num_bytes > _MAX_BYTES:
-            raise WeightUpdateError(f"{name!r} cannot have the shape {list(shape)[:_MAX_RANK]}")
+            raise WeightUpdateError(
+                f"{name!r} cannot have the shape {list(shape)[:_MAX_RANK]}; send the shape of the "
+                "model's tensor"
+            )
         announced.append(metadata)
     return announced
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The model's tensors without their values; their shapes by every name under which they may
-    come, and the dtype in which its config has them.
+    """The tensors of a model, without values.
+
+    table: the model's weights. shapes: shape of each tensor by every name under which it may be
+    sent. dtype: dtype in the model's config.
     """
 
     table: WeightTable
@@ -91,11 +99,11 @@ class ModelTensors:
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes that tensors of these shapes have, in whatever dtype."""
+        """Bytes of tensors of these shapes in the widest dtype."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _WIDEST_ITEM_BYTES
 
     def check(self, tensor: TensorMetadata) -> None:
-        """Raise WeightUpdateError if the model has no such tensor."""
+        """Raise WeightUpdateError if the model has no tensor of this name and shape."""
         if self.table.is_passed_over(tensor.name):
             return
         shape = self.shapes.get(tensor.name)

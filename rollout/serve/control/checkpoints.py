@@ -1,4 +1,7 @@
-"""Checkpoints: the directories that an update may name."""
+"""CheckpointRoots: the directories from which a server may load weights.
+
+Used by WeightTransfer for updates that name a directory.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from rollout.models.checkpoints.reader import Checkpoint
 
 
 class CheckpointRoots:
-    """Opens Hugging Face directories that lie below one of `roots`, links followed."""
+    """Opens checkpoints below given directories. Links are followed before a path is checked."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = [Path(root).resolve() for root in roots]
 
     def open(self, directory: str) -> Checkpoint:
-        """Return the tensors of a directory of *.safetensors, one file or shards. They are read
-        one by one. Raises WeightUpdateError for other places, and for what is no checkpoint.
+        """Open a Hugging Face directory with *.safetensors, one file or shards. Its tensors are
+        read one by one. Raises WeightUpdateError for a directory elsewhere or without a checkpoint.
         """
         self._check(Path(directory))
         try:
@@ -31,7 +34,7 @@ class CheckpointRoots:
     def _check(self, path: Path) -> None:
         if not self._roots:
             raise WeightUpdateError(
-                "no checkpoints are read: the server was started without checkpoint_roots"
+                "no checkpoints are read; start the server with checkpoint_roots"
             )
         # Checked before the path is read, so that a client cannot probe which other files exist.
         if not (path.is_absolute() and self._is_below_a_root(path)):

@@ -1,4 +1,7 @@
-"""Operations: control operations that run to their end even if their client disconnects."""
+"""Operations: control operations that run to their end even if their client disconnects.
+
+Used by the application for routes of Access.ADMIN, and by WeightTransfer for commits.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ _T = TypeVar("_T")
 
 
 class Operations:
-    """The control operations of a server that have not ended. Each has a task of its own, so that
-    the end of a client's connection, which cancels its handler, never stops an operation halfway.
+    """The running control operations of a server.
+
+    Each has its own task: a client that disconnects cancels its handler, but never an operation
+    halfway.
     """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return what `work` returns, or raise its error. A caller that is cancelled leaves the
-        operation to its end; an error is logged then.
+        """Run `work` in a task and return its result, or raise its error. If the caller is
+        cancelled, the operation continues and its error is logged.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -33,7 +38,7 @@ class Operations:
             raise
 
     async def end(self, timeout_s: float) -> None:
-        """Wait for all operations; cancel those that have not ended after `timeout_s`."""
+        """Wait for all operations. Cancel those that run after `timeout_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in self._tasks:
@@ -43,4 +48,4 @@ class Operations:
 
 def _log_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _logger.warning("a control operation whose client has gone failed: %s", error)
+        _logger.warning("a control operation failed after its client disconnected: %s", error)

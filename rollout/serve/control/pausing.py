@@ -1,4 +1,8 @@
-"""Pausing: pauses, sleeps and releases of memory of the engines of a server."""
+"""Pausing: pauses, sleeps and memory of the engines of a server.
+
+Used by the control routes, and by WeightTransfer for what follows an update. No other part of the
+server pauses, suspends or resumes the engines.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,18 @@ from rollout.control.state import EngineState
 from rollout.engine.suspension import KV_CACHE, RESOURCES
 from rollout.errors import InvalidRequestError
 from rollout.serve.errors import ApiError
-from rollout.serve.limits import RequestLimiter
-from rollout.serve.live_requests import LiveRequests
+from rollout.serve.live_requests import LiveRequests, RequestLimiter
 from rollout.serve.llm import ServedLLM
 
-_WHO = "pause"  # name under which the limiter is closed
+_WHO = "pause"  # closes the limiter under this name
 
 
 class PauseMode(enum.Enum):
-    """The effect of a pause on running requests, with the names of vLLM and SGLang.
+    """The effect of a pause on running requests.
 
-    KEEP: they freeze, and go on with their KV. RETRACT: they freeze, and are prefilled again.
-    ABORT: they are answered with the tokens that they have. WAIT: they end first. New requests wait
-    for the end of the pause.
+    KEEP: they freeze, and continue with their KV. RETRACT: they freeze, and are prefilled again.
+    ABORT: they are answered with their tokens so far. WAIT: the pause waits for their end. New
+    requests wait for the end of the pause.
     """
 
     KEEP = "keep"
@@ -32,57 +35,58 @@ class PauseMode(enum.Enum):
 
 
 class Pausing:
-    """Pauses, suspends and resumes the engines of a server. No other part of the server does.
+    """Pauses, suspends and resumes the engines of a server.
 
     Engines run unless a pause is in force, memory is released, or the weights were discarded and
-    not replaced. Each method asks the engines for their state, which programs and other clients may
-    change, too. Methods that change it run one at a time, to their end (`Operations`).
+    not replaced. Each method asks the engines for their state, since other programs may change it.
+    Methods that change it run one at a time, to their end (`Operations`).
+
+    mode: mode of the pause in force, None without one. is_asleep: whether that pause is a sleep's.
     """
 
     def __init__(self, llm: ServedLLM, live: LiveRequests, limiter: RequestLimiter) -> None:
         self._llm, self._live, self._limiter = llm, live, limiter
         self._lock = asyncio.Lock()  # held by each method
-        self.mode: PauseMode | None = None  # of the pause in force
-        self._other_mode = asyncio.Event()  # set when the pause in force gets another mode or ends
-        self.is_asleep = False  # whether the pause in force is that of a sleep
-        # The engines' count of weight updates when their weights were discarded; None: they have
-        # weights.
+        self.mode: PauseMode | None = None
+        self.is_asleep = False
+        self._mode_changed = asyncio.Event()  # replaced by a new event at each change
+        # Number of weight updates when the weights were discarded; None: the engines have weights.
         self._discarded_at: int | None = None
 
     # ---- what the engines do now
 
     async def is_paused(self) -> bool:
-        """Whether a pause is in force, or the engines stand still for another reason."""
+        """Return whether a pause is in force, or the engines do not run for another reason."""
         return self.mode is not None or await self._state() is not EngineState.RUNNING
 
     async def is_sleeping(self) -> bool:
-        """Whether memory is released, or a sleep that releases none is in force."""
+        """Return whether memory is released, or a sleep that releases none is in force."""
         state = await self._state()
         return state is EngineState.SUSPENDED or (
             self.is_asleep and state is not EngineState.RUNNING
         )
 
     async def require_weights(self) -> None:
-        """Raise ApiError, 503 with the state, if the weights were discarded, none have come since,
-        and no pause is in force: requests that come in a pause wait for its end, or are refused
-        by the limits on requests.
+        """Raise ApiError 503 if the weights were discarded and not replaced.
+
+        Does nothing in a pause: its requests wait for its end, or the limiter refuses them.
         """
         if self.mode is not None or self._discarded_at is None:
             return
         async with self._lock:
-            await self._run()  # they may have come from elsewhere
+            await self._run()  # another program may have sent weights
             if self._discarded_at is not None:
                 raise ApiError(
                     503,
-                    f"the engines are {(await self._state()).name} without weights, which were "
-                    "discarded; POST an update of the weights",
+                    f"the engines are {(await self._state()).name} without weights, since they "
+                    "were discarded; POST an update of the weights",
                 )
 
     # ---- pause and resume
 
     async def pause(self, mode: PauseMode, *, refuses_new: bool = False) -> None:
-        """Begin a pause, or give the one in force another mode. `refuses_new`: new requests are
-        answered with 503 meanwhile.
+        """Begin a pause, or change the mode of the pause in force. refuses_new: whether new
+        requests are answered with 503 until it ends.
         """
         if await self._begin_pause(mode, refuses_new):
             async with self._lock:
@@ -90,7 +94,7 @@ class Pausing:
                     await self._stop_for(mode)
 
     async def resume(self) -> None:
-        """End the pause. The engines run, if nothing else keeps them from it."""
+        """End the pause. The engines run unless memory or weights are missing."""
         self._end_pause()
         async with self._lock:
             await self._run()
@@ -113,8 +117,8 @@ class Pausing:
             await self._run()
 
     async def drop_cached_kv(self, *, even_of_running: bool = False) -> bool:
-        """Forget cached prefixes. False, and nothing happens, if requests use KV, unless
-        `even_of_running`: then those are prefilled again.
+        """Forget cached prefixes. Returns False, without an effect, if requests use KV, except with
+        `even_of_running`: then those requests are prefilled again.
         """
         async with self._lock:
             stats = await self._llm.stats()
@@ -170,8 +174,8 @@ class Pausing:
     # ---- beginning and end of a pause
 
     async def _begin_pause(self, mode: PauseMode, refuses_new: bool) -> bool:
-        """Put a pause in force; one of mode WAIT then waits until no request runs. Returns whether
-        it is in force still.
+        """Put a pause in force; in mode WAIT, wait until no request runs. Returns False if another
+        call has changed the pause meanwhile.
         """
         self._set_mode(mode)
         if refuses_new:
@@ -179,7 +183,7 @@ class Pausing:
         else:
             self._limiter.open(_WHO)
         if mode is PauseMode.WAIT:
-            waits = [self._live.all_ended(), self._other_mode.wait()]
+            waits = [self._live.all_ended(), self._mode_changed.wait()]
             tasks = [asyncio.ensure_future(wait) for wait in waits]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -194,10 +198,10 @@ class Pausing:
         self._limiter.open(_WHO)
 
     def _set_mode(self, mode: PauseMode | None) -> None:
-        """Set the mode of the pause in force. Wakes the pauses that wait in another mode."""
+        """Set the mode of the pause in force. Wakes a call that waits in another mode."""
         if mode is not self.mode:
-            self._other_mode.set()
-            self.mode, self._other_mode = mode, asyncio.Event()
+            self._mode_changed.set()
+            self.mode, self._mode_changed = mode, asyncio.Event()
 
     # ---- with the lock held
 
@@ -237,11 +241,11 @@ class Pausing:
         if set(resources) >= {*RESOURCES}:
             await self._llm.resume()
             return
-        for owner in resources:  # the engines keep what is not released as it is
-            await self._llm.resume(owner)
+        for resource in resources:  # a resource that is not released stays as it is
+            await self._llm.resume(resource)
 
     async def _drop_kv(self) -> None:
-        """Free all KV of stopped engines: requests in context go back to the queue."""
+        """Free all KV of stopped engines. Their running requests return to the queue."""
         report = await self._llm.suspend("recompute", (KV_CACHE,))
         if report.released_by_owner[KV_CACHE]:  # else it was released before
             await self._llm.resume(KV_CACHE)
@@ -250,6 +254,5 @@ class Pausing:
 def _check_resources(resources: Sequence[str]) -> None:
     if unknown := set(resources) - {*RESOURCES}:
         raise InvalidRequestError(
-            f"tags {sorted(unknown)} are unknown; memory is released and restored as "
-            f"{list(RESOURCES)}"
+            f"tags {sorted(unknown)} are unknown; give some of {list(RESOURCES)}"
         )

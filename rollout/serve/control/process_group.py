@@ -1,7 +1,8 @@
 """BroadcastGroup: this server's rank in a trainer's torch.distributed group.
 
-The trainer is rank 0. It owns the TCPStore and broadcasts tensors, which come here as bytes. All
-engines of the server get them through one copy in shared memory, so the server is one rank.
+Used by WeightTransfer. The trainer is rank 0: it owns the TCPStore and broadcasts tensors, which
+are received as bytes. All engines of the server read one copy in shared memory, so the server is
+one rank.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from rollout.serve.control.announcement import TensorMetadata
 
 _logger = logging.getLogger(__name__)
 _MODULE = "rollout.serve.control.receiver"
-_START_S = 60.0  # how long the receiver may take to start, and to answer after its time limit
-# Tensors that travel as one broadcast, one after the other without gaps.
+_START_S = 60.0  # time limit of the receiver's start, and of its answer after its own limit
+# Tensors that are sent as one broadcast, without gaps between them.
 Chunk = Sequence[TensorMetadata]
-# How the tensors of a call are split into broadcasts.
+# Splits the tensors of a call into broadcasts.
 Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
 
 
 class BroadcastGroup:
-    """A group that was joined, by a process of its own (`receiver.py`).
+    """A joined group, in which a child process (`receiver.py`) receives.
 
-    packing: how the trainer splits tensors into broadcasts. announced: what it announced last.
-    A broadcast that fails or takes too long ends the group, whose ranks are out of step then. The
-    trainer has to make another one.
+    packing: the trainer's way to split tensors into broadcasts. announced: tensors of the latest
+    call. A broadcast that fails or takes too long ends the group, since its ranks are then out of
+    step; the trainer must make another group.
     """
 
     def __init__(self, name: str, receiver: ChildProcess, packing: Packing) -> None:
@@ -46,10 +47,10 @@ class BroadcastGroup:
         self._discarding: set[asyncio.Future[None]] = set()
 
     async def receive(self, chunks: Sequence[Chunk], timeout_s: float) -> list[tuple[str, Tensor]]:
-        """Return the tensors of broadcasts that the trainer makes now.
+        """Receive broadcasts that the trainer makes now, and return their tensors.
 
-        Raises WeightUpdateError if they do not come within `timeout_s` seconds, or if the trainer
-        is gone.
+        Raises WeightUpdateError if they do not arrive within `timeout_s` seconds, or if the trainer
+        has disconnected.
         """
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
         descriptor = os.memfd_create("rollout-broadcasts", os.MFD_CLOEXEC)
@@ -62,7 +63,7 @@ class BroadcastGroup:
         return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
 
     def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Receive and drop announced broadcasts, to stay in step. Returns at once."""
+        """Receive and drop announced broadcasts, so that ranks stay in step. Returns at once."""
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
         task = asyncio.ensure_future(self._request(None, sizes, timeout_s))
         self._discarding.add(task)
@@ -70,15 +71,17 @@ class BroadcastGroup:
         task.add_done_callback(_log_error)
 
     def close(self) -> None:
-        """Leave the group. Callers that wait for a broadcast get WeightUpdateError; the trainer's
-        calls fail."""
+        """Leave the group. A call that waits for a broadcast raises WeightUpdateError; the
+        trainer's calls fail."""
         self._receiver.kill()
         self._receiver.wait()
 
     async def _request(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
         async with self._lock:
             try:
-                with suppress(OSError):  # the receiver has ended; its last answer may be there
+                with suppress(
+                    OSError
+                ):  # the receiver has ended; its last answer may be in the pipe
                     self._receiver.pipe.send((path, sizes, timeout_s))
                 answer = asyncio.to_thread(self._receiver.pipe.recv)
                 error = await asyncio.wait_for(answer, timeout_s + _START_S)
@@ -86,7 +89,7 @@ class BroadcastGroup:
                 self.close()
                 error = {}
             except BaseException:
-                self.close()  # its answer would be taken for the answer to the next request
+                self.close()  # the next request would get this request's answer
                 raise
         if error is not None:
             raise _broken(self.name, error)
@@ -103,8 +106,8 @@ async def join_group(
     backend: str,
     timeout_s: float,
 ) -> BroadcastGroup:
-    """Join a group of the backend gloo or nccl, once all its other ranks do. Raises
-    WeightUpdateError if they do not in time.
+    """Join a group of the backend gloo or nccl. Waits for the group's other ranks; raises
+    WeightUpdateError if one is missing after `timeout_s` seconds.
     """
     starting = asyncio.ensure_future(asyncio.to_thread(ChildProcess, _MODULE))
     try:

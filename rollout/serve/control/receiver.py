@@ -2,7 +2,7 @@
 
 Gloo ends the whole process when a message is longer than the tensor that receives it, which happens
 if a trainer announces other shapes than it sends. It also has no way to end a call that waits. A
-child process can be killed without harm to the server.
+child process can be killed without harm to the server, whose BroadcastGroup starts it.
 """
 
 from __future__ import annotations

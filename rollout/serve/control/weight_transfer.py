@@ -1,10 +1,16 @@
-"""WeightTransfer: loads a trainer's weights into the engines, by broadcasts or from directories."""
+"""WeightTransfer: loads a trainer's weights into the engines, by broadcasts or from directories.
+
+Used by the control routes of vLLM and SGLang. It alone updates the engines' weights and sets the
+labels of their versions.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
@@ -14,20 +20,69 @@ from rollout.serve.control.checkpoints import CheckpointRoots
 from rollout.serve.control.operations import Operations
 from rollout.serve.control.pausing import Pausing
 from rollout.serve.control.process_group import BroadcastGroup, Chunk, Packing, join_group
-from rollout.serve.control.update_round import UpdateRound
-from rollout.serve.labels import VersionLabels
 from rollout.serve.llm import ServedLLM
+from rollout.serve.state import VersionLabels
 from rollout.weights.update import NamedTensors
 
 _MAX_WORLD_SIZE = 2**16
 
 
+class UpdateRound:
+    """Tensors of one update, kept on the host: each is announced once, then received.
+
+    label: the latest label that came with tensors. The engines check whether all tensors of the
+    model are present; they load all or none.
+    """
+
+    def __init__(self, model: ModelTensors | None, max_bytes: int) -> None:
+        """model: None if unknown; then only the engines refuse wrong tensors, at the end."""
+        self._model, self._max_bytes = model, max_bytes
+        self.label: str | None = None
+        self._num_bytes = 0
+        self._tensors: dict[str, Tensor | None] = {}  # None: announced, not yet received
+
+    def announce(self, tensors: Sequence[TensorMetadata]) -> None:
+        """Check tensors before they are received. Raises WeightUpdateError, naming the tensor at
+        fault; the round must end then.
+        """
+        for tensor in tensors:
+            if self._model is not None:
+                self._model.check(tensor)
+            if tensor.name in self._tensors:
+                raise WeightUpdateError(f"{tensor.name!r} comes twice in the update; send it once")
+            self._num_bytes += tensor.num_bytes
+            if self._num_bytes > self._max_bytes:
+                raise WeightUpdateError(
+                    f"with {tensor.name!r} the update has {self._num_bytes} bytes, more than the "
+                    f"{self._max_bytes} that its model can have"
+                )
+            self._tensors[tensor.name] = None
+
+    def add(self, named_tensors: Iterable[tuple[str, Tensor]], label: str | None) -> None:
+        """Store announced tensors that were received."""
+        self._tensors.update(named_tensors)
+        self.label = self.label if label is None else label
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors. Raises WeightUpdateError if there are none, or some are missing."""
+        received = {name: tensor for name, tensor in self._tensors.items() if tensor is not None}
+        if len(received) < len(self._tensors) or not received:
+            raise WeightUpdateError(
+                f"the update cannot end: {len(received)} of {len(self._tensors)} announced tensors "
+                "were received"
+            )
+        return received
+
+
 class WeightTransfer:
-    """Owns the groups that trainers made, the one round of an update that may be open, and commits.
+    """Owns the joined groups of trainers, the open round, if there is one, and the commits.
 
     A round begins, receives its tensors in any number of calls, and is committed as one update of
-    the engines. Any error ends it: its tensors are dropped, the engines keep their weights, and
-    another round may begin. A trainer that joins ends the round of the previous trainer.
+    the engines. Any error ends the round: its tensors are dropped, the engines keep their weights,
+    and another round may begin. A trainer that joins ends the round of the previous trainer.
+
+    model: the model's tensors; None if its directory is unknown. loaded_directory: checkpoint that
+    was loaded last, at first the model's directory.
     """
 
     def __init__(
@@ -49,7 +104,6 @@ class WeightTransfer:
         self._groups: dict[str, BroadcastGroup] = {}
         self._round: UpdateRound | None = None
         self._commit_lock = asyncio.Lock()
-        # The checkpoint that was loaded last; at first the directory of the model.
         self.loaded_directory = directory
 
     # ---- groups
@@ -65,9 +119,9 @@ class WeightTransfer:
         packing: Packing,
         backend: str = "gloo",
     ) -> None:
-        """Join a trainer's group, in place of an earlier one of that name. Raises
-        WeightUpdateError at once for a rank or an address that cannot be, and after the time limit
-        if the other ranks do not come.
+        """Join a trainer's group, in place of an earlier group of that name. Raises
+        WeightUpdateError at once for an impossible rank or address, and after the time limit if
+        other ranks are missing.
         """
         self.roll_back()
         await _require_place(host, port, rank, world_size)
@@ -82,7 +136,7 @@ class WeightTransfer:
             backend=backend,
             timeout_s=self._timeout_s,
         )
-        self.leave(name)  # one that was joined meanwhile
+        self.leave(name)  # if another call has joined it meanwhile
         self._groups[name] = group
 
     def leave(self, name: str) -> bool:
@@ -106,7 +160,7 @@ class WeightTransfer:
         return self._round is not None
 
     def begin(self) -> None:
-        """Open a round. Raises WeightUpdateError, and ends the open one, if there is one."""
+        """Open a round. If one is open, ends it and raises WeightUpdateError."""
         if self._round is not None:
             self.roll_back()
             raise WeightUpdateError(
@@ -115,7 +169,7 @@ class WeightTransfer:
         self._round = UpdateRound(self.model, self._max_bytes)
 
     def roll_back(self) -> None:
-        """End the open round, if there is one, and drop its tensors."""
+        """End the open round and drop its tensors. Does nothing without one."""
         self._round = None
 
     async def receive(
@@ -153,7 +207,7 @@ class WeightTransfer:
             if self._round is not round_:
                 raise WeightUpdateError("the update was rolled back while its tensors came")
             round_.add(pairs, label)
-        except BaseException:  # a caller that goes away does not send the rest, either
+        except BaseException:  # a caller that disconnects does not send the rest, either
             if self._round is round_:
                 self.roll_back()
             raise
@@ -169,23 +223,24 @@ class WeightTransfer:
             try:
                 group.announced = tensor_metadata(names, dtypes, shapes)
             except WeightUpdateError:
-                self.leave(group.name)  # nobody knows what will be broadcast
+                self.leave(group.name)  # the size of the broadcasts is unknown
                 raise
         elif not group.announced:
             raise WeightUpdateError("no tensors were announced; name at least one")
         return group.announced
 
     def _discard(self, group: BroadcastGroup, chunks: Sequence[Chunk]) -> None:
-        """Take broadcasts that do not belong to the update; leave the group if they are too
-        large."""
+        """Receive and drop broadcasts that do not belong to the update. Leave the group if they are
+        too large."""
         if sum(tensor.num_bytes for chunk in chunks for tensor in chunk) <= self._max_bytes:
             group.discard(chunks, self._timeout_s)
         else:
             self.leave(group.name)
 
     async def finish(self, label: str | None = None) -> WeightUpdateReport:
-        """End the round: the engines take all its tensors, under `label` or the last one that came
-        with them. Raises WeightUpdateError if they do not fit, or no round is open.
+        """End the round: the engines load all its tensors. label: the version's label; None for the
+        label that came with the tensors. Raises WeightUpdateError if the tensors do not fit, or no
+        round is open.
         """
         round_ = _require_open(self._round)
         self.roll_back()
@@ -195,12 +250,12 @@ class WeightTransfer:
 
     @property
     def label(self) -> str:
-        """The clients' name of the weights that are served."""
+        """Label of the served weights."""
         return self._labels.of(self._llm.weights_version)
 
     async def relabel(self, label: str) -> None:
-        """Serve the same weights as the next version, which clients know by `label`. Tokens so far
-        keep theirs.
+        """Serve the same weights as the next version, named `label`. Earlier tokens keep their
+        version.
         """
         async with self._commit_lock:
             version = (await self._llm.stats()).weights_version + 1
@@ -210,18 +265,17 @@ class WeightTransfer:
     async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
         """Commit the weights of a checkpoint. Raises WeightUpdateError."""
         checkpoint = await asyncio.to_thread(self._roots.open, directory)
-        return await self._operations.run(self._load(directory, checkpoint.items(), label))
 
-    async def _load(
-        self, directory: str, named_tensors: NamedTensors, label: str | None
-    ) -> WeightUpdateReport:
-        report = await self._commit(named_tensors, label)
-        self.loaded_directory = directory
-        return report
+        async def load() -> WeightUpdateReport:  # whole, if the caller is cancelled
+            report = await self._commit(checkpoint.items(), label)
+            self.loaded_directory = directory
+            return report
+
+        return await self._operations.run(load())
 
     async def commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
-        """Let all engines or none take these weights as the next version, which clients know by
-        `label`; None: by its number. Goes on when its caller is cancelled.
+        """Update all engines or none to these weights, as the next version. label: the version's
+        label; None for its number. The update continues when its caller is cancelled.
         """
         return await self._operations.run(self._commit(named_tensors, label))
 
@@ -235,18 +289,19 @@ class WeightTransfer:
                 report = await self._llm.update_weights(
                     named_tensors, version, in_flight=stats.state is EngineState.RUNNING
                 )
-            except EngineStateError as error:  # the engines cannot take weights in this state
+            except EngineStateError as error:  # the engines refuse weights in this state
                 raise WeightUpdateError(str(error)) from error
             await self._pausing.weights_came()
             return report
 
 
 async def _require_place(host: str, port: int, rank: int, world_size: int) -> None:
-    """Raise WeightUpdateError unless `host` has an address and the ranks are those of a group."""
+    """Raise WeightUpdateError unless `host` has an address, and `rank` is valid and not 0."""
     if not 1 <= rank < world_size <= _MAX_WORLD_SIZE:
         raise WeightUpdateError(
-            f"rank_offset={rank} with world_size={world_size} is no rank of a group: the trainer "
-            f"is rank 0, the server one of the others, of at most {_MAX_WORLD_SIZE} in all"
+            f"rank_offset={rank} with world_size={world_size} is no rank of a group; give "
+            "rank_offset in [1, world_size), as the trainer is rank 0, and world_size of at most "
+            f"{_MAX_WORLD_SIZE}"
         )
     try:
         if not host:
@@ -264,5 +319,5 @@ def _half_of_memory() -> int:
 
 def _require_open(round_: UpdateRound | None) -> UpdateRound:
     if round_ is None:
-        raise WeightUpdateError("no update is open: it was not started, or a fault has ended it")
+        raise WeightUpdateError("no update is open; start one. An error ends an open update")
     return round_

@@ -1,37 +1,36 @@
-"""POST /v1/chat/completions: conversations, with tools."""
+"""POST /v1/chat/completions: conversations, with tools and thoughts.
+
+The application calls the handler; `_job_of` checks the request, `reply.send_reply` answers it.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
-from rollout.serve.errors import ApiError, json_response
-from rollout.serve.openai.models import check_model
-from rollout.serve.openai.reply import Job, check_stream, max_tokens_of, stream_reply, total_usage
-from rollout.serve.openai.reply_reading import ReplyReading, reading_of
-from rollout.serve.openai.token_data import (
-    TokenData,
-    chat_logprobs,
-    finite,
-    of_generated,
-    of_run,
-    spelling,
+from rollout.serve.errors import ApiError
+from rollout.serve.openai.logprobs import chat_logprobs, spelling
+from rollout.serve.openai.model import chat_ids
+from rollout.serve.openai.reply import (
+    ChoiceStream,
+    TextJob,
+    check_stream,
+    max_tokens_of,
+    send_reply,
 )
-from rollout.serve.openai.tokenizer import chat_ids
-from rollout.serve.sampling import (
-    check_length,
-    default_max_tokens,
-    truncation_of,
-)
+from rollout.serve.samples import TokenData, finite, of_generated, of_run
+from rollout.serve.sampling import check_length, default_max_tokens, truncation_of
 from rollout.serve.schemas import ChatBody
 from rollout.serve.state import STATE, Route, ServerState
-from rollout.tool_calls import Reply, ReplyReader
+from rollout.serve.token_texts import TagTokenizer
+from rollout.tool_calls import Reply, ReplyFormat, ReplyReader, format_of
+
+_NUM_LAST = 32  # tokens of a prompt in which it begins a reply
 
 Request = DynamicInferenceRequest
 
@@ -39,7 +38,6 @@ Request = DynamicInferenceRequest
 def chat_routes() -> list[Route]:
     return [
         Route(
-            method="POST",
             path="/v1/chat/completions",
             handler=_chat,
             body=ChatBody,
@@ -50,34 +48,34 @@ def chat_routes() -> list[Route]:
 
 
 async def _chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
-    job = await _job_of(request.app[STATE], body)
-    if body.stream:
-        return await _stream(request, job)
-    requests = await job.generation.results()
-    reply = {
-        **job.head,
-        "object": "chat.completion",
-        "choices": [_choice(job, index, each) for index, each in enumerate(requests)],
-        "usage": total_usage(job.prompts, requests),
-        "prompt_logprobs": job.prompt_scores(requests[0]),
-        "prompt_token_ids": job.prompts[0] if body.return_token_ids else None,
-    }
-    return json_response(reply)
+    return await send_reply(request, await _job_of(request.app[STATE], body))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job(Job[ChatBody]):
-    """A conversation to answer. num_top: alternatives of each token, None without log-probs.
-    reading: separates calls and thoughts from content; None leaves them in it.
+class _Job(TextJob[ChatBody]):
+    """A conversation to answer.
+
+    num_top: alternatives reported with each token; None: no log-probs are reported.
+    reading: separates calls and thoughts from content; None leaves them in the content.
     """
 
     num_top: int | None
-    reading: ReplyReading | None
+    reading: _ReplyReading | None
+
+    def reply(self, requests: Sequence[Request]) -> dict[str, Any]:
+        return {
+            "choices": [_choice(self, index, each) for index, each in enumerate(requests)],
+            "prompt_logprobs": self.prompt_logprobs_of(requests[0]),
+            "prompt_token_ids": self.prompts[0] if self.body.return_token_ids else None,
+        }
+
+    def choice_stream(self, index: int) -> ChoiceStream:
+        return _ChoiceStream(self, index).chunks
 
 
 async def _job_of(state: ServerState, body: ChatBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
-    check_model(state, body.model)
+    state.require_model(body.model)
     check_stream(body.stream, body.stream_options, body.prompt_logprobs)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
@@ -90,12 +88,13 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
     check_length(state, len(prompt), max_tokens)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     needs_logprobs = 0 if body.return_tokenized_data else None
-    reading = await reading_of(state, body, prompt)
+    reading = await _reading_of(state, body, prompt)
     return _Job.make(
         state,
         body,
         [prompt],
         prefix="chatcmpl",
+        kind="chat.completion.chunk" if body.stream else "chat.completion",
         max_tokens=max_tokens,
         num_logprobs=needs_logprobs if num_top is None else num_top,
         num_prompt_logprobs=body.prompt_logprobs,
@@ -106,7 +105,7 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
 
 
 async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None) -> list[int]:
-    """Return the ids of the conversation. Raises ApiError."""
+    """Return the ids of the body, else of the rendered conversation. Raises ApiError."""
     cut = truncation_of(state, body, max_tokens)
     prompt = body.prompt_token_ids or body.input_ids
     if not prompt:
@@ -114,7 +113,9 @@ async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None)
             state, body, max_tokens=state.max_model_len if cut is None else None
         )
     if not prompt:
-        raise ApiError(400, "the conversation has no token", param="messages")
+        raise ApiError(
+            400, "the conversation has no token; give messages with content", param="messages"
+        )
     return prompt if cut is None else prompt[cut]
 
 
@@ -147,7 +148,7 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _reasoning(job: _Job, reply: Reply) -> dict[str, str]:
-    """Return the thoughts under vLLM's name and under SGLang's, if there are any."""
+    """Return the thoughts under vLLM's name and SGLang's; {} without any, or if they are hidden."""
     if not reply.reasoning or (job.reading is not None and not job.reading.shows_reasoning):
         return {}
     return {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
@@ -170,81 +171,151 @@ def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
 # ---- streams
 
 
-@dataclass(slots=True)
-class _Progress:
-    """State of a streamed choice. has_begun: whether a chunk was sent."""
+class _ChoiceStream:
+    """Makes the chunks of one choice, with the text and markup of its tokens so far."""
 
-    text: StreamedText | None
-    reader: ReplyReader | None
-    has_begun: bool = False
+    def __init__(self, job: _Job, index: int) -> None:
+        self._job, self._index = job, index
+        self._text = job.streamed_text(index)
+        self._reader = None if job.reading is None else job.reading.reader()
+        self._has_begun = False
+
+    def chunks(self, item: TokenRun | Request) -> list[dict[str, Any]]:
+        """Return the chunks of new tokens, or of the choice's end."""
+        job, chunks = self._job, list[dict[str, Any]]()
+        if not self._has_begun:
+            self._has_begun = True
+            first = self._chunk({"role": "assistant", "content": ""})
+            if job.body.return_token_ids:
+                first["prompt_token_ids"] = job.prompts[0]
+            chunks.append(first)
+        if isinstance(item, TokenRun):
+            data = of_run(item)
+            text = "" if self._text is None else self._text.push(data.token_ids)
+            fields: dict[str, Any] = {"logprobs": _logprobs(job, data)}
+            if job.body.return_token_ids:
+                fields["token_ids"] = data.token_ids
+            return [*chunks, self._chunk(self._delta(text, is_last=False), **fields)]
+        text = "" if self._text is None else self._text.finish(job.text_of(item))
+        if delta := self._delta(text, is_last=True):
+            chunks.append(self._chunk(delta))
+        has_calls = self._reader is not None and self._reader.num_calls > 0
+        return [*chunks, self._chunk({}, **_ending(job, item, has_calls=has_calls))]
+
+    def _delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Return the delta of new text: content, thoughts and calls, each call in one piece."""
+        reader = self._reader
+        if reader is None:
+            return {"content": text} if text or not is_last else {}
+        first = reader.num_calls
+        reply = reader.push(text)
+        if is_last:
+            reply = reply + reader.finish()
+        delta: dict[str, Any] = {"content": reply.content} if reply.content else {}
+        delta |= _reasoning(self._job, reply)
+        if reply.calls:
+            delta["tool_calls"] = [call.as_json(first + i) for i, call in enumerate(reply.calls)]
+        return delta
+
+    def _chunk(self, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        """Return a chunk with one choice. fields: further fields of the choice."""
+        choice = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        return {"choices": [choice | fields]}
 
 
-async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    progress: defaultdict[int, _Progress] = defaultdict(lambda: _new_progress(job))
-    return await stream_reply(
-        request,
-        job.generation,
-        {**job.head, "object": "chat.completion.chunk"},
-        lambda index, item: _chunks(job, index, item, progress[index]),
-        options=job.body.stream_options,
-        prompts=job.prompts,
+# ---- calls and thoughts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReplyReading:
+    """Separates calls and thoughts from the content of the replies to one request.
+
+    reply_format: markup of calls and thoughts.
+    tools: tools that may be called.
+    tokenizer: decodes replies and shows tags that are special tokens; None: the LLM's tokenizer.
+    begun: markup at the end of the prompt, which a reply continues.
+    max_calls: most calls that are returned; None for all.
+    shows_reasoning: whether thoughts are returned.
+    """
+
+    reply_format: ReplyFormat
+    tools: Sequence[Any]
+    tokenizer: TagTokenizer | None
+    begun: str
+    max_calls: int | None
+    shows_reasoning: bool
+
+    def reader(self) -> ReplyReader:
+        """Return a reader for one reply."""
+        special = () if self.tokenizer is None else self.tokenizer.tags
+        reader = ReplyReader(
+            self.reply_format, self.tools, special=special, max_calls=self.max_calls
+        )
+        reader.push(self.begun)
+        return reader
+
+    def read(self, text: str) -> Reply:
+        """Return the parts of a whole reply."""
+        reader = self.reader()
+        return reader.push(text) + reader.finish()
+
+
+async def _reading_of(
+    state: ServerState, body: ChatBody, prompt: Sequence[int]
+) -> _ReplyReading | None:
+    """Return the reading of replies to `body`; None if there is nothing to separate. Raises
+    ApiError for a tool_choice that would need constrained output, and for a prompt that cannot be
+    decoded.
+    """
+    tools = _callable_tools(body)
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    shows_reasoning = body.include_reasoning is not False
+    if state.llm.tokenizer is None:
+        return None
+    reply_format = state.reply_format
+    if body.chat_template is not None:
+        reply_format = format_of(
+            body.chat_template,
+            tool_call_parser=state.config.tool_call_parser,
+            reasoning_parser=state.config.reasoning_parser,
+        )
+    if not tools:
+        reply_format = reply_format.without_calls()
+    if body.separate_reasoning is False:
+        reply_format = reply_format.without_thoughts()
+    if not reply_format.markers:
+        return None
+    shows_all = body.skip_special_tokens is False
+    tokenizer = None if shows_all else state.texts.showing(reply_format.markers)
+    last = await state.texts.decode(prompt[-_NUM_LAST:])
+    return _ReplyReading(
+        reply_format=reply_format,
+        tools=tools,
+        tokenizer=tokenizer,
+        begun=reply_format.begun_by(last, _continued(body)),
+        max_calls=max_calls,
+        shows_reasoning=shows_reasoning,
     )
 
 
-def _new_progress(job: _Job) -> _Progress:
-    reader = None if job.reading is None else job.reading.reader()
-    return _Progress(text=job.streamed_text(0), reader=reader)
+def _callable_tools(body: ChatBody) -> Sequence[Any]:
+    """Return the tools that may be called. Raises ApiError for an unsupported tool_choice."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(
+            400,
+            f"tool_choice={body.tool_choice!r} is not supported; give 'auto' or 'none'",
+            param="tool_choice",
+        )
+    return [] if body.tool_choice == "none" else body.tools or []
 
 
-def _chunks(
-    job: _Job, index: int, item: TokenRun | Request, progress: _Progress
-) -> list[dict[str, Any]]:
-    """Return what is sent for new tokens, or for the end of a choice."""
-    chunks = []
-    if not progress.has_begun:
-        progress.has_begun = True
-        first: dict[str, Any] = {"choices": [_delta(index, {"role": "assistant", "content": ""})]}
-        if job.body.return_token_ids:
-            first["prompt_token_ids"] = job.prompts[0]
-        chunks.append(first)
-    if isinstance(item, TokenRun):
-        data = of_run(item)
-        text = "" if progress.text is None else progress.text.push(data.token_ids)
-        choice = _delta(index, _text_delta(job, progress, text, is_last=False))
-        choice["logprobs"] = _logprobs(job, data)
-        if job.body.return_token_ids:
-            choice["token_ids"] = data.token_ids
-        return [*chunks, {"choices": [choice]}]
-    rest = "" if progress.text is None else progress.text.finish(job.text_of(item))
-    delta = _text_delta(job, progress, rest, is_last=True)
-    if delta:
-        chunks.append({"choices": [_delta(index, delta)]})
-    has_calls = progress.reader is not None and progress.reader.num_calls > 0
-    choice = _delta(index, {}) | _ending(job, item, has_calls=has_calls)
-    return [*chunks, {"choices": [choice]}]
-
-
-def _text_delta(job: _Job, progress: _Progress, text: str, *, is_last: bool) -> dict[str, Any]:
-    """Return the delta of new text: content, thoughts, and calls, each in one piece."""
-    reader = progress.reader
-    if reader is None:
-        return {"content": text} if text or not is_last else {}
-    first = reader.num_calls
-    reply = reader.push(text)
-    if is_last:
-        reply = reply + reader.finish()
-    delta: dict[str, Any] = {"content": reply.content} if reply.content else {}
-    delta |= _reasoning(job, reply)
-    if reply.calls:
-        delta["tool_calls"] = [call.as_json(first + i) for i, call in enumerate(reply.calls)]
-    return delta
-
-
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": None,
-        "finish_reason": None,
-        "stop_reason": None,
-    }
+def _continued(body: ChatBody) -> str:
+    """Return the beginning of the reply that the request gives, "" without one."""
+    content = body.messages[-1].get("content") if body.messages else None
+    return content if body.continue_final_message and isinstance(content, str) else ""

@@ -1,4 +1,7 @@
-"""ChatTemplate: a conversation as text, as transformers renders it."""
+"""ChatTemplate: renders a conversation as text by transformers.
+
+Used by chat and /tokenize, by `rollout generate`, and by Server, which loads the template.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rollout.errors import ConfigError
 from rollout.serve.errors import ApiError
 from rollout.text import INSTALL_TEXT, HFTokenizer, RenderedText, Tokenizer
 
-_NUM_CACHED = 16  # templates, those of clients among them
+_NUM_CACHED = 16  # templates, including those of requests
 _PROBE = "rollout-probe"
 _NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 _MAX_REASON = 500  # characters: some errors of transformers hold the whole conversation
@@ -23,10 +26,11 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """The templates of a tokenizer; `source`, if it is given, takes their place."""
+    """The chat templates of a tokenizer, or one template in their place."""
 
     def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
-        """Raises ConfigError where transformers is not installed."""
+        """source: template in place of the tokenizer's. Raises ConfigError if transformers is not
+        installed."""
         if isinstance(tokenizer, HFTokenizer):
             self._tokenizer = tokenizer.hf_tokenizer
         else:
@@ -35,7 +39,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Text of the template that is used without tools, None without a template."""
+        """Text of the template for conversations without tools; None without a template."""
         if self._given is not None:
             return self._given
         templates = self._tokenizer.chat_template
@@ -44,7 +48,7 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The tokenizer's special tokens by their role."""
+        """The tokenizer's special tokens, by their role."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
     @property
@@ -57,7 +61,7 @@ class ChatTemplate:
         """Return the text of the template for a conversation with `tools`. Raises ApiError."""
         try:
             return str(self._tokenizer.get_chat_template(template or self._given, tools or None))
-        except ValueError as fault:  # there are several, and none by default
+        except ValueError as fault:  # several templates without a default
             raise ApiError(400, f"{fault}"[:_MAX_REASON], param="chat_template") from None
 
     def render(
@@ -72,9 +76,10 @@ class ChatTemplate:
     ) -> RenderedText:
         """Render a conversation as the tokenizer's `apply_chat_template` does.
 
-        template: the text or the name of another template. Nulls of a message are absent
-        keys, arguments of calls may be JSON, and parts of text are joined for a template that reads
-        no parts. Raises ApiError for a conversation that the template refuses.
+        template: text or name of another template. variables: further variables of the template. A
+        null in a message counts as an absent key, arguments of calls may be JSON, and parts of text
+        are joined for a template that reads no parts. Raises ApiError for a conversation that the
+        template refuses.
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
@@ -102,10 +107,10 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplate | None:
-    """Return the template `given`: a file, a text, or the name of a tokenizer's template.
+    """Load the chat template of a server. Returns None if there is none.
 
-    given: None for the tokenizer's own template. Returns None if the tokenizer has no template.
-    Raises ConfigError for a text that is no template.
+    given: a file, a text, or the name of a template of the tokenizer; None for the tokenizer's own
+    template. Raises ConfigError for a malformed template.
     """
     own = tokenizer.hf_tokenizer.chat_template if isinstance(tokenizer, HFTokenizer) else None
     named = own if isinstance(own, dict) else {}
@@ -114,7 +119,9 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
         source = named[given]
     elif given is not None and "{" not in given:
         if not Path(given).is_file():
-            raise ConfigError(f"chat_template={given!r} is neither a file nor a template")
+            raise ConfigError(
+                f"chat_template={given!r} is neither a file nor a template; give one of them"
+            )
         source = Path(given).read_text(encoding="utf-8")
     sources = [source] if source is not None else list(named.values()) if named else [own]
     for each in filter(None, sources):
@@ -131,14 +138,14 @@ def _check_syntax(source: str) -> None:
         raise ConfigError(f"the chat template cannot be read: {fault}") from fault
     except ImportError as fault:
         raise ConfigError(f"chat templates need more packages ({fault}): {INSTALL_TEXT}") from fault
-    except Exception:  # it refuses a conversation of this kind: others may pass
+    except Exception:  # the template refuses this conversation; others may pass
         return
 
 
 @lru_cache(_NUM_CACHED)
 def reads_parts(source: str) -> bool:
-    """Return whether a template reads content that is a list of parts; others would write out the
-    list itself.
+    """Return whether a template reads content that is a list of parts. Other templates would write
+    the list itself.
     """
     try:
         text = _render_probe(source, [{"type": "text", "text": _PROBE}])
@@ -157,7 +164,7 @@ def _render_probe(source: str, content: Any) -> str:
 
 
 def _without_vocabulary() -> Any:
-    """Return what renders templates where there is no tokenizer of Hugging Face."""
+    """Return a renderer of templates for models without a tokenizer of Hugging Face."""
     try:
         from transformers import PreTrainedTokenizerBase
     except ImportError as error:
@@ -167,7 +174,7 @@ def _without_vocabulary() -> Any:
 
 @cache
 def _options_of_transformers() -> frozenset[str]:
-    """The names that apply_chat_template gives a meaning of its own; `documents` are a variable."""
+    """Return the names of apply_chat_template's own options, which are not template variables."""
     from transformers import PreTrainedTokenizerBase
 
     options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -175,18 +182,20 @@ def _options_of_transformers() -> frozenset[str]:
 
 
 def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables of a template. Raises ApiError for the names of transformers' options."""
+    """Return a template's variables. Raises ApiError for a name of transformers' own options."""
     for name in variables:
         if name in _options_of_transformers():
             raise ApiError(
                 400,
-                f"chat_template_kwargs cannot set {name!r}: it is no variable of templates",
+                f"chat_template_kwargs cannot set {name!r}, which is not a variable of templates; "
+                "leave it out",
                 param="chat_template_kwargs",
             )
     return dict(variables)
 
 
 def _plain(message: Message, *, keeps_parts: bool) -> dict[str, Any]:
+    """Return a message as templates read it. Raises ApiError for a malformed message."""
     try:
         return plain_message(message, reads_parts=keeps_parts)
     except ValueError as fault:

@@ -1,4 +1,7 @@
-"""POST /v1/completions: text or tokens in, text and tokens out."""
+"""POST /v1/completions: text or tokens in, text and tokens out.
+
+The application calls the handler; `_job_of` checks the request, `reply.send_reply` answers it.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,19 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.generated_text import StreamedText, TextOffsets
+from rollout.generated_text import TextOffsets
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
-from rollout.serve.errors import ApiError, json_response
-from rollout.serve.openai.models import check_model
-from rollout.serve.openai.reply import Job, check_stream, max_tokens_of, stream_reply, total_usage
-from rollout.serve.openai.token_data import (
-    TokenData,
-    completion_logprobs,
-    of_generated,
-    of_prompt,
-    of_run,
-    spelling,
+from rollout.serve.errors import ApiError
+from rollout.serve.openai.logprobs import completion_logprobs, spelling
+from rollout.serve.openai.reply import (
+    ChoiceStream,
+    TextJob,
+    check_stream,
+    max_tokens_of,
+    send_reply,
 )
+from rollout.serve.samples import TokenData, of_generated, of_prompt, of_run
 from rollout.serve.sampling import check_length, truncation_of
 from rollout.serve.schemas import CompletionBody, PromptField
 from rollout.serve.state import STATE, Route, ServerState
@@ -36,7 +38,6 @@ Request = DynamicInferenceRequest
 def completion_routes() -> list[Route]:
     return [
         Route(
-            method="POST",
             path="/v1/completions",
             handler=_complete,
             body=CompletionBody,
@@ -47,34 +48,34 @@ def completion_routes() -> list[Route]:
 
 
 async def _complete(request: web.Request, body: CompletionBody) -> web.StreamResponse:
-    job = await _job_of(request.app[STATE], body)
-    if body.stream:
-        return await _stream(request, job)
-    requests = await job.generation.results()
-    reply = {
-        **_head(job),
-        "choices": [_choice(job, i, each) for i, each in enumerate(requests)],
-        "usage": total_usage(job.prompts, requests, counts_generated=job.num_wanted > 0),
-    }
-    return json_response(reply)
+    return await send_reply(request, await _job_of(request.app[STATE], body))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job(Job[CompletionBody]):
-    """Prompts to complete.
+class _Job(TextJob[CompletionBody]):
+    """Prompts to complete, or only to score: then `counts_generated` is False, and the one token
+    after each prompt is dropped.
 
-    echoed: the texts of the prompts, with `echo`. num_wanted: most tokens; 0 scores the prompt, and
-    the one token after it is dropped.
+    echoed: the texts of the prompts, with `echo`.
     """
 
     echoed: list[str]
-    num_wanted: int
+
+    def reply(self, requests: Sequence[Request]) -> dict[str, Any]:
+        return {"choices": [_choice(self, i, each) for i, each in enumerate(requests)]}
+
+    def choice_stream(self, index: int) -> ChoiceStream:
+        return _ChoiceStream(self, index).chunks
+
+    def echo_of(self, choice: int) -> str:
+        """Return the echoed prompt of a choice."""
+        return self.echoed[choice // (self.body.n or 1)]
 
 
 async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
-    check_model(state, body.model)
-    # The prompt's own log-probs are part of those of an echo.
+    state.require_model(body.model)
+    # An echo has the log-probs of the prompt, too.
     scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
     num_scores = max((number for number in scores if number is not None), default=None)
     check_stream(body.stream, body.stream_options, num_scores)
@@ -93,18 +94,19 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
         body,
         prompts,
         prefix="cmpl",
+        kind="text_completion",
         max_tokens=max(1, max_tokens),
         num_logprobs=body.logprobs,
         num_prompt_logprobs=num_scores,
+        counts_generated=max_tokens > 0,
         echoed=echoed,
-        num_wanted=max_tokens,
     )
 
 
 async def _prompts_of(
     state: ServerState, body: CompletionBody, max_tokens: int
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Return the ids of all prompts, and the text of each text prompt that is not truncated."""
+    """Return the ids of all prompts, and the text of each prompt that is a whole text."""
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
     texts: list[str | None] = [prompt if isinstance(prompt, str) else None for prompt in given]
     cut = truncation_of(state, body, max_tokens)
@@ -139,7 +141,7 @@ def _as_list(prompt: PromptField | None) -> list[Any]:
 def _echo(
     state: ServerState, prompt: Sequence[int], text: str | None, *, is_continued: bool
 ) -> str:
-    """Return the text of a prompt. A character that its last token begins is the completion's."""
+    """Return the text of a prompt. An incomplete last character is left to the completion."""
     if text is not None or state.llm.tokenizer is None:
         return text or ""
     decoded = state.texts.verbatim.decode(prompt)
@@ -147,9 +149,9 @@ def _echo(
 
 
 def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[int]:
-    """Return where the text of each token of an echoed prompt begins.
+    """Return the start of each prompt token's text in the echo.
 
-    Special tokens that the tokenizer added, and spaces that it strips, are no part of the echo.
+    The echo lacks special tokens that the tokenizer added, and spaces that it strips.
     """
     if state.llm.tokenizer is None:
         return [0] * len(prompt)
@@ -167,22 +169,18 @@ def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[
 # ---- the reply
 
 
-def _head(job: _Job) -> dict[str, Any]:
-    return {**job.head, "object": "text_completion"}
-
-
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     """Return a whole choice."""
     state, body = job.state, job.body
     text, data = "", TokenData(token_ids=[])
-    if job.num_wanted:
+    if job.counts_generated:
         data = of_generated(request)
         text = job.text_of(request)
     elif body.logprobs is not None:
         data = TokenData(token_ids=[], log_probs=[], top=[])
     shown, echo, offsets = data, "", list[int]()
     if body.echo:
-        echo = job.echoed[index // (job.body.n or 1)]
+        echo = job.echo_of(index)
         shown = of_prompt(request) + data
     prompt = job.prompt_of(index)
     if body.logprobs is not None:
@@ -192,12 +190,12 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
     choice = _piece(job, index, echo + text, shown, offsets) | _ending(job, request)
     choice["token_ids"] = data.token_ids if body.return_token_ids else None
     choice["prompt_token_ids"] = prompt if body.return_token_ids else None
-    choice["prompt_logprobs"] = job.prompt_scores(request)
+    choice["prompt_logprobs"] = job.prompt_logprobs_of(request)
     return choice
 
 
 def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
-    """Return what tells where the text of the tokens of a choice begins in its text."""
+    """Return a counter of the start of each token's text in a choice's text."""
     tokenizer = job.state.llm.tokenizer
     if tokenizer is not None and job.shows_special_tokens:
         tokenizer = job.state.texts.verbatim
@@ -222,7 +220,7 @@ def _piece(
 
 
 def _ending(job: _Job, request: Request) -> dict[str, Any]:
-    if job.num_wanted:
+    if job.counts_generated:
         return job.ending(request)
     return job.ending(request, 0) | {"finish_reason": "length", "stop_reason": None}
 
@@ -230,59 +228,36 @@ def _ending(job: _Job, request: Request) -> dict[str, Any]:
 # ---- streams
 
 
-@dataclass(slots=True)
-class _Progress:
-    """State of a streamed choice. offsets: None without log-probs. has_begun: a chunk was sent."""
+class _ChoiceStream:
+    """Makes the chunks of one choice, with the text and offsets of its tokens so far."""
 
-    text: StreamedText | None
-    offsets: TextOffsets | None
-    has_begun: bool = False
+    def __init__(self, job: _Job, index: int) -> None:
+        self._job, self._index = job, index
+        self._text = job.streamed_text(index) if job.counts_generated else None
+        self._offsets = None if job.body.logprobs is None else _offsets(job, index)
+        self._has_begun = False
 
-
-async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    progress: dict[int, _Progress] = {}
-
-    def chunks_of(index: int, item: TokenRun | Request) -> list[dict[str, Any]]:
-        if index not in progress:
-            progress[index] = _new_progress(job, index)
-        return [{"choices": [_chunk(job, index, item, progress[index])]}]
-
-    return await stream_reply(
-        request,
-        job.generation,
-        _head(job),
-        chunks_of,
-        options=job.body.stream_options,
-        prompts=job.prompts,
-        counts_generated=job.num_wanted > 0,
-    )
-
-
-def _new_progress(job: _Job, index: int) -> _Progress:
-    offsets = None if job.body.logprobs is None else _offsets(job, index)
-    return _Progress(text=job.streamed_text(index), offsets=offsets)
-
-
-def _chunk(job: _Job, index: int, item: TokenRun | Request, progress: _Progress) -> dict[str, Any]:
-    """Return the next chunk of a choice: new tokens, or its ending."""
-    data, text, ending = TokenData(token_ids=[]), "", {}
-    if isinstance(item, TokenRun):
-        data = of_run(item) if job.num_wanted else data
-        if progress.text is not None and job.num_wanted:
-            text = progress.text.push(data.token_ids)
-    else:
-        ending = _ending(job, item)
-        if progress.text is not None and job.num_wanted:
-            text = progress.text.finish(job.text_of(item))
-    is_first, progress.has_begun = not progress.has_begun, True
-    if is_first and job.body.echo:
-        text = job.echoed[index // (job.body.n or 1)] + text
-    offsets = [] if progress.offsets is None else progress.offsets.push(data.token_ids)
-    chunk = _piece(job, index, text, data, offsets) | ending
-    if not data.token_ids:
-        chunk["logprobs"] = None
-    if job.body.return_token_ids:
-        chunk["token_ids"] = data.token_ids
-        if is_first:
-            chunk["prompt_token_ids"] = job.prompt_of(index)
-    return chunk
+    def chunks(self, item: TokenRun | Request) -> list[dict[str, Any]]:
+        """Return the chunk of new tokens, or of the choice's end."""
+        job, data, text, ending = self._job, TokenData(token_ids=[]), "", {}
+        if isinstance(item, TokenRun):
+            if job.counts_generated:
+                data = of_run(item)
+            if self._text is not None:
+                text = self._text.push(data.token_ids)
+        else:
+            ending = _ending(job, item)
+            if self._text is not None:
+                text = self._text.finish(job.text_of(item))
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first and job.body.echo:
+            text = job.echo_of(self._index) + text
+        offsets = [] if self._offsets is None else self._offsets.push(data.token_ids)
+        chunk = _piece(job, self._index, text, data, offsets) | ending
+        if not data.token_ids:
+            chunk["logprobs"] = None
+        if job.body.return_token_ids:
+            chunk["token_ids"] = data.token_ids
+            if is_first:
+                chunk["prompt_token_ids"] = job.prompt_of(self._index)
+        return [{"choices": [chunk]}]

@@ -1,44 +1,118 @@
-"""Parts of replies that completions, chat and tokens in and out share."""
+"""Replies of the openai protocol: whole or streamed, with usage and provenance.
+
+Used by completions, chat and tokens in and out, each of which has a `Job` of its own.
+"""
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from aiohttp import web
 
-from rollout.generated_text import StreamedText, shown_text
+from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
-from rollout.serve.errors import ApiError, ErrorForm, api_error_of, openai_form
+from rollout.serve.errors import ApiError, json_response, openai_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
-from rollout.serve.openai.token_data import of_prompt, prompt_logprobs
+from rollout.serve.openai.logprobs import prompt_logprobs
+from rollout.serve.samples import of_prompt, streamed_text, text_of, weight_versions
 from rollout.serve.sampling import salt_of, sampling_params_of
 from rollout.serve.schemas import ReplyFields, SamplingFields, StreamOptions
-from rollout.serve.state import STATE, ServerState
+from rollout.serve.state import ServerState
 from rollout.text import Tokenizer
 
 Request = DynamicInferenceRequest
 Body = TypeVar("Body", bound=ReplyFields)
-
-_logger = logging.getLogger(__name__)
-
-
-def new_id(prefix: str, given: str | None) -> str:
-    """Return the id of a reply: the client's, or a new one."""
-    return f"{prefix}-{given or uuid.uuid4().hex}"
+# Makes the chunks of one choice: called with its new tokens as they come, then with its request.
+ChoiceStream = Callable[[TokenRun | Request], list[dict[str, Any]]]
 
 
-def now() -> int:
-    return int(time.time())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(ABC):
+    """A checked request and its generation, from which the reply is made.
+
+    head: the fields with which each object of the reply begins.
+    prompts: token ids of each prompt.
+    counts_generated: whether generated tokens are returned, and so counted in the usage.
+    """
+
+    state: ServerState
+    head: dict[str, Any]
+    prompts: list[list[int]]
+    generation: Generation
+    is_streamed: bool
+    stream_options: StreamOptions | None
+    counts_generated: bool = True
+
+    @abstractmethod
+    def reply(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the whole reply of finished requests, without head and usage."""
+
+    @abstractmethod
+    def choice_stream(self, index: int) -> ChoiceStream:
+        """Return the maker of the chunks of one choice."""
+
+
+async def send_reply(request: web.Request, job: Job) -> web.StreamResponse:
+    """Generate, and answer with the whole reply or with a stream of its chunks."""
+    if job.is_streamed:
+        return await _stream(request, job)
+    requests = await job.generation.results()
+    usage = total_usage(job.prompts, requests, counts_generated=job.counts_generated)
+    return json_response({**job.head, **job.reply(requests), "usage": usage})
+
+
+async def _stream(request: web.Request, job: Job) -> web.StreamResponse:
+    """Send the chunks of all choices as they come, each with the head, then the usage, if the
+    client asked for it. With `continuous_usage_stats` each chunk has its choice's usage so far.
+    """
+    streams: dict[int, ChoiceStream] = {}
+    ended: dict[int, Request] = {}
+    num_generated: defaultdict[int, int] = defaultdict(int)
+    options = job.stream_options or StreamOptions()
+    stall_s = job.state.config.stalled_stream_timeout_s
+    async with EventStream(request, stall_s) as events, aclosing(job.generation.stream()) as items:
+        try:
+            async for index, item in items:
+                if index not in streams:
+                    streams[index] = job.choice_stream(index)
+                num_before = num_generated[index]
+                if not isinstance(item, TokenRun):
+                    ended[index] = item
+                elif job.counts_generated:
+                    num_generated[index] += len(item)
+                chunks = [{**job.head, **chunk} for chunk in streams[index](item)]
+                if options.include_usage and options.continuous_usage_stats:
+                    num_prompt = len(job.generation.prompt_of(index))
+                    _add_usage(chunks, num_prompt, num_before, num_generated[index])
+                await events.send(*chunks)
+            if options.include_usage:
+                samples = [ended[index] for index in sorted(ended)]
+                usage = total_usage(job.prompts, samples, counts_generated=job.counts_generated)
+                await events.send({**job.head, "choices": [], "usage": usage})
+        except Exception as fault:
+            await events.send_error(fault, openai_form)
+        return await events.end()
+
+
+def _add_usage(
+    chunks: Sequence[dict[str, Any]], num_prompt: int, num_before: int, num_generated: int
+) -> None:
+    """Add a choice's usage so far to its chunks. The last chunk has the new tokens."""
+    for chunk in chunks:
+        chunk["usage"] = _usage(num_prompt, num_generated if chunk is chunks[-1] else num_before)
+
+
+# ---- usage, provenance
 
 
 def total_usage(
@@ -47,9 +121,10 @@ def total_usage(
     *,
     counts_generated: bool = True,
 ) -> dict[str, Any]:
-    """Return the usage of a reply to these samples, in order. Each prompt counts once, and its
-    tokens are cached if no sample of it had to compute them. counts_generated: False for tokens
-    that are dropped.
+    """Return the usage of a reply with these requests, ordered by prompt.
+
+    Each prompt counts once. A prompt's tokens count as cached if no sample of it had to compute
+    them. counts_generated: False if generated tokens are dropped.
     """
     num_prompt = sum(map(len, prompts))
     num_generated = sum(len(r.generated_tokens) for r in requests) if counts_generated else 0
@@ -70,21 +145,13 @@ def _usage(num_prompt: int, num_generated: int) -> dict[str, Any]:
     }
 
 
-def weight_versions(
-    state: ServerState, request: Request, num_tokens: int | None = None
-) -> list[dict[str, Any]]:
-    """Return which weights sampled which of the first `num_tokens` generated tokens (None: of all),
-    as runs."""
-    start, end = len(request.prompt_tokens), request.num_tokens
-    spans = request.stamped_policy_spans()
-    return state.labels.runs(spans.slice(start, end if num_tokens is None else start + num_tokens))
-
-
 def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any]:
-    """Return what this engine alone knows of the first `num_tokens` generated tokens (None: of
-    all): how many versions the policy that sampled each, and its KV, were behind when the request
-    ended, and the oldest version in the KV that it attended to. weights_version: that under which
-    the request entered.
+    """Return the version under which the request entered, and columns of the first `num_tokens`
+    generated tokens (None: of all).
+
+    policy_staleness, kv_cache_staleness: versions by which the token's weights, and its KV, were
+    behind when the request ended. context_kv_version_min: oldest version in the KV that the token
+    attended to.
     """
     start = len(request.prompt_tokens)
     policy, kv = request.policy_staleness, request.kv_cache_staleness
@@ -96,78 +163,33 @@ def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any
     }
 
 
-def _requested_origins(
-    state: ServerState, body: ReplyFields, request: Request, num_tokens: int | None = None
-) -> dict[str, Any]:
-    """Return what a client asked to know of the weights and the KV behind the first `num_tokens`
-    generated tokens, None: behind all."""
-    origins: dict[str, Any] = {}
-    if body.return_weight_versions:
-        origins["weight_versions"] = weight_versions(state, request, num_tokens)
-    if body.return_provenance:
-        origins |= provenance(request, num_tokens)
-    return origins
+# ---- fields of requests
 
 
-def text_of(
-    state: ServerState,
-    request: Request,
-    *,
-    with_special_tokens: bool,
-    tokenizer: Tokenizer | None = None,
-) -> str:
-    """Return the text of a finished request, "" without a tokenizer. tokenizer: what decodes it in
-    place of the LLM's.
-    """
-    if not with_special_tokens and tokenizer is None:
-        return request.generated_text or ""
-    params = request.sampling_params
-    assert params is not None, "engines take no request without"
-    return shown_text(
-        tokenizer or state.texts.verbatim,
-        request.generated_tokens,
-        request.prompt_tokens,
-        finish_reason=request.finish_reason,
-        stop_word_ids=request.stop_word_ids,
-        sampling_params=params.serialize(),
-    )
-
-
-def streamed_text(
-    state: ServerState,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    *,
-    with_special_tokens: bool,
-    tokenizer: Tokenizer | None = None,
-) -> StreamedText | None:
-    """Return what turns the tokens after `prompt` into text as they come; None without a
-    tokenizer. tokenizer: as for `text_of`.
-    """
-    if state.llm.tokenizer is None:
-        return None
-    if tokenizer is None:
-        tokenizer = state.texts.verbatim if with_special_tokens else state.llm.tokenizer
-    return StreamedText(tokenizer, params, prompt)
+def new_id(prefix: str, given: str | None) -> str:
+    """Return the id of a reply: the client's, or a new one."""
+    return f"{prefix}-{given or uuid.uuid4().hex}"
 
 
 def priority_of(given: int | None) -> int:
-    """Return our priority: as in vLLM, clients give lower numbers to what goes first."""
+    """Return the engine's priority. As in vLLM, a client's lower number goes first."""
     return -(given or 0)
 
 
 def check_stream(
     stream: bool | None, options: StreamOptions | None, num_prompt_logprobs: int | None
 ) -> None:
-    """Raise ApiError for options without a stream, and for log-probs of the prompt with one."""
+    """Raise ApiError for stream options without a stream, and for prompt log-probs with one."""
     if not stream and options not in (None, StreamOptions()):
         raise ApiError(400, "stream_options need stream=true", param="stream_options")
     if stream and num_prompt_logprobs is not None:
-        raise ApiError(400, "log-probs of the prompt cannot be streamed", param="stream")
+        raise ApiError(
+            400, "log-probs of the prompt cannot be streamed; set stream=false", param="stream"
+        )
 
 
 def max_tokens_of(body: SamplingFields, *, least: int = 1, names_echo: bool = False) -> int | None:
-    """Return max_tokens under either name, None if it is absent. Raises ApiError below `least`.
+    """Return max_tokens under either of its names, None if absent. Raises ApiError below `least`.
 
     names_echo: whether the error names `echo`, with which 0 is legal.
     """
@@ -180,20 +202,18 @@ def max_tokens_of(body: SamplingFields, *, least: int = 1, names_echo: bool = Fa
     return given
 
 
+# ---- completions and chats
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Generic[Body]):
+class TextJob(Job, Generic[Body]):
     """A checked request of /v1/completions or /v1/chat/completions.
 
-    head: the fields with which each object of the reply begins. tokenizer: decodes the replies;
-    None: the LLM's does.
+    tokenizer: decodes the replies in place of the LLM's tokenizer; None for the LLM's.
     """
 
-    state: ServerState
     body: Body
-    prompts: list[list[int]]
     params: SamplingParams
-    generation: Generation
-    head: dict[str, Any]
     tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -204,13 +224,16 @@ class Job(Generic[Body]):
         prompts: list[list[int]],
         *,
         prefix: str,
+        kind: str,
         max_tokens: int | None,
         num_logprobs: int | None,
         num_prompt_logprobs: int | None,
         **own: Any,
     ) -> Self:
-        """Return the job of a body with checked prompts. prefix: start of the reply's id. own:
-        further fields of the class. Raises ApiError and InvalidRequestError.
+        """Return the job of a body with checked prompts.
+
+        prefix: start of the reply's id. kind: the reply's `object`. own: further fields of the
+        class. Raises ApiError and InvalidRequestError.
         """
         params = sampling_params_of(
             body,
@@ -223,22 +246,28 @@ class Job(Generic[Body]):
         )
         request_id = body.request_id or body.rid
         reply_id = new_id(prefix, request_id)
-        generation = Generation(
-            state,
-            prompts,
-            params,
-            n=1 if body.n is None else body.n,
-            name=request_id or reply_id,
-            priority=priority_of(body.priority),
-        )
-        head = {"id": reply_id, "created": now(), "model": body.model or state.served_name}
+        head = {
+            "id": reply_id,
+            "created": int(time.time()),
+            "model": body.model or state.served_name,
+            "object": kind,
+        }
         return cls(
             state=state,
-            body=body,
-            prompts=prompts,
-            params=params,
-            generation=generation,
             head=head,
+            prompts=prompts,
+            generation=Generation(
+                state,
+                prompts,
+                params,
+                n=1 if body.n is None else body.n,
+                name=request_id or reply_id,
+                priority=priority_of(body.priority),
+            ),
+            is_streamed=bool(body.stream),
+            stream_options=body.stream_options,
+            body=body,
+            params=params,
             **own,
         )
 
@@ -260,7 +289,7 @@ class Job(Generic[Body]):
         )
 
     def streamed_text(self, choice: int) -> StreamedText | None:
-        """Return what turns the tokens of a choice into text as they come."""
+        """Return a decoder that turns the tokens of a choice into text as they come."""
         return streamed_text(
             self.state,
             self.params,
@@ -269,81 +298,22 @@ class Job(Generic[Body]):
             tokenizer=self.tokenizer,
         )
 
-    def prompt_scores(self, request: Request) -> list[Any] | None:
-        """Return the log-probs of the request's prompt, None if they were not asked for."""
+    def prompt_logprobs_of(self, request: Request) -> list[Any] | None:
+        """Return `prompt_logprobs` of a request, None if the client did not ask for them."""
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return None
         return prompt_logprobs(of_prompt(request), num_top, self.state.texts.of)
 
     def ending(self, request: Request, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return why a choice ended, and what its client asked to know of its first `num_tokens`
-        tokens, None for all."""
-        return {
+        """Return the reason why a choice ended and, if the client asked for them, the weights
+        versions and the provenance of its first `num_tokens` tokens (None: of all)."""
+        ending: dict[str, Any] = {
             "finish_reason": request.finish_reason,
             "stop_reason": request.stop_reason,
-            **_requested_origins(self.state, self.body, request, num_tokens),
         }
-
-
-async def stream_reply(
-    request: web.Request,
-    generation: Generation,
-    head: dict[str, Any],
-    chunks_of: Callable[[int, TokenRun | Request], Iterable[dict[str, Any]]],
-    *,
-    options: StreamOptions | None,
-    prompts: Sequence[Sequence[int]],
-    counts_generated: bool = True,
-) -> web.StreamResponse:
-    """Answer by events: `head` with each chunk that `chunks_of` makes of (index of the sample, its
-    new tokens or its whole request), then the usage, if `options` ask for it. With
-    `continuous_usage_stats` each chunk has the usage of its sample so far.
-
-    prompts, counts_generated: as for `total_usage`.
-    """
-    ended: dict[int, Request] = {}
-    num_generated: defaultdict[int, int] = defaultdict(int)
-    options = options or StreamOptions()
-    stall_s = request.app[STATE].config.stalled_stream_timeout_s
-    async with EventStream(request, stall_s) as events, aclosing(generation.stream()) as items:
-        try:
-            async for index, item in items:
-                num_before = num_generated[index]
-                if not isinstance(item, TokenRun):
-                    ended[index] = item
-                elif counts_generated:
-                    num_generated[index] += len(item)
-                chunks = [{**head, **chunk} for chunk in chunks_of(index, item)]
-                if options.include_usage and options.continuous_usage_stats:
-                    num_prompt = len(generation.prompt_of(index))
-                    _add_usage(chunks, num_prompt, num_before, num_generated[index])
-                await events.send(*chunks)
-            if options.include_usage:
-                samples = [ended[index] for index in sorted(ended)]
-                usage = total_usage(prompts, samples, counts_generated=counts_generated)
-                await events.send({**head, "choices": [], "usage": usage})
-        except Exception as fault:
-            await send_error(events, fault, openai_form)
-        return await events.end()
-
-
-def _add_usage(
-    chunks: Sequence[dict[str, Any]], num_prompt: int, num_before: int, num_generated: int
-) -> None:
-    """Add the usage of a sample so far to its chunks. The last chunk has the new tokens."""
-    for chunk in chunks:
-        chunk["usage"] = _usage(num_prompt, num_generated if chunk is chunks[-1] else num_before)
-
-
-async def send_error(events: EventStream, fault: Exception, form: ErrorForm) -> None:
-    """Send an error as an event. Raises `fault` if the stream has not begun, or if the client has
-    disconnected.
-    """
-    if not events.has_begun or isinstance(fault, ConnectionError):
-        raise fault
-    error = api_error_of(fault)
-    if error is None:
-        _logger.error("a stream failed", exc_info=fault)
-        error = ApiError(500, f"the server failed: {type(fault).__name__}")
-    await events.send(form(error))
+        if self.body.return_weight_versions:
+            ending["weight_versions"] = weight_versions(self.state, request, num_tokens)
+        if self.body.return_provenance:
+            ending |= provenance(request, num_tokens)
+        return ending

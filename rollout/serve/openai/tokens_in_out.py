@@ -1,36 +1,34 @@
-"""POST /inference/v1/generate: tokens in, tokens out."""
+"""POST /inference/v1/generate: token ids in, token ids out.
+
+The application calls the handlers; `_job_of` checks a request, `reply.send_reply` answers it.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
 from rollout.serve.fields import Fields
 from rollout.serve.generation import Generation
-from rollout.serve.openai.models import check_model
+from rollout.serve.openai.logprobs import prompt_logprobs, token_logprobs
 from rollout.serve.openai.reply import (
+    ChoiceStream,
+    Job,
     check_stream,
     max_tokens_of,
     new_id,
-    now,
     priority_of,
     provenance,
-    stream_reply,
-    total_usage,
-    weight_versions,
+    send_reply,
 )
-from rollout.serve.openai.token_data import (
-    TokenData,
-    of_generated,
-    of_prompt,
-    of_run,
-    prompt_logprobs,
-    token_logprobs,
-)
+from rollout.serve.samples import TokenData, of_generated, of_prompt, of_run, weight_versions
 from rollout.serve.sampling import check_length, default_max_tokens, sampling_params_of
 from rollout.serve.schemas import GenerateBody
 from rollout.serve.state import STATE, Route, ServerState
@@ -38,10 +36,15 @@ from rollout.serve.state import STATE, Route, ServerState
 Request = DynamicInferenceRequest
 
 
+class AbortBody(Fields, kw_only=True):
+    """request_ids: names of requests to abort; unknown names are ignored."""
+
+    request_ids: list[str]
+
+
 def generate_routes() -> list[Route]:
     return [
         Route(
-            method="POST",
             path="/inference/v1/generate",
             handler=_generate,
             body=GenerateBody,
@@ -49,19 +52,12 @@ def generate_routes() -> list[Route]:
             summary="Continue token ids by token ids",
         ),
         Route(
-            method="POST",
             path="/inference/v1/abort_requests",
             handler=_abort,
             body=AbortBody,
-            summary="Answer requests with the tokens that they have",
+            summary="Answer requests with their tokens so far",
         ),
     ]
-
-
-class AbortBody(Fields, kw_only=True):
-    """request_ids: as requests name themselves; unknown ones are ignored."""
-
-    request_ids: list[str]
 
 
 async def _abort(request: web.Request, body: AbortBody) -> web.Response:
@@ -70,45 +66,61 @@ async def _abort(request: web.Request, body: AbortBody) -> web.Response:
 
 
 async def _generate(request: web.Request, body: GenerateBody) -> web.StreamResponse:
-    state = request.app[STATE]
-    reply_id = body.request_id or new_id("generate", None)
-    head = {
-        "request_id": reply_id,
-        "model": body.model or state.served_name,
-        "created": now(),
-    }
-    generation = _generation_of(state, body, reply_id)
-    if body.stream:
-        return await stream_reply(
-            request,
-            generation,
-            head,
-            lambda index, item: [_chunk(state, body, index, item)],
-            options=body.stream_options,
-            prompts=[body.token_ids],
-        )
-    requests = await generation.results()
-    wanted = body.sampling_params.prompt_logprobs
-    scores = None
-    if wanted is not None:
-        scores = prompt_logprobs(of_prompt(requests[0]), wanted, state.texts.of)
-    choices = [
-        _choice(body, index, of_generated(each)) | _ending(state, body, each)
-        for index, each in enumerate(requests)
-    ]
-    reply = {
-        **head,
-        "choices": choices,
-        "usage": total_usage([body.token_ids], requests),
-        "prompt_logprobs": scores,
-        "prompt_token_ids": body.token_ids if body.return_token_ids else None,
-    }
-    return json_response(reply)
+    return await send_reply(request, _job_of(request.app[STATE], body))
 
 
-def _generation_of(state: ServerState, body: GenerateBody, name: str) -> Generation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job(Job):
+    """A prompt to continue."""
+
+    body: GenerateBody
+
+    def reply(self, requests: Sequence[Request]) -> dict[str, Any]:
+        body, num_top = self.body, self.body.sampling_params.prompt_logprobs
+        scores = None
+        if num_top is not None:
+            scores = prompt_logprobs(of_prompt(requests[0]), num_top, self.state.texts.of)
+        return {
+            "choices": [
+                self._choice(index, of_generated(each)) | self._ending(each)
+                for index, each in enumerate(requests)
+            ],
+            "prompt_logprobs": scores,
+            "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+        }
+
+    def choice_stream(self, index: int) -> ChoiceStream:
+        def chunks(item: TokenRun | Request) -> list[dict[str, Any]]:
+            if isinstance(item, TokenRun):
+                return [{"choices": [self._choice(index, of_run(item))]}]
+            last = self._choice(index, TokenData(token_ids=[])) | self._ending(item)
+            return [{"choices": [last | {"logprobs": None}]}]
+
+        return chunks
+
+    def _choice(self, index: int, data: TokenData) -> dict[str, Any]:
+        """Return a choice without its ending."""
+        num_top = self.body.sampling_params.logprobs
+        return {
+            "index": index,
+            "token_ids": data.token_ids,
+            "logprobs": None if num_top is None else token_logprobs(data, num_top),
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def _ending(self, request: Request) -> dict[str, Any]:
+        return {
+            "finish_reason": request.finish_reason,
+            "stop_reason": request.stop_reason,
+            "weight_versions": weight_versions(self.state, request),
+            **(provenance(request) if self.body.return_provenance else {}),
+        }
+
+
+def _job_of(state: ServerState, body: GenerateBody) -> _Job:
     """Check a request. Raises ApiError and InvalidRequestError."""
-    check_model(state, body.model)
+    state.require_model(body.model)
     fields = body.sampling_params
     check_stream(body.stream, body.stream_options, fields.prompt_logprobs)
     if not body.token_ids:
@@ -126,42 +138,26 @@ def _generation_of(state: ServerState, body: GenerateBody, name: str) -> Generat
         with_ranks=fields.logprobs is not None or fields.prompt_logprobs is not None,
         cache_salt=body.cache_salt,
     )
-    return Generation(
+    reply_id = body.request_id or new_id("generate", None)
+    generation = Generation(
         state,
         [body.token_ids],
         params,
         n=1 if fields.n is None else fields.n,
-        name=name,
+        name=reply_id,
         priority=priority_of(body.priority),
     )
-
-
-def _choice(body: GenerateBody, index: int, data: TokenData) -> dict[str, Any]:
-    """Return a choice without its ending."""
-    num_top = body.sampling_params.logprobs
-    return {
-        "index": index,
-        "token_ids": data.token_ids,
-        "logprobs": None if num_top is None else token_logprobs(data, num_top),
-        "finish_reason": None,
-        "stop_reason": None,
+    head = {
+        "request_id": reply_id,
+        "model": body.model or state.served_name,
+        "created": int(time.time()),
     }
-
-
-def _ending(state: ServerState, body: GenerateBody, request: Request) -> dict[str, Any]:
-    return {
-        "finish_reason": request.finish_reason,
-        "stop_reason": request.stop_reason,
-        "weight_versions": weight_versions(state, request),
-        **(provenance(request) if body.return_provenance else {}),
-    }
-
-
-def _chunk(
-    state: ServerState, body: GenerateBody, index: int, item: TokenRun | Request
-) -> dict[str, Any]:
-    """Return the next chunk of a choice: new tokens, or its ending."""
-    if isinstance(item, TokenRun):
-        return {"choices": [_choice(body, index, of_run(item))]}
-    last = _choice(body, index, TokenData(token_ids=[])) | _ending(state, body, item)
-    return {"choices": [last | {"logprobs": None}]}
+    return _Job(
+        state=state,
+        head=head,
+        prompts=[body.token_ids],
+        generation=generation,
+        is_streamed=bool(body.stream),
+        stream_options=body.stream_options,
+        body=body,
+    )

@@ -1,12 +1,24 @@
-"""FleetView: state, counts and rates of each engine of a fleet."""
+"""Snapshots of a fleet for display: state, counts and rates of each engine.
+
+Used by the page's event stream (FleetFeed) and by `rollout top` (FleetView). They only read the
+engines' counters.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.control.reports import EngineStats, FleetStats
+from rollout.errors import RolloutError
+from rollout.serve.llm import ServedLLM
+
+_logger = logging.getLogger(__name__)
+INTERVAL_S = 1.0
 
 _COUNTS = (
     *("num_waiting", "num_running", "num_paused"),
@@ -24,9 +36,9 @@ _RATES = {
 class FleetSnapshot:
     """A fleet at one moment.
 
-    time: seconds since 1970. engines: by rank; "rank", "state", "weights_version", counts and
-    rates, as plain numbers. Rates are since the snapshot before. refused: connections and peers
-    that the coordinator has refused, by reason.
+    time: seconds since 1970. engines: one mapping for each, by rank: "rank", "state",
+    "weights_version", counts, and rates since the previous snapshot. refused: number of connections
+    and peers that the coordinator has refused, by reason.
     """
 
     time: float
@@ -41,7 +53,7 @@ class FleetSnapshot:
 
 
 class FleetView:
-    """Makes snapshots of a fleet's counters; keeps the latest ones, for rates."""
+    """Makes snapshots of a fleet's counters. Keeps the previous counters, for rates."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, EngineStats]] = {}
@@ -63,7 +75,7 @@ class FleetView:
         then, before = self._before.get(rank, (now, stats))
         seconds = now - then
         rates = {
-            # An engine that was started again counts from 0.
+            # A restarted engine counts from 0 again.
             name: max(0, getattr(stats, count) - getattr(before, count)) / seconds
             if seconds > 0
             else 0.0
@@ -76,3 +88,55 @@ class FleetView:
             **{name: getattr(stats, name) for name in _COUNTS},
             **rates,
         }
+
+
+class FleetFeed:
+    """Polls the engines' counters once a second while a page is open, once for all pages. A slow
+    page misses snapshots.
+
+    num_watchers: open pages.
+    """
+
+    def __init__(self, llm: ServedLLM) -> None:
+        self._llm = llm
+        self._latest: FleetSnapshot | None = None
+        self._is_new = asyncio.Event()
+        self._polling: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self.num_watchers = 0
+
+    async def snapshots(self) -> AsyncGenerator[FleetSnapshot, None]:
+        """Yield each new snapshot until `close`."""
+        self.num_watchers += 1
+        if self._polling is None:
+            self._polling = asyncio.ensure_future(self._poll())
+        try:
+            while not self._is_closed:  # `close` may come while a page reads the last snapshot
+                await self._is_new.wait()
+                if self._is_closed:
+                    return
+                assert self._latest is not None
+                yield self._latest
+        finally:
+            self.num_watchers -= 1
+            if not self.num_watchers and self._polling is not None:
+                self._polling.cancel()
+                self._polling = None
+
+    def close(self) -> None:
+        """End all iterations of `snapshots`."""
+        self._is_closed = True
+        self._is_new.set()
+
+    async def _poll(self) -> None:
+        view = FleetView()
+        while not self._is_closed:
+            try:
+                self._latest = view.snapshot(await self._llm.fleet_stats())
+            except RolloutError as error:  # a fleet that is ending or busy
+                _logger.debug("the engines returned no counters: %s", error)
+            else:
+                # Wake the pages that wait now; the next wait needs an event that is not set.
+                self._is_new.set()
+                self._is_new = asyncio.Event()
+            await asyncio.sleep(INTERVAL_S)

@@ -1,4 +1,7 @@
-"""RecentSamples: the latest finished samples, and their form on the page."""
+"""RecentSamples: the latest finished samples of a server, and their form on the page.
+
+Filled by LiveRequests when a request is over, read by the page's event stream.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ _MAX_SHOWN_PROMPT_TOKENS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """serial: counts all finished samples of a server. time: seconds since 1970 of its end."""
+    """A finished sample. serial: its number among all finished samples of the server, from 0. time:
+    its end, in seconds since 1970."""
 
     serial: int
     time: float
@@ -31,7 +35,10 @@ class Sample:
 
 
 class RecentSamples:
-    """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens; drops the oldest first."""
+    """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens, and drops the oldest first.
+
+    num_added: number of samples since the server's start, which is the next serial.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -39,7 +46,7 @@ class RecentSamples:
         self.num_added = 0
 
     def add_ended(self, futures: Iterable[RequestFuture]) -> None:
-        """Keep finished records; they are decoded only when a page asks."""
+        """Keep the records of finished futures. They are decoded only when a page asks."""
         for future in futures:
             if not future.done() or future.cancelled() or future.exception() is not None:
                 continue
@@ -65,11 +72,11 @@ class RecentSamples:
 
 
 def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return a sample for the page: its first tokens with log-probs and versions, and counts of all
-    tokens by staleness.
+    """Return a sample as JSON for the page: its first tokens, each with log-prob, weights version
+    and staleness, and the number of all tokens by staleness.
 
-    Staleness is relative to the version at which the sample ended. log_probs is None unless the
-    request asked for them.
+    Staleness is relative to the version at which the sample ended. "log_probs" is None unless the
+    request asked for log-probs.
     """
     request = sample.record.merge()
     num_prompt = len(request.prompt_tokens)

@@ -1,4 +1,7 @@
-"""The routes of the page: three static files, and a stream of server-sent events."""
+"""The page at `/`: three static files, and a stream of server-sent events.
+
+The application serves the routes. `rollout top` reads the stream, too.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollout.serve.access import Access
 from rollout.serve.errors import ApiError
-from rollout.serve.limits import Access
 from rollout.serve.page.recent import MAX_SAMPLES, shown_sample
 from rollout.serve.state import STATE, Handler, Route, ServerState
 
@@ -22,7 +25,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-# Nothing is loaded from elsewhere, and nothing that a sample says can run.
+# The page loads nothing from other hosts, and text of a sample cannot run as a script.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -58,7 +61,7 @@ def _file(name: str, content_type: str) -> Handler:
 async def _events(request: web.Request, body: Any) -> web.StreamResponse:
     """Send `fleet` events once a second, and `samples` events with newly finished samples.
 
-    The query's `samples` is the most samples to send, at first and with each snapshot; 0 for none.
+    `samples` in the query: most samples at the start and with each snapshot; 0 for none.
     """
     state = request.app[STATE]
     limit = _num_samples(request.query.get("samples", str(_DEFAULT_NUM_SAMPLES)))
@@ -76,10 +79,10 @@ async def _events(request: web.Request, body: Any) -> web.StreamResponse:
                     batch = samples[start : start + _SAMPLES_PER_EVENT]
                     shown = [shown_sample(sample, state.texts.of) for sample in batch]
                     await _send(state, response, "samples", shown)
-                    await asyncio.sleep(0)  # others are served between two batches
+                    await asyncio.sleep(0)  # serve other requests between two batches
                 next_serial = state.recent.num_added
     except (ConnectionError, asyncio.TimeoutError):
-        pass  # the watcher has gone, or takes nothing
+        pass  # the client has disconnected, or reads nothing
     return response
 
 

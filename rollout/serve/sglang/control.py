@@ -1,4 +1,7 @@
-"""SGLang's control routes: aborts, pauses, memory, weight updates and information."""
+"""SGLang's control routes: aborts, pauses, memory, weight updates and information.
+
+`sglang_routes` is used by the application. Handlers call Pausing, WeightTransfer and LiveRequests.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,22 @@ from aiohttp import web
 
 from rollout.backends.process_groups import group_backends
 from rollout.engine.suspension import RESOURCES
+from rollout.serve.control.handlers import (
+    FinishBody,
+    VersionBody,
+    begin_update,
+    finish_update,
+    model_info,
+    port_of,
+    require_backend,
+    server_info,
+    success,
+    update_weight_version,
+    weight_version,
+)
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, one_chunk, single_chunks
-from rollout.serve.control.server_info import model_info, server_info
-from rollout.serve.control.state import CONTROL, port_of, require_backend
+from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError, json_response, sglang_admin_form
 from rollout.serve.fields import Fields, neutral, refused
 from rollout.serve.state import STATE, Route, admin_route, get_route
@@ -35,7 +50,7 @@ _DEFAULT_GROUP = "weight_update_group"
 CachedMemory = Annotated[Any, neutral("memory is released where it is known to be free")]
 Flushed = Annotated[Any, neutral("the prefix cache finds nothing of another version")]
 Models = Annotated[Any, refused("there is one model, and no draft", "all", "target")]
-Reported = Annotated[Any, neutral("SGLang's own processes alone send and read it")]
+Reported = Annotated[Any, neutral("only SGLang's own processes send and read it")]
 
 
 class SglangAbortBody(Fields, kw_only=True):
@@ -109,97 +124,51 @@ class BeginBody(Fields, kw_only=True):
     selector: Models = None
 
 
-class EndBody(Fields, kw_only=True):
-    weight_version: str | None = None
-
-
-class VersionBody(Fields, kw_only=True):
-    new_version: str
-    abort_all_requests: bool = False
-
-
 class FlushQuery(Fields, kw_only=True):
     timeout: Annotated[
-        float | None, refused("it waits for no request; pause them with retract", 0.0)
+        float | None, refused("no request is waited for; pause with mode=retract", 0.0)
     ] = None
 
 
 class LoadsQuery(Fields, kw_only=True):
     dp_rank: Annotated[int | None, refused("a server has one rank", 0)] = None
     format: Annotated[Any, refused("GET /metrics is for Prometheus", "json")] = None
-    include: Annotated[Any, neutral("all that is known is told")] = None
+    include: Annotated[Any, neutral("all known numbers are returned")] = None
 
 
 def sglang_routes() -> list[Route]:
     """Return the routes of the protocol, without /generate."""
     admin = partial(admin_route, errors=sglang_admin_form)
     get = partial(get_route, errors=sglang_admin_form)
+    resume = "End a pause; let the engines load the tensors that came in it"
     flush = admin("/flush_cache", _flush, "Forget cached prefixes", query=FlushQuery)
+    join, receive = "Join the trainer's group", "Receive tensors that are broadcast"
+    finish = "Let the engines load the received tensors"
+    of_group = "/update_weights_from_distributed"
     return [
         admin(
-            "/abort_request",
-            _abort,
-            "Answer requests with the tokens that they have",
-            body=SglangAbortBody,
+            "/abort_request", _abort, "Answer requests with their tokens so far", SglangAbortBody
         ),
-        admin("/pause_generation", _pause, "Stop the engines at their next step", body=PauseBody),
-        admin(
-            "/continue_generation",
-            _continue,
-            "End a pause; let the engines take the tensors that came in it",
-            body=ContinueBody,
-        ),
-        replace(flush, method="GET"),
+        admin("/pause_generation", _pause, "Stop the engines at their next step", PauseBody),
+        admin("/continue_generation", _continue, resume, ContinueBody),
         flush,
-        admin("/release_memory_occupation", _release, "Release memory", body=MemoryBody),
-        admin("/resume_memory_occupation", _restore, "Restore released memory", body=MemoryBody),
+        replace(flush, method="GET"),
+        admin("/release_memory_occupation", _release, "Release memory", MemoryBody),
+        admin("/resume_memory_occupation", _restore, "Restore released memory", MemoryBody),
         get("/v1/loads", _loads, "Requests that run and wait", query=LoadsQuery),
         get("/get_server_info", server_info, "Server config"),
         get("/model_info", model_info, "The model"),
         get("/get_model_info", model_info, "The model"),
-        get("/get_weight_version", _weight_version, "Label of the weights"),
+        get("/get_weight_version", weight_version, "Label of the weights"),
         get("/workers", _workers, "This server, as a router lists it"),
-        admin(
-            "/update_weights_from_disk",
-            _update_from_disk,
-            "Load the weights of a directory",
-            body=DiskBody,
-        ),
-        admin(
-            "/init_weights_update_group",
-            _init_group,
-            "Join the trainer's group",
-            body=GroupBody,
-            ends_with_client=True,
-        ),
-        admin(
-            "/destroy_weights_update_group",
-            _destroy_group,
-            "Leave the trainer's group",
-            body=GroupNameBody,
-        ),
-        admin(
-            "/update_weights_from_distributed",
-            _update_from_distributed,
-            "Receive tensors that are broadcast",
-            body=DistributedBody,
-            ends_with_client=True,
-        ),
-        admin("/begin_weight_update", _begin, "Begin an update", body=BeginBody),
-        admin(
-            "/end_weight_update", _end, "Let the engines take the tensors that came", body=EndBody
-        ),
-        admin(
-            "/update_weight_version",
-            _update_weight_version,
-            "Begin a version without new weights",
-            body=VersionBody,
-        ),
+        admin("/update_weights_from_disk", _update_from_disk, "Load a directory", DiskBody),
+        admin("/init_weights_update_group", _init_group, join, GroupBody, ends_with_client=True),
+        admin("/destroy_weights_update_group", _destroy_group, "Leave the group", GroupNameBody),
+        admin(of_group, _update_from_distributed, receive, DistributedBody, ends_with_client=True),
+        admin("/begin_weight_update", begin_update, "Begin an update", BeginBody),
+        admin("/end_weight_update", finish_update, finish, FinishBody),
+        admin("/update_weight_version", update_weight_version, "Begin a version", VersionBody),
     ]
-
-
-def _success(message: str, **fields: Any) -> web.Response:
-    return json_response({"success": True, "message": message, **fields})
 
 
 # ---- requests, pauses, memory
@@ -220,8 +189,8 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
-    """Commit the tensors that came in the pause as one update. If the engines refuse it, the pause
-    goes on."""
+    """Commit the tensors that came in the pause as one update, then end the pause. If the engines
+    refuse the update, the pause continues."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
@@ -231,7 +200,7 @@ async def _continue(request: web.Request, body: Any) -> web.Response:
 
 async def _flush(request: web.Request, body: Any) -> web.Response:
     if not await request.app[CONTROL].pausing.drop_cached_kv():
-        raise ApiError(400, "the cache is in use by requests that run; pause them with retract")
+        raise ApiError(400, "running requests use the cache; pause them with mode=retract first")
     return web.Response(text="the cache is flushed\n")
 
 
@@ -246,7 +215,8 @@ async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
 
 
 def _resources(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return the resources that tags name. Captured graphs have no memory of their own here."""
+    """Return the resources that tags name. "cuda_graph" is skipped: captured graphs have no memory
+    of their own here."""
     return [tag for tag in tags if tag != "cuda_graph"] if tags else RESOURCES
 
 
@@ -259,7 +229,7 @@ async def _update_from_disk(request: web.Request, body: DiskBody) -> web.Respons
         live.abort()
     num_paused = live.num_samples if control.pausing.mode is not None else 0
     await control.transfer.load(body.model_path, body.weight_version)
-    return _success("the weights are updated", num_paused_requests=num_paused)
+    return success("the weights are updated", num_paused_requests=num_paused)
 
 
 async def _init_group(request: web.Request, body: GroupBody) -> web.Response:
@@ -273,22 +243,22 @@ async def _init_group(request: web.Request, body: GroupBody) -> web.Response:
         packing=single_chunks,
         backend=body.backend,
     )
-    return _success("joined the group")
+    return success("joined the group")
 
 
 async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Response:
     if not request.app[CONTROL].transfer.leave(body.group_name):
         raise ApiError(400, f"no group {body.group_name!r} was joined", param="group_name")
-    return _success("left the group")
+    return success("left the group")
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """Receive tensors. In a pause the first call begins an update, since its clients announce only
-    the end of the pause.
+    """Receive tensors. In a pause the first call opens a round, since SGLang's clients announce
+    only the end of the pause.
     """
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:
-        control.transfer.leave(body.group_name)  # nobody knows what will be broadcast
+        control.transfer.leave(body.group_name)  # the size of the broadcasts is unknown
         raise ApiError(
             400,
             f"load_format={body.load_format!r} must be one of {list(_PACKINGS)}",
@@ -306,24 +276,7 @@ async def _update_from_distributed(request: web.Request, body: DistributedBody) 
         packing=_PACKINGS[body.load_format],
         label=body.weight_version,
     )
-    return _success("the tensors were received")
-
-
-async def _begin(request: web.Request, body: Any) -> web.Response:
-    request.app[CONTROL].transfer.begin()
-    return _success("an update has begun")
-
-
-async def _end(request: web.Request, body: EndBody) -> web.Response:
-    report = await request.app[CONTROL].transfer.finish(body.weight_version)
-    return _success(f"weights version {report.version} is served")
-
-
-async def _update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
-    if body.abort_all_requests:
-        request.app[STATE].live.abort()
-    await request.app[CONTROL].transfer.relabel(body.new_version)
-    return _success("a version has begun", new_version=body.new_version)
+    return success("the tensors were received")
 
 
 # ---- information
@@ -336,10 +289,6 @@ async def _loads(request: web.Request, body: Any) -> web.Response:
     num_waiting = max(0, state.live.num_samples - num_running) + state.limiter.num_waiting
     load = {"dp_rank": 0, "num_running_reqs": num_running, "num_waiting_reqs": num_waiting}
     return json_response({"loads": [load]})
-
-
-async def _weight_version(request: web.Request, body: Any) -> web.Response:
-    return json_response({"weight_version": request.app[CONTROL].transfer.label})
 
 
 async def _workers(request: web.Request, body: Any) -> web.Response:

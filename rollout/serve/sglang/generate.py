@@ -1,4 +1,7 @@
-"""POST /generate of SGLang: prompts in, tokens with log-probs at their temperature out."""
+"""POST /generate of SGLang: prompts in, tokens with log-probs at their temperature out.
+
+The application calls the handler; `_job_of` checks the request and makes its generations.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ from aiohttp import web
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
-from rollout.serve.control.sglang_schemas import GenerateBody, SglangSampling
 from rollout.serve.errors import ApiError, json_response, sglang_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
 from rollout.serve.generation_config import SamplingDefaults
-from rollout.serve.openai.reply import (
-    send_error,
+from rollout.serve.samples import (
+    TokenData,
+    finite,
+    of_generated,
+    of_prompt,
+    of_run,
     streamed_text,
     text_of,
     weight_versions,
 )
-from rollout.serve.openai.token_data import TokenData, finite, of_generated, of_prompt, of_run
 from rollout.serve.sampling import check_length, salt_of, sampling_params_of
 from rollout.serve.schemas import SamplingFields
+from rollout.serve.sglang.schemas import GenerateBody, SglangSampling
 from rollout.serve.state import STATE, Route, ServerState
 
 Request = DynamicInferenceRequest
@@ -40,7 +46,6 @@ _NOTHING = TokenData(token_ids=[], log_probs=[], top=[])
 def generate_routes() -> list[Route]:
     return [
         Route(
-            method="POST",
             path="/generate",
             handler=_generate,
             body=GenerateBody,
@@ -53,9 +58,14 @@ def generate_routes() -> list[Route]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A request, checked. prompts: of each sample. rids and params: of each sample, too.
-    only_scores: whether the one token after the prompt is dropped. start_len: log-probs of the
-    prompt are returned from there on, -1 for none. spell: the texts in their rows.
+    """A checked request, and its generations. Lists have an entry for each sample.
+
+    is_list: whether the reply is a list.
+    rids: names of the requests.
+    only_scores: whether the one token after the prompt is dropped.
+    start_len: prompt position from which log-probs are returned; -1 for none.
+    spell: returns the text in a row of log-probs.
+    started_at: arrival of the request, in seconds of perf_counter.
     """
 
     state: ServerState
@@ -80,7 +90,7 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
     try:
         results = await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # one that fails ends the others
+        for task in tasks:  # if one fails, the others are aborted
             task.cancel()
     samples = [sample for result in results for sample in result]
     replies = [_reply(job, index, sample) for index, sample in enumerate(samples)]
@@ -104,14 +114,17 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
     rids = body.rid if isinstance(body.rid, list) else [body.rid or uuid.uuid4().hex] * len(prompts)
     if not len(each) == len(rids) == len(prompts):
         raise ApiError(400, f"lists of sampling_params and rid must have {len(prompts)} entries")
-    if (num_samples := sum(map(_n_of, each))) > state.config.max_samples:
-        raise ApiError(400, f"{num_samples} samples are more than {state.config.max_samples}")
+    most = state.config.max_samples
+    if (num_samples := sum(map(_n_of, each))) > most:
+        raise ApiError(
+            400, f"{num_samples} samples are more than max_samples={most}; send fewer prompts"
+        )
     for prompt, own in zip(prompts, each, strict=True):
         _check_counts(own)
         check_length(state, len(prompt), own.max_new_tokens)
     params = [_params_of(state, body, own) for own in each]
     is_uniform = not isinstance(sampling, list) and not isinstance(body.rid, list)
-    # One submission where it can be; a name or parameters of its own make a prompt another one.
+    # One generation if possible; a prompt with its own name or parameters needs its own.
     parts = [slice(None)] if is_uniform else [slice(i, i + 1) for i in range(len(prompts))]
     if body.stream and len(parts) > 1:
         raise ApiError(400, "a stream takes one rid and one set of sampling_params")
@@ -155,7 +168,7 @@ def _per_sample(values: Sequence[Any], each: Sequence[SglangSampling]) -> list[A
 
 
 def _check_counts(sampling: SglangSampling) -> None:
-    """Raise ApiError for numbers of tokens that contradict each other."""
+    """Raise ApiError for a negative or contradictory number of tokens."""
     most, least = sampling.max_new_tokens, sampling.min_new_tokens or 0
     if most is not None and most < 0:
         raise ApiError(400, f"max_new_tokens={most} must be at least 0", param="max_new_tokens")
@@ -174,7 +187,7 @@ def _start_len(body: GenerateBody) -> int:
 
 
 async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list[int]], bool]:
-    """Return the ids of all prompts, and whether they were given as a batch."""
+    """Return the ids of all prompts, and whether the request is a batch. Raises ApiError."""
     if body.input_ids is not None and body.text is not None:
         raise ApiError(400, "give input_ids or text, not both", param="input_ids")
     ids: Any = body.input_ids
@@ -230,7 +243,7 @@ def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) ->
 
 
 def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return a finished sample."""
+    """Return the reply of a finished sample."""
     only_scores = job.only_scores[index]
     data = _NOTHING if only_scores else of_generated(request)
     text = ""
@@ -252,7 +265,7 @@ def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _meta_info(job: _Job, index: int, data: TokenData) -> dict[str, Any]:
-    """Return what is known of a sample before its end."""
+    """Return the meta_info of a sample that has not ended."""
     meta: dict[str, Any] = {
         "id": job.rids[index],
         "finish_reason": None,
@@ -280,7 +293,7 @@ def _input_logprobs(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _rows(data: TokenData, spell: Spell) -> list[list[Any]]:
-    """Return [log-prob, id, what `spell` makes of the id] for each token."""
+    """Return [log-prob, id, text] of each token."""
     pairs = zip(data.log_probs or [], data.token_ids, strict=True)
     return [[None if lp is None else finite(lp), i, spell(i)] for lp, i in pairs]
 
@@ -293,7 +306,7 @@ def _top_rows(data: TokenData, num_top: int, spell: Spell) -> list[Any]:
 
 
 def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
-    """`num_tokens`: how many are returned; the one of a request that only scores is not."""
+    """Return the finish_reason of meta_info. num_tokens: number of returned tokens."""
     if request.finish_reason == "stop" and num_tokens:
         matched = request.stop_reason
         return {
@@ -302,7 +315,7 @@ def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
         }
     if request.finish_reason in ("stop", "length"):
         return {"type": "length", "length": num_tokens}
-    # Clients know by the first words whether there are tokens.
+    # Clients read from the first words whether the reply has tokens.
     where = "in decoding" if num_tokens else "before prefill"
     return {"type": "abort", "message": f"Abort {where}", "status_code": None, "err_type": None}
 
@@ -316,7 +329,7 @@ def _version_at_end(state: ServerState, request: Request) -> str:
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    """Each event has all of a sample so far."""
+    """Send a sample's whole text, ids and log-probs so far in each event."""
     (generation,) = job.generations
     stall_s = job.state.config.stalled_stream_timeout_s
     so_far = [TokenData(token_ids=[], log_probs=[], top=[]) for _ in job.prompts]
@@ -344,5 +357,5 @@ async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
                     event = _reply(job, index, item)
                 await events.send(event | ({"index": index} if job.is_list else {}))
         except Exception as fault:
-            await send_error(events, fault, sglang_form)
+            await events.send_error(fault, sglang_form)
         return await events.end()

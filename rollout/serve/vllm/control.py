@@ -1,4 +1,7 @@
-"""vLLM's control routes: pause, sleep, weight updates; and prime-rl's updates from directories."""
+"""vLLM's control routes: pause, sleep, weight updates; and prime-rl's updates from directories.
+
+`vllm_routes` is used by the application. Handlers call Pausing, WeightTransfer and LiveRequests.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,23 @@ import msgspec
 from aiohttp import web
 
 from rollout.engine.suspension import KV_CACHE, RESOURCES
-from rollout.serve.control.checksums import weight_checksums
+from rollout.serve.control.handlers import (
+    FinishBody,
+    VersionBody,
+    begin_update,
+    finish_update,
+    port_of,
+    require_backend,
+    success,
+    update_weight_version,
+    weight_version,
+)
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
-from rollout.serve.control.state import CONTROL, port_of, require_backend
+from rollout.serve.control.state import CONTROL
 from rollout.serve.errors import ApiError, json_response
 from rollout.serve.fields import Fields, neutral, refused
+from rollout.serve.llm import ServedLLM
 from rollout.serve.state import STATE, Route, admin_route, get_route
 
 # vLLM has one group, without a name; ours is found in the trainer's store under this one.
@@ -28,19 +42,19 @@ ResetExternal = Annotated[bool | None, refused("there is no cache outside of the
 
 
 class StartBody(Fields, kw_only=True):
-    """is_checkpoint_format: whether tensors have the names and shapes of a checkpoint."""
-
-    is_checkpoint_format: bool = True
+    is_checkpoint_format: Annotated[
+        Any, refused("send tensors with the names and shapes of a checkpoint", True)
+    ] = None
 
 
 class VllmAbortBody(Fields, kw_only=True):
-    """request_ids: those to abort; all, if absent or empty."""
+    """request_ids: requests to abort; all, if absent or empty."""
 
     request_ids: list[str] | None = None
 
 
 class InitInfo(Fields, kw_only=True):
-    """How to join the trainer's group. backend: an addition of ours; None takes the server's."""
+    """How to join the trainer's group. backend: ours; None for the server's."""
 
     master_address: str = ""
     master_port: int | str = 0
@@ -59,7 +73,7 @@ class InitBody(Fields, kw_only=True):
 
 
 class UpdateInfo(Fields, kw_only=True):
-    """Tensors that are broadcast now. packed: older trainers say it here."""
+    """Tensors that are broadcast now. packed: sent here by older trainers."""
 
     names: list[str] = msgspec.field(default_factory=list)
     dtype_names: list[str] = msgspec.field(default_factory=list)
@@ -80,26 +94,15 @@ class UpdateBody(Fields, kw_only=True):
     weight_dir: str | None = None
 
 
-class FinishBody(Fields, kw_only=True):
-    weight_version: str | None = None
-
-
-class VersionBody(Fields, kw_only=True):
-    """abort_all_requests: of SGLang, which has the same path."""
-
-    new_version: str
-    abort_all_requests: bool = False
-
-
 class CheckerBody(Fields, kw_only=True):
-    """action: "checksum", or "compare" with `baseline`, the checksums of an earlier answer."""
+    """action: "checksum", or "compare", which needs `baseline`, an earlier answer's checksums."""
 
     action: str = "checksum"
     baseline: dict[str, str] | None = None
 
 
 class ResetBody(Fields, kw_only=True):
-    """SkyRL sends here what vLLM takes as query."""
+    """SkyRL sends vLLM's query in the body."""
 
     reset_running_requests: bool = False
 
@@ -134,63 +137,40 @@ class WorldSizeQuery(Fields, kw_only=True):
 
 def vllm_routes() -> list[Route]:
     """Return the routes of the protocol."""
+    join = "Join the trainer's group"
+    load = "Receive tensors that are broadcast, or load a directory"
+    finish = "Let the engines load the received tensors"
+    abort = "Answer requests with their tokens so far"
     return [
         admin_route("/pause", _pause, "Stop the engines at their next step", query=PauseQuery),
         admin_route("/resume", _resume, "End a pause"),
         get_route("/is_paused", _is_paused, "Whether a pause is in force"),
-        admin_route(
-            "/abort_requests",
-            _abort,
-            "Answer requests with the tokens that they have",
-            body=VllmAbortBody,
-        ),
+        admin_route("/abort_requests", _abort, abort, VllmAbortBody),
         admin_route("/sleep", _sleep, "Pause, release memory", query=SleepQuery),
         admin_route("/wake_up", _wake_up, "Restore memory and end the pause", query=WakeQuery),
         get_route("/is_sleeping", _is_sleeping, "Whether the server sleeps"),
-        admin_route(
-            "/release_kv_cache_memory", _release_kv_cache, "Release the memory of the KV cache"
-        ),
+        admin_route("/release_kv_cache_memory", _release_kv_cache, "Release the KV cache's memory"),
         admin_route(
             "/reset_prefix_cache",
             _reset_prefix_cache,
-            "Forget cached prefixes",
-            body=ResetBody,
+            "Forget prefixes",
+            ResetBody,
             query=ResetQuery,
         ),
         get_route(
             "/get_world_size", _world_size, "Ranks in a trainer's group", query=WorldSizeQuery
         ),
-        get_route("/weight_info", _weight_info, "Label of the weights"),
+        get_route("/weight_info", weight_version, "Label of the weights"),
         admin_route(
-            "/update_weight_version",
-            _update_weight_version,
-            "Begin a version without new weights",
-            body=VersionBody,
+            "/update_weight_version", update_weight_version, "Begin a version", VersionBody
         ),
+        admin_route("/weight_checker", _weight_checker, "Checksum of each weight", CheckerBody),
         admin_route(
-            "/weight_checker", _weight_checker, "Checksum of each weight", body=CheckerBody
+            "/init_weight_transfer_engine", _init_transfer, join, InitBody, ends_with_client=True
         ),
-        admin_route(
-            "/init_weight_transfer_engine",
-            _init_transfer,
-            "Join the trainer's group",
-            body=InitBody,
-            ends_with_client=True,
-        ),
-        admin_route("/start_weight_update", _start, "Begin an update", body=StartBody),
-        admin_route(
-            "/update_weights",
-            _update,
-            "Receive tensors that are broadcast, or load a directory",
-            body=UpdateBody,
-            ends_with_client=True,
-        ),
-        admin_route(
-            "/finish_weight_update",
-            _finish,
-            "Let the engines take the tensors that came",
-            body=FinishBody,
-        ),
+        admin_route("/start_weight_update", begin_update, "Begin an update", StartBody),
+        admin_route("/update_weights", _update, load, UpdateBody, ends_with_client=True),
+        admin_route("/finish_weight_update", finish_update, finish, FinishBody),
     ]
 
 
@@ -257,19 +237,8 @@ async def _reset_prefix_cache(request: web.Request, body: ResetBody) -> web.Resp
 
 
 async def _world_size(request: web.Request, body: Any) -> web.Response:
-    """All engines together are one rank: they share what the server receives."""
+    """Answer 1: all engines together are one rank, since they share the received tensors."""
     return json_response({"world_size": 1})
-
-
-async def _weight_info(request: web.Request, body: Any) -> web.Response:
-    return json_response({"weight_version": request.app[CONTROL].transfer.label})
-
-
-async def _update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
-    if body.abort_all_requests:
-        request.app[STATE].live.abort()
-    await request.app[CONTROL].transfer.relabel(body.new_version)
-    return json_response({"success": True, "new_version": body.new_version})
 
 
 async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Response:
@@ -290,6 +259,32 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
     return json_response({"match": not differing, "mismatches": differing})
 
 
+async def weight_checksums(llm: ServedLLM) -> dict[str, str]:
+    """Return the checksum of each weight by name, asking the engines page by page.
+
+    Raises ApiError if engines differ, if there is no engine, or if an update came meanwhile.
+    """
+    found: dict[str, str] = {}
+    versions: set[int] = set()
+    num_weights = 1
+    while len(found) < num_weights:
+        pages = await llm.weight_checksums(len(found))
+        if not pages:
+            raise ApiError(503, "no engine is there to compute checksums")
+        (first, page), *others = pages.items()
+        for rank, other in others:
+            if other != page:
+                raise ApiError(500, f"engines {first} and {rank} serve different weights")
+        found |= page.checksums
+        versions.add(page.version)
+        num_weights = page.num_weights
+    if len(versions) > 1:
+        raise ApiError(
+            409, f"the weights changed meanwhile: versions {sorted(versions)}; ask again"
+        )
+    return found
+
+
 async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
     info = body.init_info
     backend = info.backend or request.app[STATE].config.weight_transfer_backend or "nccl"
@@ -302,18 +297,7 @@ async def _init_transfer(request: web.Request, body: InitBody) -> web.Response:
         world_size=info.world_size,
         packing=_packing(info.packed, info.packed_buffer_size_bytes),
     )
-    return json_response({"message": "joined the group"})
-
-
-async def _start(request: web.Request, body: StartBody) -> web.Response:
-    if not body.is_checkpoint_format:
-        raise ApiError(
-            400,
-            "is_checkpoint_format=false is not served; send tensors as a checkpoint has them",
-            param="is_checkpoint_format",
-        )
-    request.app[CONTROL].transfer.begin()
-    return json_response({"message": "an update has begun"})
+    return success("joined the group")
 
 
 async def _update(request: web.Request, body: UpdateBody) -> web.Response:
@@ -332,16 +316,11 @@ async def _update(request: web.Request, body: UpdateBody) -> web.Response:
         if info.packed is not None:
             packing = _packing(info.packed, info.packed_buffer_size_bytes)
         await transfer.receive(GROUP, info.names, info.dtype_names, info.shapes, packing=packing)
-        return json_response({"message": "the tensors were received"})
+        return success("the tensors were received")
     if body.weight_dir is None:
-        raise ApiError(400, "there is neither update_info nor weight_dir to update from")
+        raise ApiError(400, "neither update_info nor weight_dir is given; give one of them")
     await transfer.load(body.weight_dir, None)
     return json_response({"status": "ok"})
-
-
-async def _finish(request: web.Request, body: FinishBody) -> web.Response:
-    report = await request.app[CONTROL].transfer.finish(body.weight_version)
-    return json_response({"message": f"weights version {report.version} is served"})
 
 
 # ---- fields
@@ -355,7 +334,7 @@ def _mode(request: web.Request) -> PauseMode:
 
 
 def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
-    """Return a truth value of the query. Raises ApiError."""
+    """Return a boolean of the query. Raises ApiError."""
     text = request.query.get(name)
     if text is None:
         return default

@@ -1,8 +1,9 @@
-"""WeightTransport: the trainer's side of a push, and what transports share that keep weights.
+"""WeightTransport: the trainer's side of a push; KeptTransport: transports that keep the weights.
 
-A push: `publish` reads the tensors and says where engines find them. The engines are asked to stage
-them, and `send` runs meanwhile, for transports whose tensors travel only then. All engines stage
-and vote. Then `commit`, or `roll_back` if one of them refused.
+A push: `publish` reads the tensors and returns the source from which engines fetch them. The
+coordinator asks the engines to stage them. `send` runs meanwhile, for transports whose tensors
+travel only then. All engines stage and vote. Then `commit`, or `roll_back` if one of them refused.
+Called by WeightPush.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Buckets: tensors as rows of equally large chunks of bytes, each bucket announced by a header.
+"""Buckets: tensors packed into equally large chunks of bytes, each bucket announced by a header.
 
 A sender fills its one buffer chunk by chunk and sends it when it is full. A receiver copies the
-chunks of each bucket into tensors, which it makes when their first chunk comes. Both hash all
-headers, each of which has the hash of its bucket's bytes: one number stands for the whole push.
+chunks of each bucket into tensors, which it makes when their first chunk comes. Each header has the
+hash of its bucket's bytes, and both ends hash all headers, so that one number verifies the whole
+push.
 
-A `BucketPath` carries a bucket to the members of a group: by a broadcast, or in shared memory.
+A `BucketPath` carries a bucket to the members of a group: by a broadcast, or in shared memory. Used
+by the collective transport.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class BucketPath(Protocol):
 
     @property
     def address(self) -> str:
-        """What members need to open their end, "" if nothing."""
+        """Address at which members open their end; "" if they need none."""
         ...
 
     def buffer(self, num_bytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Collective pushes: the trainer sends to all engines at once, in a group of their own.
+"""CollectiveTransport and CollectiveReceiver: a trainer sends to all engines at once, in one group.
 
 One bucket of bytes travels at a time, through one buffer that stays. Nothing is kept: an engine
 that comes after a push gets no work until the next one, in which it takes part.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -30,7 +32,6 @@ from rollout.weights.transports.buckets import (
     PushEnd,
     SharedBucket,
 )
-from rollout.weights.transports.group import OVER, Arrival, GroupPlan, put, read, wait_for
 from rollout.weights.transports.reading import TensorReader, terms_of
 from rollout.weights.update import NamedTensors
 
@@ -58,6 +59,65 @@ class _Push:
 
 class _RolledBackError(WeightUpdateError):
     """The push was rolled back while it was sent."""
+
+
+# ---- the rendezvous of a push, in a torch store of the sender
+#
+# For each push an engine writes that it has arrived, and the name of the group that it still has.
+# Once as many engines have arrived as the coordinator asked, the sender writes the plan: the group,
+# and each engine's rank in it. While the same engines come with the same group, the group stays.
+# The id of a push begins with its number, so that an engine that comes late sees that it is over.
+
+OVER = "over"  # key of the number of the last push whose other keys were removed
+_POLL_S = 0.002, 0.02  # the first pause and the longest one
+T = TypeVar("T")
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that has arrived at a push. group: name of the group that it has, "" for none."""
+
+    engine: str
+    group: str
+
+
+class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The group of a push.
+
+    engines: ids of ranks 1, 2, ...; the sender is rank 0. backend: of torch.distributed, or the
+    place of a SharedBucket, whose `address` engines open. stall_s: how long one bucket may take
+    once it is announced. fault: why there is no group, "" if there is.
+    """
+
+    group: str
+    engines: tuple[str, ...]
+    backend: str
+    bucket_bytes: int
+    stall_s: float = 0.0
+    fault: str = ""
+    address: str = ""
+
+
+def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
+    """Return the value of `key` once it is in the store.
+
+    `check` is called meanwhile, and may raise. Raises RuntimeError if the store has closed.
+    """
+    pause_s, longest_s = _POLL_S
+    while not store.check([key]):
+        check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    return bytes(store.get(key))
+
+
+def put(store: Any, key: str, value: Any) -> None:
+    """Write a message to the store. Raises RuntimeError if the store has closed."""
+    store.set(key, msgspec.msgpack.encode(value))
+
+
+def read(encoded: bytes, kind: type[T]) -> T:
+    """Decode a message. Raises msgspec.MsgspecError."""
+    return msgspec.msgpack.decode(encoded, type=kind)
 
 
 # ---- the trainer's side
@@ -152,7 +212,7 @@ class CollectiveTransport:
             self._end(push, end)
 
     def commit(self) -> None:
-        """Note that the engines serve the weights. Nothing is kept here."""
+        """Record that the engines serve the weights. Nothing is kept here."""
         if self._push is not None:
             self.committed, self._push = self._push.source, None
 

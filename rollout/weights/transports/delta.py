@@ -1,8 +1,9 @@
-"""DeltaTransport: pushes of only what has changed since the push before.
+"""DeltaTransport: pushes only the values that have changed since the push before.
 
-A push becomes a link of a chain, which another transport carries. The first link has all tensors,
-each later one the elements whose bits have changed since the link before. A description comes last,
-as one more tensor, with the checksums of the tensors before and after the link.
+A push becomes a link of a chain, which another transport carries. The first link has all tensors.
+Each later link has the elements whose bits have changed since the link before. A description comes
+last, as one more tensor, with the checksums of the tensors before and after the link. WeightMirror
+applies the links at an engine.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class LinkDescription(msgspec.Struct, frozen=True):
-    """What a link does.
+    """Description of a link in a chain of deltas.
 
-    builds_on: checksum of the tensors that it changes, "" for the first link. result: checksum of
-    the tensors after it. removed: names of tensors that are gone. parent: address and checksum of
-    the link before, where links are kept.
+    builds_on: checksum of the tensors that the link changes, "" for the first link. result:
+    checksum of the tensors after it. removed: names of tensors that are gone. parent: address and
+    checksum of the link before, where links are kept.
     """
 
     builds_on: str
@@ -113,7 +114,7 @@ class DeltaTransport:
         self._carrier.send(source)
 
     def commit(self) -> None:
-        """Note that the engines serve the link: the next one builds on it."""
+        """Record that the engines serve the link. The next link builds on it."""
         self._carrier.commit()
         if self._link is not None:
             self._checksum, self._source = self._link.result, self._carrier.committed

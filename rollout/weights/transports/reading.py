@@ -1,4 +1,7 @@
-"""TensorReader: reads the tensors of a push once, one after another, and hashes them meanwhile."""
+"""TensorReader: reads the tensors of a push once, one after another, and hashes them meanwhile.
+
+Used by all weight transports. It writes to memory that they give.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which transport a user's name means, and how an engine fetches the tensors of each kind."""
+"""Names of weight transports: `transport_of` makes the one that a user names, and WeightFetcher
+fetches the tensors of each kind for an engine."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def transport_of(
 
 
 class WeightFetcher:
-    """Fetches the tensors of sources for one engine."""
+    """Fetches the tensors of sources for one engine. Used by the engine's agent."""
 
     def __init__(self) -> None:
         receiver = CollectiveReceiver()

@@ -21,8 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.parallel.mapped_file import lock_for_reading, lock_for_writing, unlock
-from rollout.parallel.shared_tensors import Place, SharedTensors, TensorFile
+from rollout.parallel.shared_memory import (
+    Place,
+    SharedTensors,
+    TensorFile,
+    lock_for_reading,
+    lock_for_writing,
+    unlock,
+)
 from rollout.weights.source import TensorEntry, WeightsSource, pack_manifest
 from rollout.weights.transports.base import KeptTransport
 from rollout.weights.transports.reading import TensorReader, terms_of

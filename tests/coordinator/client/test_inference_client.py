@@ -1014,9 +1014,9 @@ def test_a_coordinator_that_has_forgotten_its_client_is_lost():
         )
         proxy.cut()
         proxy.mend()
-        with pytest.raises(CoordinatorLostError, match="does not know this client any more"):
+        with pytest.raises(CoordinatorLostError, match="no longer knows this client"):
             await request
-        with pytest.raises(CoordinatorLostError, match="does not know this client any more"):
+        with pytest.raises(CoordinatorLostError, match="no longer knows this client"):
             client.add_request([1], PARAMS)
 
     run_over(polite, test)
@@ -1059,7 +1059,7 @@ def test_a_coordinator_that_is_out_of_reach_for_the_lease_is_lost():
         await received(router, Command)
         proxy.cut()
         for pending in (request, command, stream.__anext__()):
-            with pytest.raises(CoordinatorLostError, match="out of reach for 1"):
+            with pytest.raises(CoordinatorLostError, match="unreachable for 1"):
                 await pending
         with pytest.raises(CoordinatorLostError):
             client.add_request([1], PARAMS)
@@ -1077,7 +1077,7 @@ def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
         await received(router, SubmitRequest)
         is_silent.set()
         start = time.monotonic()
-        with pytest.raises(CoordinatorLostError, match="out of reach"):
+        with pytest.raises(CoordinatorLostError, match="unreachable"):
             await request
         assert time.monotonic() - start > 2 * LEASE_S - 0.2
 
@@ -1118,7 +1118,7 @@ def test_a_disconnect_fails_what_is_pending_at_once():
         request = client.add_request([1], PARAMS)
         await received(router, SubmitRequest)
         router.send(Disconnect(reason="shut down"))
-        with pytest.raises(CoordinatorLostError, match="it has gone: shut down"):
+        with pytest.raises(CoordinatorLostError, match="it disconnected: shut down"):
             await request
 
     run(polite, test)
@@ -1205,7 +1205,7 @@ def test_two_clients_of_one_process_do_not_meet():
 
 def test_a_wrong_address_is_refused():
     async def test():
-        with pytest.raises(ValueError, match="cannot be dialled"):
+        with pytest.raises(ValueError, match="is not an address"):
             await InferenceClient("tcp://nowhere").start()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -187,7 +187,7 @@ def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() 
         fleet.run()
     (reply,) = client.asked[0].replies
     assert reply.error is not None
-    assert "3 engines were lost while they ran this request" in str(reply.error.message)
+    assert "3 engines failed while they ran this request" in str(reply.error.message)
     last = fleet.engine()
     fleet.run()
     assert not last.held
@@ -460,7 +460,7 @@ def test_a_coordinator_that_was_stopped_does_not_take_its_peers_for_dead() -> No
     fleet.send(client, client.submission([3]))
     fleet.run()
     fleet.now += 100
-    fleet.core.stood_still(100)
+    fleet.core.extend_leases(100)
     fleet.run()
     assert list(fleet.core.ranks()) == [0]
     fleet.finish()

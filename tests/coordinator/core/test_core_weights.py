@@ -398,7 +398,7 @@ def test_an_adapter_for_engines_that_lack_its_base_is_refused_with_the_remedy() 
     adapter = replace(source_of(3), lora=TERMS, is_kept=False)
     nack = fleet.give(client, client.update(adapter, in_flight=True))
     assert isinstance(nack, Nack)
-    assert "all 2 engines lack the weights below this adapter" in nack.error.message
+    assert "all 2 engines lack the full weights of this adapter" in nack.error.message
     assert "push the full weights first" in nack.error.message
     assert not nack.error.is_transient, "the same push fails again"
 
@@ -424,7 +424,7 @@ def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> N
     fleet.give(client, client.command(Pause))
     nack = fleet.give(client, client.update(source_of(4), version=4))
     assert isinstance(nack, Nack)
-    assert "no engine was there to verify version 4" in nack.error.message
+    assert "no engine is ready to verify version 4" in nack.error.message
     assert nack.error.is_transient
     engine = fleet.engine()
     fleet.run()
@@ -438,7 +438,7 @@ def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> N
     [
         ({"version": 9}, "versions only rise"),
         ({"checksum": "other"}, "have the checksum 'other'"),
-        ({"version": -1, "checksum": "other"}, "nobody has published"),
+        ({"version": -1, "checksum": "other"}, "nobody has published; start"),
     ],
 )
 def test_an_engine_with_other_weights_and_nowhere_to_get_the_right_ones_is_refused(

@@ -72,7 +72,7 @@ def test_what_a_name_stands_for_can_be_sent_to_another_process() -> None:
         ("rollout.coordinator.routing.policies:Missing", "cannot be imported: .*Missing"),
         ("rollout.coordinator.routing.policies:", "cannot be imported"),
         (":LoadBalancedPolicy", "cannot be imported"),
-        ("rollout.errors:__doc__", "is no class or function"),
+        ("rollout.errors:__doc__", "is not a class or function"),
         ("builtins:object", "builtins:object has no rank_joined, rank_left"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Rollouts of the real engine over tiny models: sound ones, and ones with a mismatch put in.
+"""Rollouts of the real engine over tiny models: sound runs, and runs with one mismatch.
 
-Each function of MISMATCHES takes a seed and returns the arguments of `diagnose`, for which its name
-is the finding; those of SOUND_RUNS give none.
+Each function of MISMATCHES takes a seed and returns the arguments of `diagnose`, whose finding has
+the function's name. Those of SOUND_RUNS lead to no finding. Used by the tests of this directory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 def rollouts_of(
     model: Any, seed: int, engine: dict[str, Any] | None = None, **params: Any
 ) -> list[DynamicInferenceRequest]:
-    """What an engine over `model` generates."""
+    """Return the rollouts that an engine over `model` generates."""
     prompts = enumerate(prompts_of(seed))
     wanted = [(prompt, params_of(seed + i, **params)) for i, prompt in prompts]
     return generate_all(tiny_engine(model, **(engine or {})), wanted)
@@ -67,7 +67,9 @@ def collated(sources: Sequence[Any], version: int = 0, **options: Any) -> Rollou
 
 
 def arguments(model: Any, sources: Sequence[Any], version: int = 0, **options: Any) -> Arguments:
-    """Of a diagnosis of what `model`, or an engine that has its weights, generated."""
+    """Return the arguments of `diagnose` for rollouts of `model`, or of an engine with its
+    weights.
+    """
     return {
         "batch": collated(sources, version, **options),
         "model": model,
@@ -86,7 +88,7 @@ def temperature(seed: int) -> Arguments:
 
 
 def stale_weights(seed: int) -> Arguments:
-    """The version is counted up, but the weights never come."""
+    """The version is increased, but the new weights never arrive."""
     old, new = model_of(seed), model_of(seed)
     randomize(new, seed=seed + 1)
     engine = tiny_engine(old)
@@ -126,7 +128,7 @@ def tied_head(seed: int) -> Arguments:
 
 
 def stale_kv(seed: int) -> Arguments:
-    """Weights are written under the engine, past update_weights, and the KV stays."""
+    """Weights are written into the engine without update_weights, and the KV is kept."""
     old, new = model_of(seed), model_of(seed)
     randomize(new, seed=seed + 1)
     built = build_model(old)
@@ -141,7 +143,7 @@ def stale_kv(seed: int) -> Arguments:
 
 
 def write_weights(built: Any, model: Any) -> None:
-    """What no transaction knows of."""
+    """Write weights in place, unnoticed by the engine."""
     slots = built.weight_slots()
     for name, parameter in model.named_parameters():
         slots[name].write(parameter.detach())
@@ -149,7 +151,7 @@ def write_weights(built: Any, model: Any) -> None:
 
 
 def prefix_hits(seed: int) -> Arguments:
-    """A prefix cache that outlived its weights; the old weights are not at hand."""
+    """A prefix cache was kept through an update; the old weights are gone."""
     old, new = model_of(seed), model_of(seed)
     randomize(new, seed=seed + 1)
     built = build_model(old)
@@ -228,7 +230,7 @@ def _rolled(batch: RolloutBatch, name: str) -> RolloutBatch:
 
 
 def template_drift(seed: int) -> Arguments:
-    """The engine's template begins with tokens that the trainer's does not have."""
+    """The engine's template begins with tokens that the trainer's lacks."""
     model = model_of(seed)
     system = prompt_of(3, seed + 99)
     wanted = [([*system, *p], params_of(seed + i)) for i, p in enumerate(prompts_of(seed))]
@@ -273,7 +275,7 @@ def end_token(seed: int) -> Arguments:
 
 @torch.no_grad()
 def _trained(given: Arguments, logprobs_of: Callable[[nn.Module, RolloutBatch], Any]) -> Arguments:
-    """The trainer's own log-probs are what `logprobs_of` computes."""
+    """Set the trainer's own log-probs to the results of `logprobs_of`."""
     logprobs_BT = logprobs_of(given["model"], given["batch"])
     return given | {"trainer_logprobs_BT": logprobs_BT}
 
@@ -310,7 +312,7 @@ def trainer_shift(seed: int) -> Arguments:
 
 
 def position_ids(seed: int) -> Arguments:
-    """Positions made for left padding, on rows that are padded on the right."""
+    """Positions for left padding, on rows padded on the right."""
 
     def logprobs(model: Any, batch: RolloutBatch) -> Any:
         num_padding_B1 = (~batch.attention_mask_BT).sum(1, keepdim=True)
@@ -323,7 +325,7 @@ def position_ids(seed: int) -> Arguments:
 
 
 def position_ids_of_the_batch(seed: int) -> Arguments:
-    """The trainer uses position ids of the batch that are twice what they should be."""
+    """The trainer uses the batch's position ids, which are twice the right ones."""
     given = _sound(seed)
     batch = replace(given["batch"], position_ids_BT=given["batch"].position_ids_BT * 2)
 
@@ -335,7 +337,7 @@ def position_ids_of_the_batch(seed: int) -> Arguments:
 
 
 def attention_over_padding(seed: int) -> Arguments:
-    """Rows are moved to the right edge, and the model is told nothing of the padding."""
+    """Rows are moved to the right edge without an attention mask."""
 
     def logprobs(model: Any, batch: RolloutBatch) -> Any:
         rows = []
@@ -349,7 +351,7 @@ def attention_over_padding(seed: int) -> Arguments:
 
 
 def packing(seed: int) -> Arguments:
-    """All rows in one sequence, with one causal mask over all of them."""
+    """All rows are one sequence under one causal mask."""
 
     def logprobs(model: Any, batch: RolloutBatch) -> Any:
         packed_1T = batch.tokens_BT[batch.attention_mask_BT][None]
@@ -453,7 +455,9 @@ def _updated(mode: str) -> Callable[[int], Arguments]:
 
 
 def _with_break(engine: Any, mode: str, seed: int, new: Any = None) -> list[Any]:
-    """Rollouts that a suspend in `mode`, or an update in flight, interrupts after 8 steps."""
+    """Return rollouts interrupted after 8 steps by a suspend in `mode`, or by an update in
+    flight.
+    """
     for i, prompt in enumerate(prompts_of(seed)):
         engine.add_request(prompt, params_of(seed + i))
     for _ in range(8):
@@ -471,7 +475,7 @@ def _with_break(engine: Any, mode: str, seed: int, new: Any = None) -> list[Any]
 
 
 def several_updates(seed: int) -> Arguments:
-    """Rollouts over KV of three versions, and one that is prefilled again in between."""
+    """Rollouts over KV of three versions, and one rollout that was prefilled again in between."""
     models = [model_of(seed) for _ in range(3)]
     for version, model in enumerate(models):
         randomize(model, seed=seed + version)
@@ -500,7 +504,7 @@ def several_turns(seed: int, **params: Any) -> Arguments:
 
 
 def several_sequences(seed: int) -> Arguments:
-    """The last turn's prompt drops what was generated before."""
+    """The last turn's prompt drops earlier generated tokens."""
     given = several_turns(seed)
     model, sources = given["model"], []
     for i, source in enumerate(given["sources"]):
@@ -528,7 +532,7 @@ def penalties_that_are_meant(seed: int) -> Arguments:
 
 
 def penalties_of_turns_that_are_meant(seed: int) -> Arguments:
-    """They count what the turn has generated, not what the turns before it have."""
+    """Penalties count the tokens that this turn generated, not earlier turns' tokens."""
     given = several_turns(
         seed, logprobs_mode="processed", presence_penalty=0.7, repetition_penalty=1.2
     )

@@ -1,4 +1,4 @@
-"""The doctor names what was put in, with the real engine, and finds nothing in sound runs."""
+"""diagnose names each mismatch of the real engine's rollouts, and finds nothing in sound runs."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def check_sound(run: str, seed: int) -> None:
 
 @pytest.mark.drawn(8)
 @pytest.mark.parametrize("mismatch", MISMATCHES)
-def test_a_mismatch_is_named(mismatch: str) -> None:
+def test_diagnose_names_a_mismatch(mismatch: str) -> None:
     check_named(mismatch, seed=1)
 
 
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("run", SOUND_RUNS)
-def test_a_sound_run_has_no_finding(run: str) -> None:
+def test_diagnose_finds_nothing_in_a_sound_run(run: str) -> None:
     check_sound(run, seed=1)
 
 
 @settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(mismatch=st.sampled_from(sorted(MISMATCHES)), seed=st.integers(0, 10_000))
-def test_mismatches_are_named_whatever_the_model(mismatch: str, seed: int) -> None:
+def test_diagnose_names_mismatches_for_many_models(mismatch: str, seed: int) -> None:
     check_named(mismatch, seed)
 
 
 @settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(run=st.sampled_from(sorted(SOUND_RUNS)), seed=st.integers(0, 10_000))
-def test_sound_runs_have_no_finding_whatever_the_model(run: str, seed: int) -> None:
+def test_diagnose_finds_nothing_in_sound_runs_of_many_models(run: str, seed: int) -> None:
     check_sound(run, seed)

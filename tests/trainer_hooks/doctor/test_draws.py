@@ -1,4 +1,6 @@
-"""Draws are called unlikely as seldom as is promised, and seen where they are other draws."""
+"""unlikely_draws reports honest draws as rarely as promised, and reports draws of another
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from trainer_hooks.doctor.tokens import ExaminedTokens
 
 
 def names_of(id_N: list[int], p_V: list[float]) -> list[str]:
-    """What is found if these ids were drawn from `p_V` each."""
+    """Return the names of the facts found if each of these ids was drawn from `p_V`."""
     ids, count = torch.tensor(id_N), len(id_N)
     zero_N = torch.zeros(count, dtype=torch.int64)
     logits_NV = torch.tensor(p_V).log().expand(count, -1)
@@ -30,10 +32,10 @@ def names_of(id_N: list[int], p_V: list[float]) -> list[str]:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 200])
 @pytest.mark.parametrize("rare", [1e-2, 1e-4])
-def test_honest_draws_of_a_sure_policy_are_called_unlikely_once_in_a_million(
+def test_unlikely_draws_reports_honest_draws_once_in_a_million(
     num_tokens: int, rare: float
 ) -> None:
-    """Of two tokens; the number of rare ones among the draws is binomial."""
+    """With two tokens, the number of rare draws is binomial."""
     chances = torch.distributions.Binomial(num_tokens, torch.tensor(rare, dtype=torch.float64))
     alarm = 0.0
     for num_rare in range(min(num_tokens, 12) + 1):
@@ -44,9 +46,9 @@ def test_honest_draws_of_a_sure_policy_are_called_unlikely_once_in_a_million(
 
 
 @pytest.mark.parametrize(("num_likely", "found"), [(100, []), (160, ["draws"]), (40, ["draws"])])
-def test_draws_at_another_temperature_are_called_unlikely(
+def test_unlikely_draws_reports_draws_at_another_temperature(
     num_likely: int, found: list[str]
 ) -> None:
-    """Half of 200 draws should be of the first token."""
+    """Half of 200 draws should be the first token."""
     ids = [0] * num_likely + [1, 2] * ((200 - num_likely) // 2)
     assert names_of(ids, [0.5, 0.25, 0.25]) == found

@@ -1,4 +1,4 @@
-"""Batches in files, and the command that examines them."""
+"""Batches in files, the doctor's command that examines them, and its choice of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer_hooks.doctor.command import main
 from trainer_hooks.doctor.tokens import choose_rows, seen_from
 
 
-def test_a_run_keeps_for_each_checkpoint_the_first_batch_that_its_weights_sampled(
+def test_batch_files_keep_the_first_batch_sampled_by_each_checkpoint(
     tmp_path: Path,
 ) -> None:
     llm = FakeLLM()
@@ -55,7 +55,7 @@ def save(path: Path, given: dict[str, Any]) -> None:
     save_rollouts(path, given["batch"], given["sources"])
 
 
-def test_a_batch_comes_back_whole_with_its_turns(tmp_path: Path) -> None:
+def test_load_rollouts_returns_what_save_rollouts_wrote(tmp_path: Path) -> None:
     given = several_turns(1)
     save_rollouts(tmp_path / "of" / "run.pt", given["batch"], given["sources"], temperature=0.7)
     loaded = load_rollouts(tmp_path / "of" / "run.pt")
@@ -74,7 +74,7 @@ def test_a_batch_comes_back_whole_with_its_turns(tmp_path: Path) -> None:
         assert kept.requests[1].kv_spans == source.requests[1].kv_spans
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_load_rollouts_refuses_other_files(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no batch")
     torch.save({"format": "rollout-batch-0"}, tmp_path / "older.pt")
     for name in ("text.pt", "older.pt", "missing.pt"):
@@ -82,7 +82,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
             load_rollouts(tmp_path / name)
 
 
-def test_the_command_says_sound_and_exits_with_0(tmp_path: Path, capsys: Any) -> None:
+def test_doctor_command_exits_with_0_for_a_sound_batch(tmp_path: Path, capsys: Any) -> None:
     given = SOUND_RUNS["update in flight"](1)
     save(tmp_path / "batch.pt", given)
     given["model"].save_pretrained(tmp_path / "new")
@@ -97,7 +97,7 @@ def test_the_command_says_sound_and_exits_with_0(tmp_path: Path, capsys: Any) ->
     assert len(written["token_table"]) == written["num_tokens"]
 
 
-def test_the_command_names_a_finding_of_a_run_and_exits_with_1(tmp_path: Path, capsys: Any) -> None:
+def test_doctor_command_exits_with_1_for_a_finding_of_a_run(tmp_path: Path, capsys: Any) -> None:
     given = stale_weights(1)
     save(tmp_path / "batches" / "step_000005.pt", given)
     save(tmp_path / "batches" / "step_000009.pt", given)  # its checkpoint is gone
@@ -111,7 +111,7 @@ def test_the_command_names_a_finding_of_a_run_and_exits_with_1(tmp_path: Path, c
     assert "remedy" in out
 
 
-def test_the_command_refuses_what_it_cannot_examine(tmp_path: Path, capsys: Any) -> None:
+def test_doctor_command_refuses_files_that_it_cannot_examine(tmp_path: Path, capsys: Any) -> None:
     assert main([str(tmp_path)]) == 2
     assert "logger.save_batches=true" in capsys.readouterr().err
     save(tmp_path / "batch.pt", several_turns(1))
@@ -128,10 +128,10 @@ def test_the_command_refuses_what_it_cannot_examine(tmp_path: Path, capsys: Any)
     assert main([str(tmp_path / "batch.pt"), *paths]) == 2
     assert "--older=" in capsys.readouterr().err
     assert main(["[/odd].pt"]) == 2
-    assert "[/odd].pt is no file of save_rollouts" in capsys.readouterr().err
+    assert "[/odd].pt was not written by save_rollouts" in capsys.readouterr().err
 
 
-def test_tokens_of_unknown_weights_make_no_verdict(tmp_path: Path) -> None:
+def test_diagnose_is_inconclusive_if_no_weights_are_known(tmp_path: Path) -> None:
     given = SOUND_RUNS["update in flight"](1)
     del given["older_models"]
     partly = diagnose(**given)
@@ -141,7 +141,7 @@ def test_tokens_of_unknown_weights_make_no_verdict(tmp_path: Path) -> None:
     assert main([str(tmp_path / "batch.pt"), "--model", str(tmp_path)]) == 3
 
 
-def test_a_lag_that_the_stamps_declare_is_an_attribution_and_no_finding() -> None:
+def test_diagnose_attributes_declared_lag_without_a_finding() -> None:
     diagnosis = diagnose(**SOUND_RUNS["update in flight"](2))
     shares = diagnosis.attributions
     assert shares["policy_lag"] > 0.0
@@ -152,7 +152,7 @@ def test_a_lag_that_the_stamps_declare_is_an_attribution_and_no_finding() -> Non
     assert diagnosis.unexplained_rms < 1e-4 < diagnosis.gap_rms
 
 
-def test_a_gap_that_nothing_explains_is_said_to_be_so() -> None:
+def test_diagnose_reports_an_unexplained_gap() -> None:
     model, other = model_of(1), model_of(1)
     randomize(other, seed=5)
     (finding,) = diagnose(**arguments(other, rollouts_of(model, 1))).findings
@@ -160,14 +160,14 @@ def test_a_gap_that_nothing_explains_is_said_to_be_so() -> None:
     assert "weights_checksum" in finding.remedy
 
 
-def test_two_rows_are_examined_where_no_more_are_wanted() -> None:
+def test_max_tokens_limits_diagnose_to_evenly_spread_rows() -> None:
     given = SOUND_RUNS["plain"](1)
     diagnosis = diagnose(**given, max_tokens=50)
     assert diagnosis.num_tokens == 48
     assert diagnosis.verdict == "sound"
 
 
-def test_rows_of_unequal_lengths_are_examined_up_to_the_limit() -> None:
+def test_choose_rows_stays_within_max_tokens() -> None:
     given = SOUND_RUNS["plain"](1)
     batch = given["batch"]
     is_late_BT = torch.arange(batch.mask_BT.shape[1]) > batch.prompt_lengths_B[:, None]
@@ -179,7 +179,7 @@ def test_rows_of_unequal_lengths_are_examined_up_to_the_limit() -> None:
         assert len(rows) == 1 or int(short.mask_BT[rows].sum()) <= limit
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_diagnose_refuses_inputs_that_do_not_fit_the_batch() -> None:
     model = model_of(1)
     sources = rollouts_of(model, 1)
     batch = collated(sources)

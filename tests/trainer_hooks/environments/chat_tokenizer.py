@@ -1,4 +1,7 @@
-"""A byte-level tokenizer of transformers with chat templates, and turns made by hand."""
+"""A byte-level transformers tokenizer with chat templates, and turns made by hand.
+
+Used by the tests of environments.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ DROPS_THINKING = (
 
 
 def chat_tokenizer(template: str = PLAIN) -> Any:
-    """One token for each byte, for "ab", and for each special token."""
+    """Return a tokenizer with one token per byte, one for "ab", and one per special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate([*alphabet, "ab"])}
     made = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
@@ -60,7 +63,7 @@ def chat_tokenizer(template: str = PLAIN) -> Any:
 def said(
     tokenizer: Any, prompt: list[int], *pieces: str, ends: bool = True
 ) -> DynamicInferenceRequest:
-    """A turn whose tokens are those of the pieces, each encoded by itself."""
+    """Return a finished turn whose tokens are the pieces' tokens, each piece encoded separately."""
     ids = [token for piece in pieces for token in tokenizer.encode(piece)]
     ids += [tokenizer.eos_token_id] if ends else []
     request = finished_request(prompt, ids, versions=[0] * len(ids))

@@ -1,4 +1,7 @@
-"""An OpenEnv server that likes vowels: python openenv_server.py. Its first line is its port."""
+"""An OpenEnv server that rewards vowels: python openenv_server.py. It prints its port first.
+
+Started by test_openenv.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Hint(Observation):
 
 
 class CountingVowels(Environment):
-    """The reward of a step is the share of vowels in its text; three steps are an episode."""
+    """A step's reward is the share of vowels in its text; an episode has three steps."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

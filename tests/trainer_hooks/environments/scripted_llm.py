@@ -1,4 +1,7 @@
-"""An asynchronous LLM that says what a function makes of the prompt's text and the seed."""
+"""ScriptedLLM: an asynchronous LLM whose texts a function computes from prompt and seed.
+
+Used by the tests of environments.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ PARAMS = SamplingParams(
 
 
 class ScriptedLLM:
-    """`script(prompt text, seed)` is what the model says; it ends its turn unless that is too long.
+    """An LLM that answers `script(prompt text, seed)` and then ends its turn, unless the length
+    limit cuts it.
 
     `holds`: while it is set, requests wait.
     """
@@ -61,5 +65,5 @@ class ScriptedLLM:
 
 
 def call(name: str, arguments: str = "{}") -> str:
-    """The text of a tool call."""
+    """Return the text of a tool call."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'

@@ -1,4 +1,4 @@
-"""Chat completions as turns of a rollout, called in this process and over HTTP."""
+"""ChatSession, ChatEndpoint and AgentRollouts: chat completions as turns of a rollout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
 
-def test_a_reply_has_the_tokens_and_log_probs_of_the_request() -> None:
+def test_chat_session_reply_has_the_tokens_and_log_probs_of_its_request() -> None:
     session = session_of(lambda text, seed: "ab ba")
     reply = run(session.complete({"model": "m", "messages": [user("Hi")]}))
     (request,) = session.rollout().requests
@@ -60,7 +60,7 @@ def test_a_reply_has_the_tokens_and_log_probs_of_the_request() -> None:
     assert reply["usage"]["total_tokens"] == request.num_tokens
 
 
-def test_a_call_that_goes_on_from_another_continues_its_tokens() -> None:
+def test_chat_session_continues_the_tokens_of_an_earlier_call() -> None:
     async def talk() -> Rollout:
         session = session_of(lambda text, seed: "a" + "b")  # one token, were it encoded again
         messages: list[Any] = [user("one")]
@@ -76,7 +76,7 @@ def test_a_call_that_goes_on_from_another_continues_its_tokens() -> None:
     assert rollout.reward == 1.0
 
 
-def test_calls_that_overlap_are_token_sequences_of_their_own() -> None:
+def test_overlapping_chat_session_calls_are_separate_token_sequences() -> None:
     async def talk() -> Rollout:
         session = session_of(lambda text, seed: text[-30:-25])
         first = [session.complete({"messages": [user(name)]}) for name in ("x", "y")]
@@ -92,7 +92,7 @@ def test_calls_that_overlap_are_token_sequences_of_their_own() -> None:
     assert len(rollout.sequence_starts) > 1
 
 
-def test_tool_calls_are_calls_only_where_tools_are_offered() -> None:
+def test_chat_session_returns_tool_calls_only_if_tools_are_offered() -> None:
     async def talk() -> list[Any]:
         session = session_of(lambda text, seed: call("look"))
         bodies = [{"messages": [user("a")], "tools": [TOOL]}, {"messages": [user("a")]}]
@@ -105,7 +105,7 @@ def test_tool_calls_are_calls_only_where_tools_are_offered() -> None:
     assert plain["message"] == {"role": "assistant", "content": call("look")}
 
 
-def test_limits_and_stop_words_of_a_body_are_heeded() -> None:
+def test_chat_session_honours_max_tokens_and_stop() -> None:
     seen = []
 
     class Seeing(ScriptedLLM):
@@ -124,7 +124,7 @@ def test_limits_and_stop_words_of_a_body_are_heeded() -> None:
     assert len({params.seed for params in seen}) == 3
 
 
-def test_stop_words_and_stop_token_ids_of_a_body_come_beside_those_of_the_job() -> None:
+def test_stop_and_stop_token_ids_of_a_body_extend_the_jobs() -> None:
     seen = []
 
     class Seeing(ScriptedLLM):
@@ -149,7 +149,7 @@ def test_stop_words_and_stop_token_ids_of_a_body_come_beside_those_of_the_job() 
         *[{"structured_outputs": {"regex": "a"}}, {"no_such_key": 1}],
     ],
 )
-def test_what_would_change_the_sampling_is_refused(body: dict[str, Any]) -> None:
+def test_chat_session_refuses_settings_that_change_the_sampling(body: dict[str, Any]) -> None:
     session = session_of(lambda text, seed: "a")
     (name,) = body
     for given in (body, {"extra_body": body}):
@@ -166,13 +166,13 @@ def test_what_would_change_the_sampling_is_refused(body: dict[str, Any]) -> None
         *[{"extra_body": {"return_token_ids": True}}, {"extra_body": None}, {"logprobs": True}],
     ],
 )
-def test_settings_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
+def test_chat_session_accepts_settings_without_effect(body: dict[str, Any]) -> None:
     session = session_of(lambda text, seed: "a")
     run(session.complete({"messages": [user("a")], **body}))
     assert session.fault is None
 
 
-def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
+def test_chat_session_joins_text_parts_and_refuses_other_parts() -> None:
     session = session_of(lambda text, seed: "a")
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     reply = run(session.complete({"messages": [{"role": "user", "content": parts}]}))
@@ -183,7 +183,7 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
 
 
 class FailingLLM(ScriptedLLM):
-    """Its requests fail with `error`, or come to nothing without one."""
+    """An LLM whose requests fail with `error`, or end without a result."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__(lambda text, seed: "a")
@@ -197,7 +197,7 @@ class FailingLLM(ScriptedLLM):
         return request
 
 
-def test_a_context_that_is_too_long_is_no_failure() -> None:
+def test_context_too_long_error_does_not_fail_the_rollout() -> None:
     session = session_of(FailingLLM(MaxSequenceLengthOverflowError(0, "64 tokens")))
     with pytest.raises(ContextTooLongError, match="64 tokens"):
         run(session.complete({"messages": [user("a")]}))
@@ -205,7 +205,7 @@ def test_a_context_that_is_too_long_is_no_failure() -> None:
     assert session.rollout().failure == "no_turn"
 
 
-def test_a_request_that_failed_makes_a_failed_rollout() -> None:
+def test_turn_failed_error_fails_the_rollout() -> None:
     session = session_of(FailingLLM(None))
     with pytest.raises(TurnFailedError):
         run(session.complete({"messages": [user("a")]}))
@@ -220,7 +220,7 @@ async def post(url: str, body: Any) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-def test_an_endpoint_answers_for_its_session_while_that_lasts() -> None:
+def test_chat_endpoint_answers_until_its_session_ends() -> None:
     async def talk() -> None:
         async with ChatEndpoint() as endpoint:
             first, second = (session_of(lambda text, seed: text[-28:-24]) for _ in range(2))
@@ -239,7 +239,7 @@ def test_an_endpoint_answers_for_its_session_while_that_lasts() -> None:
     run(talk())
 
 
-def test_a_caller_that_hangs_up_cancels_its_turn() -> None:
+def test_chat_endpoint_cancels_the_turn_of_a_disconnected_caller() -> None:
     async def talk() -> None:
         llm = ScriptedLLM(lambda text, seed: "a")
         llm.is_free.clear()
@@ -262,7 +262,7 @@ def test_a_caller_that_hangs_up_cancels_its_turn() -> None:
 
 
 class Agent(AgentRollouts):
-    """Does what it is told by a function of the session."""
+    """An AgentRollouts that calls a test's function with the session."""
 
     def __init__(self, work: Callable[[ChatSession], Any], **options: Any) -> None:
         super().__init__("agent", TOKENIZER, **options)
@@ -288,7 +288,7 @@ def rollout_of(work: Callable[[ChatSession], Any], llm: Any = None, **options: A
     return rollout
 
 
-def test_an_agents_fields_are_those_of_its_rollout() -> None:
+def test_agent_rollouts_returns_the_fields_of_run() -> None:
     async def work(session: ChatSession) -> dict[str, Any]:
         return {"reward": 0.5, "reward_terms": {"x": 0.5}}
 
@@ -307,7 +307,7 @@ async def raise_error(session: ChatSession) -> Any:
 @pytest.mark.parametrize(
     ("work", "kind"), [(raise_fault, "database"), (raise_error, "environment_error")]
 )
-def test_a_fault_makes_a_failed_rollout_with_its_turns(work: Any, kind: str) -> None:
+def test_agent_fault_makes_a_failed_rollout_with_its_turns(work: Any, kind: str) -> None:
     rollout = rollout_of(work)
     assert rollout.failure == kind
     assert rollout.state["end"] == "failure"
@@ -315,14 +315,14 @@ def test_a_fault_makes_a_failed_rollout_with_its_turns(work: Any, kind: str) -> 
     assert len(rollout.requests) == 1
 
 
-def test_a_rollout_that_takes_too_long_is_ended() -> None:
+def test_rollout_timeout_s_ends_an_agents_rollout() -> None:
     async def work(session: ChatSession) -> Any:
         await asyncio.Event().wait()
 
     assert rollout_of(work, rollout_timeout_s=0.01).failure == "rollout_timeout"
 
 
-def test_an_error_of_the_engine_is_raised_even_if_the_environment_hides_it() -> None:
+def test_agent_rollouts_raises_an_engine_error_that_the_environment_hides() -> None:
     class Broken(ScriptedLLM):
         def _answer(self, prompt: list[int], params: Any) -> DynamicInferenceRequest:
             raise EngineStateError("the engine is gone")
@@ -339,7 +339,7 @@ def test_an_error_of_the_engine_is_raised_even_if_the_environment_hides_it() -> 
         run(Hiding(raise_error)(scoped(Broken(lambda text, seed: "a")), "a"))
 
 
-def test_an_environment_that_has_never_succeeded_ends_the_run() -> None:
+def test_agent_rollouts_raises_environment_failed_if_none_succeeds() -> None:
     async def rollouts() -> None:
         agent = Agent(raise_error, max_first_failures=3)
         llm = ScriptedLLM(lambda text, seed: "a")

@@ -1,4 +1,4 @@
-"""The environment of a job: what its settings make, and which of them are refused."""
+"""EnvironmentSettings and environment_rollouts: what they create, and which limits are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_hooks.train.task import environment_rollouts
 
 
 class Agent(AgentRollouts):
-    """One that has no rows, and is not run here."""
+    """An AgentRollouts without rows, which is never run."""
 
     @classmethod
     def load(
@@ -48,19 +48,19 @@ def agent_of(**limits: Any) -> object:
         ("max_environments", 8),
     ],
 )
-def test_a_limit_that_an_agents_rollouts_would_ignore_is_refused(name: str, value: Any) -> None:
+def test_environment_limit_that_agent_rollouts_ignore_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"environment\.{name}={value} .*:Agent"):
         agent_of(**{name: value})
 
 
-def test_an_agents_rollouts_take_the_limit_of_their_time() -> None:
+def test_agent_rollouts_get_rollout_timeout_s() -> None:
     assert isinstance(agent_of(), Agent)
     assert isinstance(agent_of(rollout_timeout_s=30.0), Agent)
     with pytest.raises(ConfigError, match=r"rollout_timeout_s=-1\.0 must"):
         agent_of(rollout_timeout_s=-1.0)
 
 
-def test_an_episode_is_as_long_as_the_engines_sequences_unless_a_limit_is_given() -> None:
+def test_max_total_tokens_defaults_to_the_engines_max_sequence_length() -> None:
     assert EnvironmentSettings().limits(512).max_total_tokens == 512
     assert EnvironmentSettings(max_total_tokens=256).limits(512).max_total_tokens == 256
     with pytest.raises(ConfigError, match=r"max_total_tokens=0 must be .*at least 1"):

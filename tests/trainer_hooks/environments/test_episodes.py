@@ -1,4 +1,4 @@
-"""Episodes: limits, faults, cancellation; what each costs, and what becomes of the instances."""
+"""EnvironmentRollouts: limits, faults and cancellation, and what happens to the instances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER = chat_tokenizer()
 
 
 class Counter(ToolEnvironment):
-    """Counts to the row's goal; `made` are all instances of a test."""
+    """Counts to the row's goal. `made` holds all instances of a test."""
 
     made: list[Counter]
 
@@ -73,14 +73,14 @@ def made() -> list[Counter]:
 
 
 def by_turn(*texts: str) -> Callable[[str, int], str]:
-    """The model's turns in order, the last one again and again."""
+    """Return a script with the model's turns in order; the last one is repeated."""
     return lambda prompt, seed: texts[
         min(prompt.count("<|im_start|>assistant") - 1, len(texts) - 1)
     ]
 
 
 def episodes(llm: ScriptedLLM, num: int = 1, make: Any = Counter, **options: Any) -> list[Rollout]:
-    """So many, one after another, of one EnvironmentRollouts."""
+    """Run `num` episodes of one EnvironmentRollouts, one after another."""
 
     async def work() -> list[Rollout]:
         async with EnvironmentRollouts(make, TOKENIZER, **options) as rollout_fn:
@@ -96,7 +96,7 @@ def scoped(llm: ScriptedLLM, sample: int = 0) -> RolloutLLM:
 ADD_1, ADD_2 = call("add", '{"number": 1}'), call("add", '{"number": 2}')
 
 
-def test_an_episode_is_a_rollout_with_reward_terms_and_state() -> None:
+def test_environment_rollouts_returns_reward_terms_and_state() -> None:
     (rollout,) = episodes(ScriptedLLM(by_turn(ADD_1, ADD_2, "Done.")))
     assert rollout.succeeded()
     assert (rollout.reward, dict(rollout.reward_terms)) == (1.5, {"reached": 1.0, "closeness": 0.5})
@@ -116,7 +116,7 @@ def test_an_episode_is_a_rollout_with_reward_terms_and_state() -> None:
     assert "<|im_start|>tool\n3<|im_end|>" in text
 
 
-def test_calls_that_cannot_be_carried_out_come_back_to_the_model() -> None:
+def test_bad_tool_calls_are_answered_by_errors() -> None:
     turns = (
         call("subtract"),
         '<tool_call>{"name": </tool_call>',
@@ -134,7 +134,7 @@ def test_calls_that_cannot_be_carried_out_come_back_to_the_model() -> None:
     text = TOKENIZER.decode(rollout.tokens_T.tolist())
     for error in (
         "there is no tool 'subtract'; the tools are: add, fail",
-        "is no tool call",
+        "is not a tool call",
         "the arguments of add must be a JSON object",
         "Expected `int`, got `str` - at `$.number`",
     ):
@@ -149,7 +149,7 @@ def test_calls_that_cannot_be_carried_out_come_back_to_the_model() -> None:
         ((ADD_1, "x" * 300), EpisodeLimits(max_total_tokens=400), "length"),
     ],
 )
-def test_a_limit_ends_the_episode_as_truncated_with_its_reward(
+def test_episode_limits_truncate_an_episode_and_keep_its_reward(
     turns: tuple[str, ...], limits: EpisodeLimits, end: str
 ) -> None:
     (rollout,) = episodes(ScriptedLLM(by_turn(*turns)), limits=limits)
@@ -161,7 +161,7 @@ def test_a_limit_ends_the_episode_as_truncated_with_its_reward(
         assert rollout.num_tokens <= limits.max_total_tokens
 
 
-def test_an_episode_ends_where_the_next_prompt_has_no_room() -> None:
+def test_max_total_tokens_ends_an_episode_without_room_for_a_prompt() -> None:
     (one_turn,) = episodes(ScriptedLLM(by_turn(ADD_1)), limits=EpisodeLimits(max_turns=1))
     limits = EpisodeLimits(max_total_tokens=one_turn.num_tokens + 5)  # the tool's answer is longer
     (rollout,) = episodes(ScriptedLLM(by_turn(ADD_1)), limits=limits)
@@ -175,7 +175,9 @@ def test_an_episode_ends_where_the_next_prompt_has_no_room() -> None:
 # ---- faults
 
 
-def test_an_exception_fails_the_rollout_and_the_instance_is_closed(made: list[Counter]) -> None:
+def test_environment_exception_fails_the_rollout_and_closes_the_instance(
+    made: list[Counter],
+) -> None:
     llm = ScriptedLLM(lambda prompt, seed: call("fail") if not made[0].is_closed else "Done.")
     failed, fine = episodes(llm, num=2)
     assert (failed.failure, failed.succeeded()) == ("step_error", False)
@@ -186,14 +188,14 @@ def test_an_exception_fails_the_rollout_and_the_instance_is_closed(made: list[Co
     assert [counter.is_closed for counter in made] == [True, True]
 
 
-def test_instances_are_used_again_after_a_clean_episode(made: list[Counter]) -> None:
+def test_environment_instances_are_reused_after_a_clean_episode(made: list[Counter]) -> None:
     episodes(ScriptedLLM(by_turn(ADD_1, "Done.")), num=3)
     (only,) = made
     assert (only.num_resets, only.is_closed) == (3, True)
 
 
 class Held(Counter):
-    """A step waits until the test lets it go on."""
+    """A Counter whose step waits until the test releases it."""
 
     may_go_on = threading.Event()
 
@@ -203,7 +205,7 @@ class Held(Counter):
         return super().step(turn)
 
 
-def test_a_step_that_hangs_is_left_alone_and_its_instance_closed_when_it_returns(
+def test_step_timeout_s_leaves_a_hanging_step_and_closes_it_later(
     made: list[Counter],
 ) -> None:
     Held.may_go_on.clear()
@@ -227,7 +229,7 @@ def test_a_step_that_hangs_is_left_alone_and_its_instance_closed_when_it_returns
     asyncio.run(work())
 
 
-def test_the_event_loop_goes_on_while_a_step_takes_its_time() -> None:
+def test_blocking_step_does_not_block_the_event_loop() -> None:
     llm = ScriptedLLM(by_turn("hang"))
     Held.may_go_on.clear()
 
@@ -245,7 +247,7 @@ def test_the_event_loop_goes_on_while_a_step_takes_its_time() -> None:
     asyncio.run(work())
 
 
-def test_a_cancelled_rollout_aborts_its_request_and_gives_the_instance_back(
+def test_cancelled_rollout_aborts_its_request_and_releases_the_instance(
     made: list[Counter],
 ) -> None:
     async def work() -> None:
@@ -266,7 +268,7 @@ def test_a_cancelled_rollout_aborts_its_request_and_gives_the_instance_back(
     asyncio.run(work())
 
 
-def test_after_closing_there_are_only_failed_rollouts() -> None:
+def test_rollouts_after_aclose_fail() -> None:
     async def work() -> Rollout:
         rollouts = EnvironmentRollouts(Counter, TOKENIZER)
         await rollouts.aclose()
@@ -277,7 +279,7 @@ def test_after_closing_there_are_only_failed_rollouts() -> None:
 
 
 class Plain(Environment):
-    """An async environment; `faults` maps a method to what it does instead."""
+    """An async environment; `faults` maps a method to its replacement."""
 
     faults: Mapping[str, Any]
 
@@ -325,19 +327,19 @@ class Plain(Environment):
         ({"state": {"a": object()}}, "state_error"),
     ],
 )
-def test_every_kind_of_fault_is_told_apart(faults: Mapping[str, Any], kind: str) -> None:
+def test_failure_names_the_kind_of_environment_fault(faults: Mapping[str, Any], kind: str) -> None:
     Plain.faults = faults
     (rollout,) = episodes(ScriptedLLM(by_turn("Hello.")), make=Plain)
     assert rollout.failure == kind
 
 
-def test_rewards_of_steps_and_of_the_end_are_added_up() -> None:
+def test_rewards_of_steps_and_of_the_episode_are_added() -> None:
     Plain.faults = {"reward": 0.5}
     (rollout,) = episodes(ScriptedLLM(by_turn("Hello.")), make=Plain)
     assert rollout.reward == 0.75
 
 
-def test_an_async_step_that_hangs_is_cancelled() -> None:
+def test_step_timeout_s_cancels_an_async_step() -> None:
     Plain.faults = {}
 
     class Hanging(Plain):
@@ -357,7 +359,7 @@ def test_an_async_step_that_hangs_is_cancelled() -> None:
     assert rollout.state["error"] == "step() took over 60 s"
 
 
-def test_a_rollout_that_takes_too_long_is_aborted_and_its_instance_used_again() -> None:
+def test_rollout_timeout_s_aborts_the_request_and_reuses_the_instance() -> None:
     Plain.faults, made = {}, []
 
     async def make() -> Plain:
@@ -379,13 +381,13 @@ def test_a_rollout_that_takes_too_long_is_aborted_and_its_instance_used_again() 
     run_virtually(work())
 
 
-def test_a_config_error_of_an_environment_ends_the_run() -> None:
+def test_config_error_of_an_environment_is_raised() -> None:
     Plain.faults = {"reset": ConfigError("no column `goal`")}
     with pytest.raises(ConfigError, match="no column `goal`"):
         episodes(ScriptedLLM(by_turn("Hello.")), make=Plain)
 
 
-def test_an_environment_that_never_succeeds_is_at_fault_itself() -> None:
+def test_max_first_failures_raises_environment_failed() -> None:
     Plain.faults = {"reset": ValueError("no server")}
     with pytest.raises(EnvironmentFailed, match=r"first 3 failed.*reset_error.*no server"):
         episodes(ScriptedLLM(by_turn("Hello.")), num=5, make=Plain, max_first_failures=3)
@@ -402,12 +404,14 @@ def test_an_environment_that_never_succeeds_is_at_fault_itself() -> None:
         ),
     ],
 )
-def test_numbers_out_of_range_are_refused(make: Callable[[], object], named: str) -> None:
+def test_environment_numbers_out_of_range_are_refused(
+    make: Callable[[], object], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         make()
 
 
-def test_a_prompt_of_token_ids_is_refused() -> None:
+def test_first_messages_refuses_a_prompt_of_token_ids() -> None:
     async def work() -> Rollout:
         llm = RolloutLLM(ScriptedLLM(by_turn("")), PARAMS, PromptItem([1, 2], {}), 0, None)
         return await EnvironmentRollouts(Counter, TOKENIZER)(llm, [1, 2])

@@ -1,4 +1,6 @@
-"""Faults cost only their rollouts: all others have the very tokens of a run without faults."""
+"""Environment faults fail only their rollouts: all others have the tokens of a run without
+faults.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ FATAL = FAULTS[:5]
 
 
 class Faults:
-    """Which sample of which prompt has which fault, and the hangs that are held."""
+    """The fault of each sample of each prompt, and an event that ends the hangs."""
 
     def __init__(self, share: int) -> None:
-        """One sample of `share` has one; 0 for none."""
+        """One sample in `share` has a fault; 0 for none."""
         self._share = share
         self.is_over = asyncio.Event()
         self.seen: Counter[str] = Counter()
@@ -49,8 +51,9 @@ class Faults:
 
 
 class Dice(ToolEnvironment):
-    """Adds what the model rolls. Its first call says which rollout it is. All is async, so that the
-    time limits are in virtual time.
+    """Adds the numbers that the model rolls. Its first call names its rollout.
+
+    All methods are async, so that time limits run in virtual time.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -102,7 +105,7 @@ class Dice(ToolEnvironment):
 
 
 def play(faults: Faults) -> ScriptedLLM:
-    """Begins, rolls three times, ends; some roll badly."""
+    """Return an LLM that begins, rolls three times and ends; some turns call a wrong tool."""
 
     def script(prompt: str, seed: int) -> str:
         turn = prompt.count("<|im_start|>assistant") - 1
@@ -149,7 +152,7 @@ def rollouts_of(batches: Sequence[TrainingBatch]) -> dict[tuple[int, int], Rollo
 
 
 def check(num_groups: int, share: int) -> int:
-    """The number of faults that there were."""
+    """Compare a run with faults to one without. Returns the number of faults."""
     none, some = Faults(0), Faults(share)
     expected, batches = rollouts_of(run(none, num_groups)), run(some, num_groups)
     got, ends = rollouts_of(batches), Counter[str]()
@@ -180,10 +183,10 @@ def check(num_groups: int, share: int) -> int:
     return sum(some.seen.values())
 
 
-def test_faults_cost_only_their_rollouts() -> None:
+def test_environment_faults_fail_only_their_rollouts() -> None:
     assert check(num_groups=12, share=4) >= 10
 
 
 @pytest.mark.slow
-def test_a_thousand_faults_cost_only_their_rollouts() -> None:
+def test_a_thousand_environment_faults_fail_only_their_rollouts() -> None:
     assert check(num_groups=520, share=4) >= 1000

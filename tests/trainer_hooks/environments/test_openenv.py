@@ -1,4 +1,4 @@
-"""OpenEnvironment against a server of OpenEnv in a process of its own."""
+"""OpenEnvironment against an OpenEnv server in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SESSIONS = 4
 CALLS = [chat_model.CALL, chat_model.LLAMA_CALL]
 
 
-def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openenv.core", None)
     with pytest.raises(ConfigError, match="pip install openenv"):
         OpenEnvironment("http://127.0.0.1:1", action_field="text")
@@ -32,7 +32,7 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The address of a server."""
+    """The URL of a running server."""
     pytest.importorskip("openenv")
     script = Path(__file__).with_name("openenv_server.py")
     server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
@@ -46,7 +46,7 @@ def url() -> Iterator[str]:
         server.wait(30)
 
 
-def test_an_episode_has_the_servers_observations_rewards_and_state(url: str) -> None:
+def test_open_environment_episode_has_the_servers_rewards_and_state(url: str) -> None:
     async def episode() -> None:
         environment = OpenEnvironment(
             url, action_field="text", observation_field="hint", reset_columns=["seed"]
@@ -67,7 +67,7 @@ def test_an_episode_has_the_servers_observations_rewards_and_state(url: str) -> 
     asyncio.run(episode())
 
 
-def test_rollouts_are_scored_by_the_server_and_its_errors_fail_one_alone(url: str) -> None:
+def test_open_environment_server_errors_fail_one_rollout_alone(url: str) -> None:
     directory = chat_model.directory()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     params = SamplingParams(

@@ -1,4 +1,4 @@
-"""PythonTool: programs that misbehave end, leave nothing behind and disturb nothing else."""
+"""PythonTool: misbehaving programs end, leave nothing behind and disturb nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tool: PythonTool, *programs: str) -> list[PythonResult]:
 
 
 def processes_with(text: str) -> list[int]:
-    """Process ids of those whose command line contains `text`."""
+    """Return the ids of processes whose command line contains `text`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -54,7 +54,7 @@ def processes_with(text: str) -> list[int]:
 
 
 def left_behind(result: PythonResult) -> list[int]:
-    """Processes of the program that prints its own directory in its first line."""
+    """Return the processes left by a program that printed its own directory in its first line."""
     directory = result.output.splitlines()[0]
     assert directory.startswith("/")
     assert not Path(directory).exists()
@@ -64,12 +64,12 @@ def left_behind(result: PythonResult) -> list[int]:
 HERE = "import os; print(os.getcwd(), flush=True)\n"
 
 
-def test_what_a_program_prints_is_returned_in_order_with_its_exit_status(tool: PythonTool) -> None:
+def test_python_tool_returns_output_in_order_and_exit_status(tool: PythonTool) -> None:
     program = "import sys; print(6 * 7); print('warning', file=sys.stderr); sys.exit(3)"
     assert run(tool, program) == [PythonResult(output="42\nwarning\n", exit_status=3)]
 
 
-def test_a_traceback_shows_the_programs_lines_only(tool: PythonTool) -> None:
+def test_traceback_shows_only_the_programs_lines(tool: PythonTool) -> None:
     (result,) = run(tool, "x = 1\nprint(x / 0)")
     assert result.exit_status == 1
     assert result.output.startswith('Traceback (most recent call last):\n  File "<program>"')
@@ -82,7 +82,7 @@ def test_installed_packages_can_be_imported(tool: PythonTool) -> None:
     assert result.output == "6\n"
 
 
-def test_an_endless_loop_ends_at_its_processor_time(tool: PythonTool) -> None:
+def test_cpu_s_ends_an_endless_loop(tool: PythonTool) -> None:
     (result,) = run(tool, HERE + "while True: pass")
     assert result.stopped_by == "more than 1 s of processor time"
     assert result.exit_status == 128 + signal.SIGKILL
@@ -90,7 +90,7 @@ def test_an_endless_loop_ends_at_its_processor_time(tool: PythonTool) -> None:
     assert str(result).endswith("\n[stopped: more than 1 s of processor time]")
 
 
-def test_a_sleeping_program_ends_at_its_wall_time(tool: PythonTool) -> None:
+def test_wall_s_ends_a_sleeping_program(tool: PythonTool) -> None:
     impatient = PythonTool(PythonLimits(wall_s=0.5), required=())
     (result,) = run(impatient, HERE + "import time; time.sleep(1e6)")
     assert result.stopped_by == "more than 0.5 s"
@@ -108,13 +108,13 @@ def test_a_sleeping_program_ends_at_its_wall_time(tool: PythonTool) -> None:
         "os.execv('/bin/sleep', ['sleep', '1000'])",
     ],
 )
-def test_no_process_is_started(tool: PythonTool, program: str) -> None:
+def test_program_cannot_start_a_process(tool: PythonTool, program: str) -> None:
     (result,) = run(tool, HERE + program)
     assert "PermissionError" in result.output
     assert left_behind(result) == []
 
 
-def test_a_program_that_wants_all_memory_gets_an_error(tool: PythonTool) -> None:
+def test_memory_bytes_raises_memory_error_in_the_program(tool: PythonTool) -> None:
     (result,) = run(tool, "x = [0]\nwhile True: x = x * 2")
     assert result.output.endswith("MemoryError\n")
 
@@ -129,7 +129,7 @@ def test_endless_threads_end_with_an_error(tool: PythonTool) -> None:
     assert left_behind(result) == []
 
 
-def test_endless_output_is_cut(tool: PythonTool) -> None:
+def test_output_bytes_cuts_endless_output(tool: PythonTool) -> None:
     (result,) = run(tool, "while True: print('x' * 1000)")
     assert len(result.output) == 4096
     assert result.stopped_by == "more than 4096 bytes of output"
@@ -162,7 +162,7 @@ def test_files_outside_cannot_be_read_written_or_changed(tool: PythonTool, tmp_p
     assert secret.stat().st_mode & 0o777 == 0o644
 
 
-def test_the_own_directory_takes_files_up_to_a_limit_and_goes_away(tool: PythonTool) -> None:
+def test_disk_bytes_limits_the_directory_which_is_deleted(tool: PythonTool) -> None:
     program = HERE + (
         "open('a', 'w').write('kept'); print(open('a').read(), os.listdir())\n"
         "for i in range(100): open(f'b{i}', 'wb').write(bytes(1 << 20))"
@@ -173,13 +173,13 @@ def test_the_own_directory_takes_files_up_to_a_limit_and_goes_away(tool: PythonT
     assert left_behind(result) == []
 
 
-def test_a_second_program_finds_nothing_of_the_first(tool: PythonTool) -> None:
+def test_programs_find_no_files_of_earlier_programs(tool: PythonTool) -> None:
     run(tool, "open('a', 'w').write('x')")
     (second,) = run(tool, "import os; print(os.listdir())")
     assert second.output == "[]\n"
 
 
-def test_nothing_can_be_connected_to(tool: PythonTool) -> None:
+def test_program_cannot_connect_to_anything(tool: PythonTool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         port = server.getsockname()[1]
@@ -190,7 +190,7 @@ def test_nothing_can_be_connected_to(tool: PythonTool) -> None:
             server.accept()
 
 
-def test_other_processes_get_no_signal(tool: PythonTool) -> None:
+def test_program_cannot_signal_other_processes(tool: PythonTool) -> None:
     with subprocess.Popen(["sleep", "1000"]) as other:
         targets = (other.pid, os.getpid(), -1, 0)
         results = run(tool, *(f"import os; os.kill({target}, 9)" for target in targets))
@@ -199,13 +199,13 @@ def test_other_processes_get_no_signal(tool: PythonTool) -> None:
         other.kill()
 
 
-def test_limits_cannot_be_raised(tool: PythonTool) -> None:
+def test_program_cannot_raise_its_limits(tool: PythonTool) -> None:
     program = "import resource as r; r.setrlimit(r.RLIMIT_CPU, (100, 100))"
     (result,) = run(tool, program)
     assert "ValueError" in result.output or "PermissionError" in result.output
 
 
-def test_no_variable_of_this_process_is_seen(
+def test_program_sees_no_environment_variable_of_this_process(
     tool: PythonTool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
@@ -215,7 +215,7 @@ def test_no_variable_of_this_process_is_seen(
     assert "sesame" not in result.output
 
 
-def test_crashes_are_exit_statuses(tool: PythonTool) -> None:
+def test_exit_status_reports_crashes(tool: PythonTool) -> None:
     crash = "import ctypes; ctypes.string_at(0)"
     deep = "print(eval('(' * 100000))"
     (crashed, nested) = run(tool, crash, deep)
@@ -223,7 +223,7 @@ def test_crashes_are_exit_statuses(tool: PythonTool) -> None:
     assert nested.exit_status != 0
 
 
-def test_no_more_programs_run_at_a_time_than_there_are_processes() -> None:
+def test_num_processes_bounds_programs_at_a_time() -> None:
     tool = PythonTool(LIMITS, num_processes=1, required=())
     program = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
     spans = [list(map(float, result.output.split())) for result in run(tool, *[program] * 3)]
@@ -232,7 +232,7 @@ def test_no_more_programs_run_at_a_time_than_there_are_processes() -> None:
         assert end <= start
 
 
-def test_a_cancelled_program_is_ended_and_its_place_is_free(
+def test_cancelled_program_is_ended_and_releases_its_permit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def cancel() -> None:
@@ -250,24 +250,24 @@ def test_a_cancelled_program_is_ended_and_its_place_is_free(
     asyncio.run(cancel())
 
 
-def test_a_tool_for_models_returns_text_and_describes_itself(tool: PythonTool) -> None:
+def test_python_method_is_a_tool_that_returns_text(tool: PythonTool) -> None:
     assert asyncio.run(tool.python("print('hi')")) == "hi\n"
     assert tool.python.__name__ == "python"
     assert (tool.python.__doc__ or "").startswith("Run Python code. Returns what it prints.")
 
 
 @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "memory_bytes", "output_bytes"])
-def test_a_limit_of_zero_is_refused(field: str) -> None:
+def test_python_limits_of_zero_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}=0 must be "):
         PythonLimits(**{field: 0})
 
 
-def test_a_part_of_a_second_of_processor_time_is_refused() -> None:
+def test_fractional_cpu_s_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cpu_s=0\.5 must be an integer"):
         PythonLimits(cpu_s=0.5)  # type: ignore[arg-type]
 
 
-def test_what_keeps_a_program_from_its_start_is_told(tool: PythonTool) -> None:
+def test_python_tool_reports_limits_under_which_python_cannot_start(tool: PythonTool) -> None:
     settings = {**asdict(LIMITS), "directory": "/no/such/directory", "required": []}
     command = [sys.executable, "-I", sandboxed_python.__file__, json.dumps(settings)]
     ended = subprocess.run(command, input="print(1)", capture_output=True, text=True, timeout=60)
@@ -275,12 +275,12 @@ def test_what_keeps_a_program_from_its_start_is_told(tool: PythonTool) -> None:
     assert ended.stdout.startswith("not run: FileNotFoundError")
 
 
-def test_a_protection_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="does not protect telepathy"):
+def test_missing_required_protection_is_named() -> None:
+    with pytest.raises(ConfigError, match="cannot protect telepathy"):
         PythonTool(LIMITS, required=("telepathy",))
 
 
-def test_the_programs_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
+def test_programs_end_with_the_process_of_their_python_tool(tmp_path: Path) -> None:
     source = (
         "import asyncio\n"
         "from trainer_hooks.environments.python_tool import PythonLimits, PythonTool\n"
@@ -297,7 +297,7 @@ def test_the_programs_end_with_the_process_that_runs_them(tmp_path: Path) -> Non
     assert_all_end(str(tmp_path))
 
 
-def test_a_program_ends_whose_parent_was_killed_before_it_could_ask_to_die_with_it(
+def test_program_ends_if_its_parent_was_killed_before_prctl(
     tmp_path: Path,
 ) -> None:
     source = (
@@ -325,7 +325,7 @@ def test_a_program_ends_whose_parent_was_killed_before_it_could_ask_to_die_with_
 
 
 def assert_all_end(text: str) -> None:
-    """Programs whose command line has `text` end. What does not is killed."""
+    """Assert that all processes whose command line has `text` end. Kills those that do not."""
     deadline_s = time.monotonic() + 60
     while left := processes_with(text):
         if time.monotonic() > deadline_s:

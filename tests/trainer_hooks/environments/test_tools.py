@@ -1,4 +1,4 @@
-"""Methods as tools: schemas from signatures, calls from the model's text."""
+"""ToolEnvironment: tool schemas from signatures, and calls from the model's text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def step(environment: Any, *calls: tuple[str, str]) -> Step:
     return result
 
 
-def test_a_schema_says_what_the_signature_says() -> None:
+def test_tool_schema_follows_the_signature() -> None:
     take, so_far = (schema["function"] for schema in Shelf().tools)
     assert take == {
         "name": "take",
@@ -75,7 +75,7 @@ def test_a_schema_says_what_the_signature_says() -> None:
     assert so_far["name"] == "taken_so_far"
 
 
-def test_calls_of_a_turn_are_answered_in_order() -> None:
+def test_tool_calls_of_a_turn_are_answered_in_order() -> None:
     shelf = Shelf()
     calls = ("take", '{"item": "pear", "count": 2}'), ("take", '{"item": "fig"}')
     answered = step(shelf, *calls, ("taken_so_far", "{}"))
@@ -98,7 +98,9 @@ def test_calls_of_a_turn_are_answered_in_order() -> None:
         ({"item": "moon"}, "the moon is not on the shelf"),
     ],
 )
-def test_wrong_arguments_are_told_to_the_model(arguments: dict[str, Any], named: str) -> None:
+def test_wrong_tool_arguments_are_reported_to_the_model(
+    arguments: dict[str, Any], named: str
+) -> None:
     shelf = Shelf()
     answered = step(shelf, ("take", json.dumps(arguments)))
     assert answered.messages[0]["content"].startswith("error: ")
@@ -107,7 +109,7 @@ def test_wrong_arguments_are_told_to_the_model(arguments: dict[str, Any], named:
     assert shelf.taken == []
 
 
-def test_a_turn_without_a_call_ends_the_episode() -> None:
+def test_tool_environment_ends_after_a_turn_without_a_call() -> None:
     assert step(Shelf()).is_done
 
 
@@ -136,7 +138,7 @@ def test_async_tools_are_awaited() -> None:
     assert answered.num_bad_tool_calls == 1
 
 
-def test_async_tools_that_are_never_reached_leave_no_coroutine(
+def test_unreached_async_tools_leave_no_coroutine(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     class Lost(Shelf):
@@ -156,7 +158,9 @@ def test_async_tools_that_are_never_reached_leave_no_coroutine(
     assert [str(each.message) for each in recwarn] == []
 
 
-def test_a_cancelled_step_leaves_no_coroutine(recwarn: pytest.WarningsRecorder) -> None:
+def test_cancelled_step_of_async_tools_leaves_no_coroutine(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     has_begun, may_return = threading.Event(), threading.Event()
 
     class Held(Shelf):
@@ -188,7 +192,7 @@ def test_a_cancelled_step_leaves_no_coroutine(recwarn: pytest.WarningsRecorder) 
     assert [str(each.message) for each in recwarn] == []
 
 
-def test_a_tool_without_words_for_the_model_is_refused() -> None:
+def test_tool_without_docstring_is_refused() -> None:
     with pytest.raises(ConfigError, match="the tool mute has no docstring"):
 
         class Mute(ToolEnvironment):
@@ -197,7 +201,7 @@ def test_a_tool_without_words_for_the_model_is_refused() -> None:
                 return ""
 
 
-def test_a_tool_whose_parameters_have_no_name_is_refused() -> None:
+def test_tool_with_unnamed_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"takes \*\*anything"):
 
         class Open(ToolEnvironment):

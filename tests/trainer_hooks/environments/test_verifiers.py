@@ -1,4 +1,6 @@
-"""Environments of verifiers, unmodified, through a producer over a real engine."""
+"""VerifiersEnvironment: unmodified environments of verifiers, through a producer over a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from trainer_hooks.train.task import Task
 GROUP_SIZE, NUM_GROUPS = 4, 4
 
 
-def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match=r"pip install 'verifiers>=0.3,<0.4'"):
         VerifiersEnvironment.load("gsm8k", None)
@@ -45,7 +47,7 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tiny model's; the environments of this directory can be loaded."""
+    """The tiny model's tokenizer. The environments of this directory can be loaded."""
     verifiers = pytest.importorskip("verifiers")
     if not hasattr(verifiers, "SingleTurnEnv"):
         pytest.skip("this version of verifiers has other environments")
@@ -60,7 +62,9 @@ def llm() -> Iterator[ThreadedLLM]:
 
 
 def params_for(tokenizer: Any, num_tokens: int = 10) -> SamplingParams:
-    """More calls of a tool than by chance: the model has one token that is a whole call."""
+    """Return parameters under which tool calls are likely: the model has one token that is a whole
+    call.
+    """
     return SamplingParams(
         num_tokens_to_generate=num_tokens,
         return_log_probs=True,
@@ -70,7 +74,7 @@ def params_for(tokenizer: Any, num_tokens: int = 10) -> SamplingParams:
 
 
 def batch_of(llm: ThreadedLLM, environment: VerifiersEnvironment, params: SamplingParams) -> Any:
-    """A batch with each of the environment's first rows."""
+    """Return a batch with each of the environment's first rows."""
 
     async def produce() -> Any:
         async with AsyncRolloutProducer(
@@ -90,7 +94,7 @@ def batch_of(llm: ThreadedLLM, environment: VerifiersEnvironment, params: Sampli
 
 
 def scored(batch: Any) -> list[tuple[Any, Any]]:
-    """Rollouts that did not fail, with their rewards."""
+    """Return the rollouts that did not fail, with their rewards."""
     return [
         (rollout, reward)
         for group in batch.groups
@@ -100,7 +104,9 @@ def scored(batch: Any) -> list[tuple[Any, Any]]:
 
 
 def check_tokens(batch: Any) -> None:
-    """The mask covers what was sampled; its log-probs are those of the trainer's forward pass."""
+    """Assert that the mask covers the sampled tokens, with the log-probs of the trainer's forward
+    pass.
+    """
     rows = batch.rollouts
     policy = AutoModelForCausalLM.from_pretrained(chat_model.directory(), dtype=torch.float32)
     with torch.no_grad():
@@ -118,7 +124,9 @@ def check_tokens(batch: Any) -> None:
 
 
 def check_seen(rollout: Any) -> None:
-    """The environment saw the tokens and log-probs of all turns but an empty last one."""
+    """Assert that the environment saw the tokens and log-probs of all turns, except an empty last
+    turn.
+    """
     own = rollout.state["environment"]
     turns = [(turn.generated_tokens, list(turn.generated_log_probs)) for turn in rollout.requests]
     seen = list(zip(own["seen_ids"], own["seen_logprobs"], strict=True))
@@ -128,7 +136,7 @@ def check_seen(rollout: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["single", "multi", "tool", "stateful"])
-def test_an_environment_runs_unmodified(kind: str, tokenizer: Any, llm: ThreadedLLM) -> None:
+def test_verifiers_environment_runs_unmodified(kind: str, tokenizer: Any, llm: ThreadedLLM) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": kind})
     batch = batch_of(llm, environment, params_for(tokenizer))
     check_tokens(batch)
@@ -147,9 +155,7 @@ def test_an_environment_runs_unmodified(kind: str, tokenizer: Any, llm: Threaded
         assert longest.state["environment"]["num_asked"] >= 2
 
 
-def test_a_rubric_over_a_group_scores_its_samples_together(
-    tokenizer: Any, llm: ThreadedLLM
-) -> None:
+def test_verifiers_group_rubric_scores_samples_together(tokenizer: Any, llm: ThreadedLLM) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": "group"})
     batch = batch_of(llm, environment, params_for(tokenizer))
     for group in batch.groups:
@@ -158,9 +164,7 @@ def test_a_rubric_over_a_group_scores_its_samples_together(
         assert bests == [float(length == max(lengths)) for length in lengths]
 
 
-def test_faults_of_an_environment_fail_their_rollouts_alone(
-    tokenizer: Any, llm: ThreadedLLM
-) -> None:
+def test_verifiers_faults_fail_their_rollouts_alone(tokenizer: Any, llm: ThreadedLLM) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": "failing"})
     batch = batch_of(llm, environment, params_for(tokenizer))
     check_tokens(batch)
@@ -172,7 +176,9 @@ def test_faults_of_an_environment_fail_their_rollouts_alone(
     assert {r.failure for g in batch.groups for r in g.rollouts} == set(wanted.values())
 
 
-def test_an_environment_that_always_fails_ends_the_run(tokenizer: Any, llm: ThreadedLLM) -> None:
+def test_verifiers_environment_that_always_fails_raises_environment_failed(
+    tokenizer: Any, llm: ThreadedLLM
+) -> None:
     environment = VerifiersEnvironment.load(
         "verifiers_classes", tokenizer, {"kind": "broken"}, max_first_failures=5
     )
@@ -180,7 +186,7 @@ def test_an_environment_that_always_fails_ends_the_run(tokenizer: Any, llm: Thre
         batch_of(llm, environment, params_for(tokenizer))
 
 
-def test_settings_that_would_change_the_sampling_are_refused(
+def test_verifiers_environment_that_changes_the_sampling_is_refused(
     tokenizer: Any, llm: ThreadedLLM
 ) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": "greedy"})
@@ -188,7 +194,7 @@ def test_settings_that_would_change_the_sampling_are_refused(
         batch_of(llm, environment, params_for(tokenizer))
 
 
-def test_a_rollout_that_outgrows_the_engine_is_truncated_and_scored(tokenizer: Any) -> None:
+def test_verifiers_rollout_beyond_max_sequence_length_is_truncated(tokenizer: Any) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": "multi"})
     with LLM(chat_model.directory(), max_sequence_length=128, buffer_size_gb=0.05) as short:
         batch = batch_of(ThreadedLLM(short), environment, params_for(tokenizer, 40))
@@ -201,7 +207,7 @@ def test_a_rollout_that_outgrows_the_engine_is_truncated_and_scored(tokenizer: A
 
 
 class HeldRubric:
-    """Scores for ever."""
+    """A rubric whose scoring never ends."""
 
     def __init__(self) -> None:
         self.is_scoring = asyncio.Event()
@@ -218,7 +224,7 @@ class HeldRubric:
         """verifiers calls it at the end of the process."""
 
 
-def test_a_rollout_that_is_cancelled_while_it_is_scored_is_cleaned_up(tokenizer: Any) -> None:
+def test_verifiers_rollout_cancelled_while_scoring_is_cleaned_up(tokenizer: Any) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer)
     rubric = environment.environment.rubric = HeldRubric()
 
@@ -237,7 +243,7 @@ def test_a_rollout_that_is_cancelled_while_it_is_scored_is_cleaned_up(tokenizer:
     assert rubric.num_cleaned == 1
 
 
-def test_signal_handlers_of_the_job_stay(tokenizer: Any) -> None:
+def test_verifiers_load_keeps_signal_handlers(tokenizer: Any) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     VerifiersEnvironment.load("verifiers_classes", tokenizer)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -247,14 +253,14 @@ def test_signal_handlers_of_the_job_stay(tokenizer: Any) -> None:
     ("name", "args", "reason"),
     [("no_such_environment", {}, "Could not import"), ("verifiers_classes", {"x": 1}, "keyword")],
 )
-def test_what_cannot_be_loaded_is_named(
+def test_verifiers_load_names_what_cannot_be_loaded(
     name: str, args: dict[str, Any], reason: str, tokenizer: Any
 ) -> None:
     with pytest.raises(ConfigError, match=f"the environment '{name}' cannot be loaded: .*{reason}"):
         VerifiersEnvironment.load(name, tokenizer, args)
 
 
-def test_an_environment_of_the_package_itself_runs(tokenizer: Any, llm: ThreadedLLM) -> None:
+def test_environment_of_the_verifiers_package_runs(tokenizer: Any, llm: ThreadedLLM) -> None:
     pytest.importorskip("reasoning_gym")
     import verifiers
 
@@ -270,7 +276,7 @@ def test_an_environment_of_the_package_itself_runs(tokenizer: Any, llm: Threaded
     assert all(set(reward.terms) >= terms for _, reward in rollouts)
 
 
-def test_a_job_takes_prompts_and_rewards_of_its_environment(tokenizer: Any) -> None:
+def test_job_uses_prompts_and_rewards_of_a_verifiers_environment(tokenizer: Any) -> None:
     def task_of(kind: str) -> Task:
         path = "trainer_hooks.environments.verifiers:VerifiersEnvironment"
         options = {"name": "verifiers_classes", "args": {"kind": kind}}
@@ -288,7 +294,7 @@ def test_a_job_takes_prompts_and_rewards_of_its_environment(tokenizer: Any) -> N
     assert together.reward is not None
 
 
-def test_training_on_an_environments_reward_raises_it(tokenizer: Any) -> None:
+def test_training_raises_the_reward_of_a_verifiers_environment(tokenizer: Any) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": "single"})
     params = SamplingParams(
         num_tokens_to_generate=8, return_log_probs=True, logprobs_mode="temperature"

@@ -1,4 +1,6 @@
-"""Environments of verifiers.v1, unmodified, through a producer over a real engine."""
+"""VerifiersV1Environment: unmodified environments of verifiers.v1, through a producer over a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PARAMS = SamplingParams(
 )
 
 
-def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optional_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match=r"pip install 'verifiers>=0.4'"):
         VerifiersV1Environment.load("gsm8k", None)
@@ -31,7 +33,9 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tiny model's; the plug-ins of this directory and of tests/doors can be loaded."""
+    """The tiny model's tokenizer. The plug-ins of this directory and of tests/doors can be
+    loaded.
+    """
     pytest.importorskip("verifiers.v1")
     here = Path(__file__).parent
     for directory in (here.parents[1] / "doors", here):
@@ -40,7 +44,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def batch_of(tokenizer: Any) -> Any:
-    """A batch with each of the environment's tasks."""
+    """Return a batch with each of the environment's tasks."""
 
     async def produce() -> Any:
         async with (
@@ -63,7 +67,7 @@ def batch_of(tokenizer: Any) -> Any:
         return asyncio.run(produce())
 
 
-def test_an_environment_runs_unmodified_and_its_faults_fail_their_rollouts_alone(
+def test_verifiers_v1_environment_runs_unmodified_and_faults_fail_one_rollout(
     tokenizer: Any,
 ) -> None:
     batch = batch_of(tokenizer)
@@ -87,7 +91,9 @@ def test_an_environment_runs_unmodified_and_its_faults_fail_their_rollouts_alone
             assert reward.terms["length"] == len(text)
 
 
-def test_the_mask_covers_what_was_sampled_and_log_probs_are_the_trainers(tokenizer: Any) -> None:
+def test_verifiers_v1_mask_covers_sampled_tokens_with_the_trainers_log_probs(
+    tokenizer: Any,
+) -> None:
     batch = batch_of(tokenizer)
     rows = batch.rollouts
     policy = AutoModelForCausalLM.from_pretrained(chat_model.directory(), dtype=torch.float32)
@@ -109,7 +115,7 @@ def test_the_mask_covers_what_was_sampled_and_log_probs_are_the_trainers(tokeniz
     ("name", "args", "reason"),
     [("no_such_taskset", {}, "not found"), ("verifiers_v1_plugin", {"x": 1}, "x")],
 )
-def test_what_cannot_be_loaded_is_named(
+def test_verifiers_load_names_what_cannot_be_loaded(
     name: str, args: dict[str, Any], reason: str, tokenizer: Any
 ) -> None:
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Environments of verifiers, of each of its classes, as a package of the hub would have them."""
+"""Environments of each class of verifiers, as an installable package would define them.
+
+Loaded by test_verifiers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def text_of(messages: Any) -> str:
 
 
 def vowels(completion: Any, **_: Any) -> float:
-    """The share of vowels."""
+    """Return the share of vowels."""
     text = text_of(completion)
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
 
@@ -51,7 +54,7 @@ def rubric(*more: Any) -> vf.Rubric:
 
 
 class SecondTurn(vf.MultiTurnEnv):
-    """The user speaks twice."""
+    """An environment in which the user speaks twice."""
 
     async def setup_state(self, state: Any) -> Any:
         state["num_answers"] = 0
@@ -95,7 +98,7 @@ def best_of_its_group(states: list[Any]) -> list[float]:
 
 
 class Failing(SecondTurn):
-    """Every second row fails in its second turn, by an error of verifiers or any other."""
+    """An environment whose every second row fails in its second turn, by various errors."""
 
     async def env_response(self, messages: Any, state: Any, **options: Any) -> Any:
         index = state["info"]["index"]
@@ -112,7 +115,7 @@ class Broken(vf.SingleTurnEnv):
 
 
 class Greedy(vf.SingleTurnEnv):
-    """Asks for tokens that the policy would not have drawn."""
+    """An environment that asks for another temperature than the policy's."""
 
     async def get_model_response(self, *args: Any, **options: Any) -> Any:
         return await super().get_model_response(
@@ -121,7 +124,7 @@ class Greedy(vf.SingleTurnEnv):
 
 
 def load_environment(kind: str = "single") -> vf.Environment:
-    """By its kind, with four rows."""
+    """Return the environment of a kind, with four rows."""
     data: Any = dict(dataset=rows("What is it?"), system_prompt="Be brief.")
     if kind == "single":
         return vf.SingleTurnEnv(rubric=rubric(), **data)

@@ -1,4 +1,7 @@
-"""A plug-in of verifiers.v1: an environment in which the user speaks twice, and its chat loop."""
+"""A plug-in of verifiers.v1: an environment in which the user speaks twice, and its chat loop.
+
+Loaded by test_verifiers_v1.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class TwoTurnTaskset(vf.Taskset[TwoTurnTask, vf.TasksetConfig]):
 
 
 class ChatLoop(two_turn_env.ChatLoop):
-    """The same, but for a task whose program fails."""
+    """The chat loop of two_turn_env, whose program fails for the task "broken"."""
 
     async def launch(self, *arguments: Any) -> ProgramResult:
         if arguments[-1].name == "broken":  # the data of the task

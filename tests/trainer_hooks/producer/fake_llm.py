@@ -15,10 +15,11 @@ from trainer_hooks.producer import AsyncRolloutProducer, TrainingBatch
 
 
 class FakeLLM:
-    """Each token takes `delay_s()` seconds and is stamped with the version served when it came.
+    """An AsyncLLM whose tokens take `delay_s()` seconds each and have the version served at that
+    time.
 
-    Tokens are a function of seed, position and version. `fails(seed)`: whether a request comes back
-    FAILED. `weights_version` is told `lag_s()` seconds after the engines serve it.
+    Tokens are a function of seed, position and version. `fails(seed)`: whether a request fails.
+    `weights_version` rises `lag_s` seconds after `push` lets the engines serve a version.
     """
 
     tokenizer = None
@@ -65,7 +66,7 @@ class FakeLLM:
             self.num_running -= 1
 
     async def push(self, lag_s: float = 0.0) -> None:
-        """Serve the next version; tell of it a little later, as a fleet does."""
+        """Serve the next version, and report it a little later, as a fleet does."""
         self.served_version += 1
         await asyncio.sleep(lag_s)
         self.weights_version = self.served_version
@@ -77,7 +78,7 @@ async def train(
     num_batches: int | None = None,
     step_s: float = 0.0,
 ) -> list[TrainingBatch]:
-    """Take batches, and make a version of each in `step_s` seconds."""
+    """Take batches and make a version from each in `step_s` seconds."""
     batches = []
     async for batch in producer:
         batches.append(batch)
@@ -89,10 +90,10 @@ async def train(
 
 
 def levels(batch: TrainingBatch) -> list[int]:
-    """The column `level` of the batch's prompts, in order."""
+    """Return the column `level` of the batch's prompts, in order."""
     return [item.columns["level"] for item in batch.items]
 
 
 def random_delays(rng: random.Random, longest_s: float) -> Callable[[], float]:
-    """Mostly short, sometimes very long."""
+    """Return random delays, mostly short and sometimes very long."""
     return lambda: rng.choice([0.0, rng.random(), rng.random() * longest_s])

@@ -1,4 +1,4 @@
-"""No token beyond the bound in any batch, at adversarial timing, in virtual time."""
+"""The staleness bound: no token beyond it in any batch, at adversarial timing, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_EXAMPLES = 500 if IS_LONG else 25
 
 
 def check_bound(batch: TrainingBatch, bound: int) -> int:
-    """The largest age of a token; every one is looked at, masked or not."""
+    """Return the largest age of a token, masked or not."""
     ages = [
         batch.version - int(version)
         for group in batch.groups
@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
     slow=st.sampled_from(["generation", "reward", "training"]),
     order=st.sampled_from(ORDERS),
 )
-def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
+def test_producer_returns_no_token_older_than_the_bound_and_loses_no_prompt(
     seed: int, bound: int, extra: int, filters: bool, failure_rate: float, slow: str, order: Any
 ) -> None:
     rng = random.Random(seed)
@@ -107,7 +107,7 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
 @given(
     seed=st.integers(0, 2**32), bound=st.sampled_from([0, 1, 2, 4]), order=st.sampled_from(ORDERS)
 )
-def test_versions_that_somebody_else_makes_cost_rollouts_but_never_the_bound(
+def test_producer_keeps_the_bound_if_versions_rise_without_batches(
     seed: int, bound: int, order: Any
 ) -> None:
     rng = random.Random(seed)
@@ -144,7 +144,7 @@ async def any_reward(completion_ids: list[list[int]]) -> list[float]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_the_bound_is_used_up_where_training_is_quick(bound: int, order: Any) -> None:
+def test_producer_uses_the_whole_bound_if_training_is_quick(bound: int, order: Any) -> None:
     # Generation is the slow part: a trainer that waits for it has the oldest tokens there may be.
     llm = FakeLLM()
 

@@ -1,4 +1,4 @@
-"""Which finished groups are trained on, and which prompts come next. In virtual time."""
+"""Group filters and curricula of a producer, in virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]
 
 
 async def by_level(completion_ids: Any, level: list[int]) -> list[float]:
-    """The rewards of a prompt are its level, and a bit that differs."""
+    """Return a prompt's level as its rewards, with small differences."""
     return [level[0] + i / 1000 for i, _ in enumerate(completion_ids)]
 
 
@@ -31,7 +31,7 @@ def producer_of(llm: FakeLLM, **changes: Any) -> AsyncRolloutProducer:
     return AsyncRolloutProducer(llm, **(options | changes))
 
 
-def test_groups_that_are_too_hard_or_too_easy_are_replaced_and_counted_by_reason() -> None:
+def test_reward_range_filter_replaces_groups_and_counts_them_by_reason() -> None:
     async def work() -> None:
         llm, bounds = FakeLLM(), RewardRangeFilter(low=1.5, high=9.5)
         async with producer_of(llm, group_filters=[bounds], num_epochs=1) as producer:
@@ -45,7 +45,7 @@ def test_groups_that_are_too_hard_or_too_easy_are_replaced_and_counted_by_reason
     run_virtually(work())
 
 
-def test_a_filter_of_ones_own_sees_the_group_and_the_history_of_its_prompt() -> None:
+def test_group_filter_gets_the_group_and_the_history_of_its_prompt() -> None:
     seen: list[tuple[int, PromptHistory]] = []
 
     def every_other_epoch(group: ScoredGroup, history: PromptHistory) -> str | None:
@@ -66,7 +66,7 @@ def test_a_filter_of_ones_own_sees_the_group_and_the_history_of_its_prompt() -> 
     run_virtually(work())
 
 
-def test_a_filter_that_raises_is_raised_at_the_next_batch_and_its_prompts_come_back() -> None:
+def test_error_of_a_group_filter_is_raised_at_the_next_batch_and_loses_no_prompt() -> None:
     def broken(group: ScoredGroup, history: PromptHistory) -> str | None:
         raise KeyError("difficulty")
 
@@ -81,7 +81,7 @@ def test_a_filter_that_raises_is_raised_at_the_next_batch_and_its_prompts_come_b
     run_virtually(work())
 
 
-def test_a_batch_that_filters_empty_says_by_what() -> None:
+def test_max_refills_error_names_the_reasons_of_group_filters() -> None:
     async def work() -> None:
         options = {"group_filters": [RewardRangeFilter(low=99.0)], "max_refills": 3}
         async with producer_of(FakeLLM(), **options) as producer:
@@ -91,12 +91,12 @@ def test_a_batch_that_filters_empty_says_by_what() -> None:
     run_virtually(work())
 
 
-def test_bounds_that_leave_nothing_are_refused() -> None:
+def test_reward_range_filter_refuses_low_above_high() -> None:
     with pytest.raises(ConfigError, match=r"low=0.9 must be below high=0.1"):
         RewardRangeFilter(low=0.9, high=0.1)
 
 
-def test_a_curriculum_draws_the_prompts_of_a_run_and_of_its_resumption() -> None:
+def test_producer_draws_prompts_by_its_curriculum_also_after_a_resume() -> None:
     """Low levels first; the run is cut after each batch, and goes on from its state."""
     curriculum = Curriculum(weight=lambda index, history: 1000.0 ** -(index // 4))
     options: dict[str, Any] = {"curriculum": curriculum, "shuffle": True, "num_epochs": 1}
@@ -123,14 +123,14 @@ def test_a_curriculum_draws_the_prompts_of_a_run_and_of_its_resumption() -> None
     run_virtually(work())
 
 
-def test_the_curriculum_of_a_ledger_is_given_to_the_ledger() -> None:
+def test_producer_refuses_a_curriculum_beside_a_ledger() -> None:
     curriculum = Curriculum(weight=lambda index, history: 1.0)
     with pytest.raises(ConfigError, match="prompts is a ledger; give the curriculum to the ledger"):
         producer_of(FakeLLM(), prompts=PromptLedger(PROMPTS), curriculum=curriculum)
 
 
 @pytest.mark.parametrize("order", ["admission", "ready"])
-def test_a_curriculum_that_raises_is_raised_at_the_next_batch(order: Any) -> None:
+def test_error_of_a_curriculum_is_raised_at_the_next_batch(order: Any) -> None:
     """A filtered group is replaced while the trainer is busy, by a prompt of the new weights."""
 
     def weight(index: int, history: PromptHistory) -> float:

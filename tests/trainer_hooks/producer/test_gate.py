@@ -1,4 +1,4 @@
-"""The bound as arithmetic: no schedule of a trainer can make a batch too old."""
+"""AdmissionGate: no schedule of a trainer can make a batch too old."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer_hooks.producer.admission import AdmissionGate
 
 
 def admissible(gate: AdmissionGate, version: int) -> list[int]:
-    """Admit as many as may be; their numbers."""
+    """Admit as many batches as allowed. Returns their numbers."""
     admitted = []
     while gate.may_admit(version):
         admitted.append(gate.admit(version))
@@ -18,7 +18,7 @@ def admissible(gate: AdmissionGate, version: int) -> list[int]:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_at_version_v_at_most_v_plus_s_plus_1_batches_were_admitted(bound: int) -> None:
+def test_admission_gate_admits_at_most_v_plus_s_plus_1_batches_by_version_v(bound: int) -> None:
     gate = AdmissionGate(bound)
     assert admissible(gate, 0) == list(range(bound + 1))
     for version in range(1, 20):
@@ -27,7 +27,7 @@ def test_at_version_v_at_most_v_plus_s_plus_1_batches_were_admitted(bound: int) 
         assert admissible(gate, version) == [version + bound]
 
 
-def test_without_staleness_a_batch_begins_only_after_the_update_of_the_one_before() -> None:
+def test_admission_gate_without_staleness_admits_a_batch_after_the_previous_update() -> None:
     gate = AdmissionGate(0)
     assert admissible(gate, 0) == [0]
     gate.hand_over()
@@ -36,7 +36,7 @@ def test_without_staleness_a_batch_begins_only_after_the_update_of_the_one_befor
 
 
 @given(bound=st.integers(0, 4), schedule=st.lists(st.sampled_from(["admit", "take", "push"])))
-def test_no_timing_makes_a_batch_older_than_the_bound(bound: int, schedule: list[str]) -> None:
+def test_admission_gate_keeps_the_bound_at_any_timing(bound: int, schedule: list[str]) -> None:
     # "push" is the version of the batch taken last; it may come late, and more than once.
     gate, version, waiting, held = AdmissionGate(bound), 0, [], None
     for act in schedule * 3:
@@ -55,7 +55,7 @@ def test_no_timing_makes_a_batch_older_than_the_bound(bound: int, schedule: list
 
 
 @given(bound=st.integers(0, 4), steps=st.lists(st.integers(0, 5), max_size=40))
-def test_batches_do_not_pile_up_however_many_versions_the_trainer_makes(
+def test_admission_gate_limits_waiting_batches_whatever_versions_are_made(
     bound: int, steps: list[int]
 ) -> None:
     gate, version = AdmissionGate(bound), 0

@@ -1,4 +1,4 @@
-"""Turns over a real engine: every sampled token is trained on as it was sampled."""
+"""rollout_fn over a real engine: every sampled token of all turns is trained on as sampled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lengths(completion_ids: Sequence[Sequence[int]]) -> list[float]:
 
 
 def produce(rollout_fn: Callable[..., Any], num_batches: int = 2) -> list[TrainingBatch]:
-    """Batches of a real engine whose version moves while rollouts are under way."""
+    """Return batches of a real engine whose version rises while rollouts are in progress."""
 
     async def work() -> list[TrainingBatch]:
         with LLM(tiny_policy(TOKENIZER), TOKENIZER, CONFIG) as llm:
@@ -67,7 +67,7 @@ async def in_text(llm: RolloutLLM, prompt: list[int]) -> list[Any]:
     return turns
 
 
-def test_masks_and_tokens_are_those_of_the_turns() -> None:
+def test_rollout_fn_masks_and_tokens_follow_its_turns() -> None:
     num_split = 0
     for batch in produce(in_tokens):
         rows, index = batch.rollouts, 0
@@ -93,7 +93,7 @@ def test_masks_and_tokens_are_those_of_the_turns() -> None:
     assert num_split > 0, "encoding again would have changed some"
 
 
-def test_each_turn_of_each_sample_has_a_seed_of_its_own() -> None:
+def test_rollout_llm_gives_each_turn_of_each_sample_its_own_seed() -> None:
     (batch,) = produce(in_tokens, num_batches=1)
     seeds = [r.seed for group in batch.groups for r in group.requests]
     assert len(set(seeds)) == len(seeds) == 2 * 3 * 3
@@ -103,12 +103,12 @@ def test_each_turn_of_each_sample_has_a_seed_of_its_own() -> None:
     assert [turn.seed for turn in group.rollouts[1].requests] == own
 
 
-def test_turns_that_go_through_text_are_refused() -> None:
+def test_rollout_fn_that_re_encodes_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"turn [12] was (cut or )?re-tokenised.*position \d+"):
         produce(in_text)
 
 
-def test_the_bound_holds_over_all_turns() -> None:
+def test_staleness_bound_holds_over_all_turns() -> None:
     rng = random.Random(3)
     llm = FakeLLM(lambda: rng.random() * 4.0)
 

@@ -1,4 +1,4 @@
-"""What a batch is, what becomes of prompts, and how a producer fails and ends. In virtual time."""
+"""AsyncRolloutProducer: its batches, prompts, errors and end, in virtual time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def producer_of(llm: Any, reward_fn: Any = first_token, **changes: Any) -> Async
     return AsyncRolloutProducer(llm, reward_fn=reward_fn, **(options | changes))
 
 
-def test_a_batch_has_groups_of_samples_in_the_order_of_the_prompts() -> None:
+def test_training_batch_has_groups_in_the_order_of_the_prompts() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm) as producer:
@@ -60,7 +60,7 @@ def test_a_batch_has_groups_of_samples_in_the_order_of_the_prompts() -> None:
     run_virtually(work())
 
 
-def test_seeds_depend_on_the_prompt_and_the_sample_alone() -> None:
+def test_producer_seeds_depend_only_on_prompt_and_sample() -> None:
     async def seeds(bound: int, delay_s: float) -> list[int]:
         llm = FakeLLM(lambda: delay_s)
         async with producer_of(llm, max_staleness_versions=bound, seed=9) as producer:
@@ -72,7 +72,7 @@ def test_seeds_depend_on_the_prompt_and_the_sample_alone() -> None:
     assert run_virtually(seeds(2, 0.1)) == expected
 
 
-def test_a_second_epoch_has_other_seeds_for_the_same_prompts() -> None:
+def test_producer_gives_the_same_prompts_other_seeds_in_a_second_epoch() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, prompts=PROMPTS[:2], num_epochs=2) as producer:
@@ -83,7 +83,7 @@ def test_a_second_epoch_has_other_seeds_for_the_same_prompts() -> None:
     run_virtually(work())
 
 
-def test_asking_for_a_batch_that_can_never_come_is_an_error() -> None:
+def test_producer_raises_if_no_batch_can_come() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, max_staleness_versions=0) as producer:
@@ -96,7 +96,7 @@ def test_asking_for_a_batch_that_can_never_come_is_an_error() -> None:
     run_virtually(work())
 
 
-def test_asking_may_wait_for_a_version_that_is_under_way() -> None:
+def test_version_timeout_s_waits_for_an_update_in_progress() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, max_staleness_versions=0, version_timeout_s=9.0) as producer:
@@ -110,7 +110,7 @@ def test_asking_may_wait_for_a_version_that_is_under_way() -> None:
     run_virtually(work())
 
 
-def test_a_version_that_is_noted_begins_a_batch_before_it_is_asked_for() -> None:
+def test_refresh_version_begins_a_batch_before_it_is_requested() -> None:
     async def work() -> None:
         llm = FakeLLM(weights_version=7)
         async with producer_of(llm, max_staleness_versions=0) as producer:
@@ -125,7 +125,7 @@ def test_a_version_that_is_noted_begins_a_batch_before_it_is_asked_for() -> None
     run_virtually(work())
 
 
-def test_a_prompt_that_a_curriculum_draws_twice_in_an_epoch_gets_other_seeds() -> None:
+def test_producer_gives_a_prompt_drawn_twice_in_an_epoch_other_seeds() -> None:
     async def seeds() -> list[int]:
         llm = FakeLLM()
         curriculum = Curriculum(weight=lambda index, history: index == 3, with_replacement=True)
@@ -138,7 +138,7 @@ def test_a_prompt_that_a_curriculum_draws_twice_in_an_epoch_gets_other_seeds() -
     assert len(set(drawn)) == len(drawn) >= 2 * 2 * 3
 
 
-def test_a_failed_rollout_is_nan_and_its_group_stays_if_enough_are_left() -> None:
+def test_min_valid_samples_keeps_a_group_with_enough_valid_rollouts() -> None:
     async def work() -> None:
         bad = mix_seed(mix_seed(0, 0, 0, 0), 0, 1)
         llm = FakeLLM(fails=lambda seed: seed == bad)
@@ -152,7 +152,7 @@ def test_a_failed_rollout_is_nan_and_its_group_stays_if_enough_are_left() -> Non
     run_virtually(work())
 
 
-def test_a_group_with_too_few_rewards_is_made_again_with_other_seeds() -> None:
+def test_min_valid_samples_repeats_a_group_with_other_seeds() -> None:
     num_calls = Counter()
 
     async def fussy(completion_ids: Any, level: list[int]) -> list[float | None]:
@@ -172,7 +172,7 @@ def test_a_group_with_too_few_rewards_is_made_again_with_other_seeds() -> None:
     run_virtually(work())
 
 
-def test_a_prompt_that_fails_at_every_attempt_is_replaced_within_its_batch() -> None:
+def test_max_attempts_exhausted_replaces_the_prompt_within_its_batch() -> None:
     async def hates_two(completion_ids: Any, level: list[int]) -> list[float | None]:
         return [None if level[0] == 2 else 1.0] * len(level)
 
@@ -195,7 +195,7 @@ def test_a_prompt_that_fails_at_every_attempt_is_replaced_within_its_batch() -> 
     run_virtually(work())
 
 
-def test_a_score_that_fails_is_tried_again_without_another_generation() -> None:
+def test_producer_repeats_a_failed_score_without_another_generation() -> None:
     num_calls = Counter()
 
     async def busy(completion_ids: Any, level: list[int]) -> list[float]:
@@ -215,7 +215,7 @@ def test_a_score_that_fails_is_tried_again_without_another_generation() -> None:
     run_virtually(work())
 
 
-def test_a_group_whose_score_fails_to_the_end_is_replaced_and_counted_with_its_reason() -> None:
+def test_producer_replaces_and_counts_a_group_whose_score_fails() -> None:
     async def hates_one(completion_ids: Any, level: list[int]) -> list[float]:
         if level[0] == 1:
             raise RuntimeError("no reward for this")
@@ -233,7 +233,7 @@ def test_a_group_whose_score_fails_to_the_end_is_replaced_and_counted_with_its_r
     run_virtually(work())
 
 
-def test_a_typo_in_the_reward_function_ends_the_run_before_a_second_batch_is_generated() -> None:
+def test_producer_raises_for_a_broken_reward_function_before_a_second_batch() -> None:
     async def misspelled(completion_ids: Any) -> list[float]:
         return [float(ids[0]) for ids in completoin_ids]  # type: ignore[name-defined] # noqa: F821
 
@@ -251,7 +251,7 @@ def test_a_typo_in_the_reward_function_ends_the_run_before_a_second_batch_is_gen
     run_virtually(work())
 
 
-def test_groups_with_equal_rewards_are_filtered_and_refilled() -> None:
+def test_drop_zero_variance_replaces_groups_with_equal_rewards() -> None:
     async def by_level(completion_ids: Any, level: list[int]) -> list[float]:
         return [float(i) if level[0] % 3 else 1.0 for i in range(len(level))]
 
@@ -266,7 +266,7 @@ def test_groups_with_equal_rewards_are_filtered_and_refilled() -> None:
     run_virtually(work())
 
 
-def test_a_batch_that_needs_too_many_replacements_is_an_error_and_can_be_asked_for_again() -> None:
+def test_max_refills_exceeded_is_an_error_and_the_next_call_continues() -> None:
     is_flat = True
 
     async def flat(completion_ids: Any) -> list[float]:
@@ -285,7 +285,7 @@ def test_a_batch_that_needs_too_many_replacements_is_an_error_and_can_be_asked_f
     run_virtually(work())
 
 
-def test_a_batch_whose_scores_fail_too_often_is_an_error_with_the_traceback() -> None:
+def test_max_refills_error_has_the_traceback_of_the_reward_function() -> None:
     num_calls = 0
 
     async def breaks(completion_ids: Any) -> list[float]:
@@ -309,7 +309,7 @@ def test_a_batch_whose_scores_fail_too_often_is_an_error_with_the_traceback() ->
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_complete_batches_that_grow_too_old_too_often_are_an_error_as_well(bound: int) -> None:
+def test_max_refills_counts_batches_that_grow_too_old(bound: int) -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, max_staleness_versions=bound, max_refills=1) as producer:
@@ -325,7 +325,7 @@ def test_complete_batches_that_grow_too_old_too_often_are_an_error_as_well(bound
     run_virtually(work())
 
 
-def test_extra_groups_are_aborted_and_their_prompts_come_back() -> None:
+def test_oversample_groups_are_aborted_and_their_prompts_given_back() -> None:
     async def work() -> None:
         llm = FakeLLM()
         delays = {0: 1.0, 1: 30.0, 2: 2.0, 3: 3.0}
@@ -350,7 +350,7 @@ def test_extra_groups_are_aborted_and_their_prompts_come_back() -> None:
     run_virtually(work())
 
 
-def test_what_ends_a_task_is_raised_at_the_next_batch_and_loses_no_prompt() -> None:
+def test_error_of_a_rollout_is_raised_at_the_next_batch_and_loses_no_prompt() -> None:
     async def work() -> None:
         llm, num_faults = FakeLLM(), 0
 
@@ -373,7 +373,7 @@ def test_what_ends_a_task_is_raised_at_the_next_batch_and_loses_no_prompt() -> N
     run_virtually(work())
 
 
-def test_leaving_aborts_everything_and_gives_prompts_back() -> None:
+def test_aclose_aborts_all_requests_and_gives_prompts_back() -> None:
     async def work() -> None:
         llm = FakeLLM()
         producer = producer_of(llm, max_staleness_versions=2)
@@ -392,7 +392,7 @@ def test_leaving_aborts_everything_and_gives_prompts_back() -> None:
     run_virtually(work())
 
 
-def test_a_request_for_a_batch_that_is_cancelled_loses_nothing() -> None:
+def test_cancelled_anext_loses_nothing() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm) as producer:
@@ -406,7 +406,7 @@ def test_a_request_for_a_batch_that_is_cancelled_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_a_resumed_producer_trains_each_prompt_once(is_trained: bool) -> None:
+def test_resumed_producer_trains_each_prompt_once(is_trained: bool) -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, num_epochs=1, max_staleness_versions=2) as producer:
@@ -427,7 +427,7 @@ def test_a_resumed_producer_trains_each_prompt_once(is_trained: bool) -> None:
     run_virtually(work())
 
 
-def test_a_ledger_may_be_shared_between_producers_one_after_the_other() -> None:
+def test_prompt_ledger_may_serve_one_producer_after_another() -> None:
     async def work() -> None:
         ledger = PromptLedger(PROMPTS, shuffle=False, num_epochs=1)
         for _ in range(3):
@@ -441,7 +441,7 @@ def test_a_ledger_may_be_shared_between_producers_one_after_the_other() -> None:
 
 
 class BlockingLLM:
-    """As LLM: its generate is no coroutine."""
+    """An LLM whose `generate` is not a coroutine."""
 
     generate = LLM.generate
     weights_version = 0
@@ -461,14 +461,14 @@ class BlockingLLM:
         (FakeLLM(), {"prompts": []}, "no prompts"),
     ],
 )
-def test_what_cannot_work_is_refused_when_the_producer_is_made(
+def test_producer_refuses_options_that_cannot_work(
     llm: Any, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         producer_of(llm, **changes)
 
 
-def test_batches_have_the_true_probabilities_of_truncated_draws_if_they_are_sampled_with() -> None:
+def test_logprobs_mode_processed_gives_batches_the_probabilities_of_truncated_sampling() -> None:
     params = SamplingParams(return_log_probs=True, logprobs_mode="processed", top_p=0.9)
 
     async def work() -> None:
@@ -479,7 +479,7 @@ def test_batches_have_the_true_probabilities_of_truncated_draws_if_they_are_samp
     run_virtually(work())
 
 
-def test_a_missing_column_is_raised_and_not_taken_for_failed_rollouts() -> None:
+def test_producer_raises_for_a_missing_column_of_the_reward_function() -> None:
     async def wants(completion_ids: Any, difficulty: Any) -> list[float]:
         return []
 

@@ -1,4 +1,4 @@
-"""Ready order: batches of whatever is finished, and what becomes of the rest. In virtual time."""
+"""ReadyOrder: batches of whichever groups are finished, in virtual time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PROMPTS = [{"prompt": [i, 50 + i], "level": i} for i in range(12)]
 def producer_of(
     llm: FakeLLM, reward_s: Callable[[int], float], **changes: Any
 ) -> AsyncRolloutProducer:
-    """Generation takes 3 seconds; the reward of a prompt `reward_s(its level)`."""
+    """Return a producer whose generation takes 3 seconds and whose reward takes
+    `reward_s(level)`.
+    """
 
     async def reward(completion_ids: Any, level: list[int]) -> list[float]:
         await asyncio.sleep(reward_s(level[0]))
@@ -31,7 +33,7 @@ def producer_of(
     return AsyncRolloutProducer(llm, PROMPTS, reward, 2, 2, 1, **(options | changes))
 
 
-def test_a_batch_does_not_wait_for_the_prompt_that_was_begun_first() -> None:
+def test_ready_order_does_not_wait_for_the_first_prompt() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, lambda level: 100.0 if level == 0 else 0.0) as producer:
@@ -44,7 +46,7 @@ def test_a_batch_does_not_wait_for_the_prompt_that_was_begun_first() -> None:
     run_virtually(work())
 
 
-def test_a_group_that_can_join_no_batch_is_sampled_again_with_other_seeds_and_counted() -> None:
+def test_ready_order_samples_a_group_too_old_for_any_batch_again() -> None:
     num_slow = 0
 
     def slow_once(level: int) -> float:
@@ -69,7 +71,7 @@ def test_a_group_that_can_join_no_batch_is_sampled_again_with_other_seeds_and_co
     run_virtually(work())
 
 
-def test_a_prompt_that_grows_too_old_each_time_is_waited_for_in_the_end() -> None:
+def test_ready_order_waits_for_a_prompt_after_max_reissues() -> None:
     async def work() -> None:
         llm = FakeLLM()
         producer = producer_of(
@@ -87,7 +89,7 @@ def test_a_prompt_that_grows_too_old_each_time_is_waited_for_in_the_end() -> Non
     run_virtually(work())
 
 
-def test_a_pool_that_nobody_takes_from_does_not_grow() -> None:
+def test_ready_order_limits_its_groups_while_no_batch_is_taken() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, lambda level: 0.0) as producer:
@@ -99,7 +101,7 @@ def test_a_pool_that_nobody_takes_from_does_not_grow() -> None:
     run_virtually(work())
 
 
-def test_where_all_groups_are_in_time_few_are_begun_for_nothing() -> None:
+def test_ready_order_begins_few_excess_groups_if_all_are_in_time() -> None:
     async def reward(completion_ids: Any) -> list[float]:
         return [0.0, 1.0]
 
@@ -116,7 +118,7 @@ def test_where_all_groups_are_in_time_few_are_begun_for_nothing() -> None:
     run_virtually(work())
 
 
-def test_how_often_a_prompt_came_back_outlives_a_restart() -> None:
+def test_reissues_of_a_prompt_survive_a_restart() -> None:
     async def state_of(num_batches: int) -> Any:
         llm = FakeLLM()
         async with producer_of(llm, lambda level: 100.0 if level == 0 else 0.0) as producer:
@@ -143,6 +145,6 @@ def test_how_often_a_prompt_came_back_outlives_a_restart() -> None:
         ({"max_reissues": -1}, "max_reissues=-1 must be 0 or more"),
     ],
 )
-def test_an_order_that_cannot_work_is_refused(changes: dict[str, Any], named: str) -> None:
+def test_order_that_cannot_work_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         producer_of(FakeLLM(), lambda level: 0.0, **changes)

@@ -1,4 +1,6 @@
-"""The producer over real engines: the bound on their tokens, and the batches of a plain loop."""
+"""AsyncRolloutProducer over real engines: the bound on their tokens, and the batches of a plain
+loop.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def parity(completion_ids: Sequence[Sequence[int]]) -> list[float]:
 
 
 def plain_loop(llm: LLM, num_batches: int) -> list[Told]:
-    """What anybody would write: generate, score, update, one after the other."""
+    """Return the batches of a plain loop: generate, score, update, one after the other."""
     ledger, batches = PromptLedger(PROMPTS, SEED), []
     for number in range(num_batches):
         batch: Told = []
@@ -54,7 +56,7 @@ def plain_loop(llm: LLM, num_batches: int) -> list[Told]:
 
 
 async def produced(llm: Any, pushes_to: Any, num_batches: int) -> list[Told]:
-    """The same by a producer that may not run ahead."""
+    """Return the batches of a producer that may not run ahead."""
     batches: list[Told] = []
     async with AsyncRolloutProducer(
         llm, PROMPTS, parity, GROUP_SIZE, BATCH_GROUPS, 0, sampling_params=PARAMS, seed=SEED
@@ -74,7 +76,7 @@ async def produced(llm: Any, pushes_to: Any, num_batches: int) -> list[Told]:
     return batches
 
 
-def test_without_staleness_the_batches_are_those_of_a_plain_loop() -> None:
+def test_producer_without_staleness_makes_the_batches_of_a_plain_loop() -> None:
     with LLM(directory(), inference_config=CONFIG) as llm:
         expected = plain_loop(llm, 4)
 
@@ -91,7 +93,7 @@ def test_without_staleness_the_batches_are_those_of_a_plain_loop() -> None:
         with_fleet(2, fleet)
 
 
-def test_a_batch_whose_requests_all_fail_says_why() -> None:
+def test_producer_error_names_why_all_requests_failed() -> None:
     prompts = [prompt_of(600, seed=i) for i in range(2)]
 
     async def work() -> None:
@@ -111,7 +113,7 @@ def test_a_batch_whose_requests_all_fail_says_why() -> None:
 async def train(
     llm: AsyncLLM, bound: int, num_batches: int, rng: random.Random, slow: str
 ) -> Counter[int]:
-    """A short training; how many tokens of each age came."""
+    """Train for a few steps. Returns the number of tokens of each age."""
     ages: Counter[int] = Counter()
     sync = InProcessWeightSync(llm)
 
@@ -146,7 +148,7 @@ async def train(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_no_token_of_real_engines_is_older_than_the_bound(size: int) -> None:
+def test_producer_over_real_engines_keeps_the_bound(size: int) -> None:
     if size == 2 and not IS_LONG:
         pytest.skip("one engine is enough for the quick suite")
     num_batches = 8 // size if IS_LONG else 3

@@ -1,4 +1,4 @@
-"""A producer killed at any moment and resumed trains each prompt once an epoch."""
+"""AsyncRolloutProducer killed at any moment and resumed trains each prompt once per epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_PROMPTS, NUM_EPOCHS = 9, 2
     is_saved_before_training=st.booleans(),
     order=st.sampled_from(["admission", "ready"]),
 )
-def test_each_prompt_is_done_with_once_per_epoch_whatever_is_killed(
+def test_killed_producer_finishes_each_prompt_once_per_epoch(
     seed: int, bound: int, extra: int, is_saved_before_training: bool, order: Any
 ) -> None:
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The bound that follows the effective sample size: its rule, and the producer under it."""
+"""EssBound: the bound that follows the effective sample size, and the producer under it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NUM_EXAMPLES = 300 if IS_LONG else 25
 
 
 def ess_at(rate: float, lag: float) -> float:
-    """Of a policy whose log-ratios gain the variance `rate` with each version."""
+    """Return the ESS of a policy whose log-ratios gain the variance `rate` with each version."""
     return math.exp(-rate * lag)
 
 
 def with_versions(state: dict[str, Any], versions: int) -> dict[str, Any]:
-    """The state of a bound, or of a producer, that has come to `versions`."""
+    """Return the state of a bound, or of a producer, whose bound is `versions`."""
     return state | {"staleness": state["staleness"] | {"versions": versions}}
 
 
@@ -48,7 +48,7 @@ def set_versions(bound: StalenessBound, versions: int) -> None:
 
 
 def observe(bound: StalenessBound, ess: float, lag: float) -> int:
-    """The bound after a batch of tokens that are `lag` versions old."""
+    """Return the bound after a batch of tokens that are `lag` versions old."""
     bound.hand_over(lag)
     return bound.observe(ess)
 
@@ -56,26 +56,26 @@ def observe(bound: StalenessBound, ess: float, lag: float) -> int:
 # ---- the rule
 
 
-def test_a_bound_grows_by_one_after_three_calm_batches() -> None:
+def test_ess_bound_rises_by_one_after_patience_batches() -> None:
     bound = StalenessBound("ess")
     assert [observe(bound, ess_at(0.05, 1.0), 1.0) for _ in range(7)] == [1, 1, 2, 2, 2, 3, 3]
 
 
-def test_a_bound_grows_until_the_next_would_cost_half_of_the_allowed_variance() -> None:
+def test_ess_bound_rises_until_the_next_would_fall_below_raising_ess() -> None:
     bound = StalenessBound("ess")
     for _ in range(60):
         observe(bound, ess_at(0.05, bound.versions), bound.versions)
     assert bound.versions == 6, "0.05 * 6 <= ln(2) / 2 < 0.05 * 7"
 
 
-def test_a_bound_falls_at_once_to_what_keeps_half_of_the_samples() -> None:
+def test_ess_bound_falls_at_once_to_keep_least_ess() -> None:
     bound = StalenessBound(EssBound(least=0))
     set_versions(bound, 8)
     assert observe(bound, ess_at(0.2, 8.0), 8.0) == 3, "exp(-0.2 * 3) >= 0.5 > exp(-0.2 * 4)"
     assert observe(bound, ess_at(5.0, 3.0), 3.0) == 0
 
 
-def test_noise_moves_a_bound_neither_way() -> None:
+def test_ess_bound_is_not_moved_by_noise() -> None:
     bound = StalenessBound("ess")
     set_versions(bound, 4)
     rng = random.Random(0)
@@ -85,7 +85,7 @@ def test_noise_moves_a_bound_neither_way() -> None:
     assert bound.versions == 4
 
 
-def test_batches_without_a_lag_say_nothing_of_it_but_0_tries_again() -> None:
+def test_ess_bound_ignores_batches_without_a_lag_but_retries_from_0() -> None:
     bound = StalenessBound("ess")
     assert [observe(bound, 0.3, 0.0) for _ in range(9)] == [1] * 9
     at_zero = StalenessBound(EssBound(least=0))
@@ -104,12 +104,12 @@ def test_batches_without_a_lag_say_nothing_of_it_but_0_tries_again() -> None:
         (lambda: observe(StalenessBound(1), 0.0, 1.0), r"sample size 0.0 must be in \(0, 1\]"),
     ],
 )
-def test_what_makes_no_bound_is_refused(make: Any, message: str) -> None:
+def test_ess_bound_refuses_settings_out_of_range(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_a_number_stays_what_it_is() -> None:
+def test_staleness_bound_of_a_number_never_changes() -> None:
     bound = StalenessBound(2)
     assert [observe(bound, ess, 2.0) for ess in (0.01, 1.0, 1.0, 1.0)] == [2] * 4
     assert bound.metrics() == {"producer/max_staleness_versions": 2, "producer/ess": 1.0}
@@ -118,7 +118,7 @@ def test_a_number_stays_what_it_is() -> None:
     assert bound.versions == 2
 
 
-def test_the_job_takes_ess_for_a_bound_and_no_other_text() -> None:
+def test_max_staleness_versions_accepts_ess_and_no_other_text() -> None:
     settings = load_dataclass(ProducerSettings, {"max_staleness_versions": "ess"})
     assert settings.max_staleness_versions == "ess"
     with pytest.raises(ConfigError, match="max_staleness_versions='kl' does not fit its type"):
@@ -129,7 +129,7 @@ def test_the_job_takes_ess_for_a_bound_and_no_other_text() -> None:
 
 
 async def bounds_of(rates: list[float], order: Any, **options: Any) -> list[int]:
-    """The bound after each batch, of a policy that moves by `rates` in turn."""
+    """Return the bound after each batch of a policy that moves by `rates` in turn."""
     llm, bounds = FakeLLM(), []
     async with AsyncRolloutProducer(
         llm, prompts(), any_reward, 2, 2, "ess", order=order, **options
@@ -145,7 +145,7 @@ async def bounds_of(rates: list[float], order: Any, **options: Any) -> list[int]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_slow_policy_drives_the_bound_up_and_a_fast_one_down(order: Any) -> None:
+def test_ess_bound_rises_for_a_slow_policy_and_falls_for_a_fast_one(order: Any) -> None:
     bounds = run_virtually(bounds_of([0.01] * 24 + [0.6] * 4, order))
     assert max(bounds) >= 6
     assert bounds[-1] == 1
@@ -159,7 +159,7 @@ def test_a_slow_policy_drives_the_bound_up_and_a_fast_one_down(order: Any) -> No
     order=st.sampled_from(ORDERS),
     least=st.integers(0, 1),
 )
-def test_no_token_is_above_the_bound_of_its_hand_over_and_no_prompt_is_lost(
+def test_producer_under_a_changing_bound_keeps_it_and_loses_no_prompt(
     seed: int, extra: int, slow: str, order: Any, least: int
 ) -> None:
     """The bound jumps, the run is killed now and then and goes on from its state."""
@@ -221,7 +221,7 @@ def test_no_token_is_above_the_bound_of_its_hand_over_and_no_prompt_is_lost(
     assert trained == Counter(dict.fromkeys(range(2 * NUM_PROMPTS), 1)), "once per epoch"
 
 
-def test_a_lower_bound_gives_back_what_was_begun_too_early_and_counts_it() -> None:
+def test_lower_bound_gives_back_and_counts_groups_begun_too_early() -> None:
     async def work() -> None:
         llm = FakeLLM()
         rule = EssBound(least=0, most=4, patience=1)
@@ -249,7 +249,7 @@ def test_a_lower_bound_gives_back_what_was_begun_too_early_and_counts_it() -> No
     run_virtually(work())
 
 
-def test_a_higher_bound_leaves_admission_order_as_it_is() -> None:
+def test_higher_bound_leaves_admission_order_unchanged() -> None:
     async def work() -> list[int]:
         llm, order = FakeLLM(), []
         rule = EssBound(most=4, patience=1)
@@ -267,7 +267,7 @@ def test_a_higher_bound_leaves_admission_order_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_lower_bound_wakes_who_waits_for_a_batch_that_it_gives_up(order: Any) -> None:
+def test_lower_bound_wakes_anext_that_waits_for_a_discarded_batch(order: Any) -> None:
     """The next batch is asked for while the last one is trained on."""
 
     async def work() -> None:

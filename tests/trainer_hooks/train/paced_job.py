@@ -1,7 +1,8 @@
-"""The GRPO job as a process of its own, which makes no training step before the test allows it.
+"""PacedJob: `rollout train --config-name demo` in its own process, which trains only as far as a
+test allows.
 
-Run as a program it is `rollout train --config-name demo`, with a pace: it reads from its standard
-input up to which step it may go.
+Used by test_kill and test_async_kill. As a program it reads from standard input the step up to
+which it may train.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TIMEOUT_S = 300.0  # only for what hangs
 
 
 class PacedJob:
-    """The job with the settings TINY and `arguments`, in a directory of its own."""
+    """The job with the settings TINY and `arguments`, in its own directory."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         overrides = [f"{name}={value}" for name, value in TINY.items()]
@@ -42,13 +43,13 @@ class PacedJob:
         return self._process.pid
 
     def allow(self, last_step: int) -> None:
-        """Let it train up to and with this step; it waits before the next one."""
+        """Allow training up to and including this step; the job then waits."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{last_step}\n")
         self._process.stdin.flush()
 
     def wait_until(self, is_there: Callable[[], bool]) -> None:
-        """Until the job, which must live on, has done something that is allowed."""
+        """Wait until `is_there` holds. Fails if the job ends first."""
         deadline = time.monotonic() + TIMEOUT_S
         while not is_there():
             assert self._process.poll() is None, self._process.communicate()[1]
@@ -60,14 +61,16 @@ class PacedJob:
         self._process.communicate()
 
     def finish(self) -> str:
-        """Let it go to its end, which must be a good one. Returns what it complained of."""
+        """Wait for the job to end with status 0. Returns its standard error."""
         _, errors = self._process.communicate(timeout=TIMEOUT_S)
         assert self._process.returncode == 0, errors
         return errors
 
 
 def main() -> None:
-    """Run the job, whose learner waits. Without a further line it may go on for ever."""
+    """Run the job with a Learner that waits for permission. At the end of the input all steps are
+    allowed.
+    """
     from trainer_hooks.train.learner import Learner
     from trainer_hooks.train.main import run
 

@@ -1,7 +1,6 @@
-"""The demo's job as a rank of torchrun, which compares what engines serve with the policy.
+"""The demo's job as a rank of torchrun, which compares the engines' weights with the policy.
 
-After each push rank 0 writes the checksum that they serve, and that of torch's full state dict, to
-the file that CHECKSUMS names.
+Run by test_sharded_job; `num_kinds` is a reward function of other tests too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ push = Learner.push
 
 
 def num_kinds(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    """A reward in which random answers differ: how many letters one has."""
+    """Return the number of different letters per completion: a reward in which random answers
+    differ.
+    """
     return [float(len(set(completion))) for completion in completions]
 
 

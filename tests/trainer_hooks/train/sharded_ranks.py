@@ -1,4 +1,4 @@
-"""Ranks that train a policy together, and one process that trains the same policy."""
+"""Trains a policy on two ranks, or in one process, for test_sharded_learner to compare."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ VOCABULARY = 32
 
 
 def place_of(rank: int, port: int) -> dict[str, str]:
-    """What torchrun tells this rank of two."""
+    """Return the environment variables that torchrun would set for this rank of two."""
     place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in place.items()}
 
 
 def train_all(jobs: Any) -> list[Any]:
-    """Train each of `jobs`, (folder, changes, last step), as the rank that the environment says.
+    """Train each of `jobs`, (directory, changes, last step), as the rank that the environment
+    names.
 
-    Rank 0 returns the metrics of each.
+    Rank 0 returns each job's metrics.
     """
     reports = []
     with torchrun_ranks() as ranks:
@@ -51,7 +52,7 @@ def train_all(jobs: Any) -> list[Any]:
 
 
 def train_as_rank_1(port: int, pipe: Any, jobs: Any) -> None:
-    """Send the error that has ended this rank, if one has."""
+    """Train as rank 1. Sends the error that ended it, if any, through `pipe`."""
     os.environ |= place_of(1, port)
     torch.set_num_threads(1)
     try:
@@ -61,7 +62,7 @@ def train_as_rank_1(port: int, pipe: Any, jobs: Any) -> None:
 
 
 def begin(folder: Path, settings: JobSettings) -> None:
-    """Leave the checkpoint of step 0, and a reference policy."""
+    """Write the checkpoint of step 0 and a reference policy."""
     torch.manual_seed(0)
     config = Qwen3Config(**settings.model.shape, vocab_size=VOCABULARY, tie_word_embeddings=True)
     policy, reference = Qwen3ForCausalLM(config), Qwen3ForCausalLM(config)
@@ -73,7 +74,9 @@ def begin(folder: Path, settings: JobSettings) -> None:
 def train(
     folder: Path, settings: JobSettings, last_step: int, ranks: TrainerRanks = ALONE
 ) -> list[Mapping[str, float]]:
-    """From the newest checkpoint to one of `last_step`; returns the metrics of each step."""
+    """Train from the newest checkpoint to a checkpoint of `last_step`. Returns the metrics of each
+    step.
+    """
     checkpoint = find_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     first = read_trainer_state(checkpoint).step + 1
@@ -86,7 +89,9 @@ def train(
 
 
 def batch_of(step: int) -> RolloutBatch:
-    """Four groups of three rollouts, of 1 to 12 tokens, one of them failed, some of them stale."""
+    """Return four groups of three rollouts of 1 to 12 tokens; one rollout failed, some are
+    stale.
+    """
     draw = torch.Generator().manual_seed(step)
     requests = []
     for _ in range(12):

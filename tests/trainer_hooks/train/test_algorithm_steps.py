@@ -46,7 +46,9 @@ def training_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def batch_of_two_groups(group_size: int) -> RolloutBatch:
-    """Rollouts of several lengths and of an older version; the last one of each group was cut."""
+    """Return rollouts of several lengths and an older version; the last rollout of each group was
+    cut.
+    """
     generator, requests = torch.Generator().manual_seed(0), []
     for number in range(2 * group_size):
         ids = torch.randint(SHAPE["vocab_size"], (3 + number,), generator=generator).tolist()
@@ -57,7 +59,7 @@ def batch_of_two_groups(group_size: int) -> RolloutBatch:
 
 
 def update(**changes: Any) -> tuple[dict[str, float], bool]:
-    """The metrics of one step of the learner, and whether the policy has changed."""
+    """Return the metrics of one step of the learner, and whether the policy changed."""
     settings = tiny_settings(**changes)
     torch.manual_seed(0)
     policy = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
@@ -96,7 +98,7 @@ def test_every_algorithm_trains_a_step(leaf: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_every_setting_of_a_step_is_an_override(changes: dict[str, Any], metric: str) -> None:
+def test_every_algorithm_setting_can_be_overridden(changes: dict[str, Any], metric: str) -> None:
     plain, _ = update(algorithm__decoupled=True)
     metrics, has_changed = update(algorithm__decoupled=True, **changes)
     assert has_changed
@@ -105,7 +107,7 @@ def test_every_setting_of_a_step_is_an_override(changes: dict[str, Any], metric:
 
 
 @pytest.mark.parametrize("leaf", ["demo", "ppo", "reinforce_plus_plus"])
-def test_micro_batches_by_tokens_change_nothing_but_the_cost(leaf: str) -> None:
+def test_max_tokens_per_forward_does_not_change_the_step(leaf: str) -> None:
     sizes = {"algorithm__group_size": 1} if leaf == "ppo" else {"algorithm__group_size": 4}
     kl = {"algorithm__reward_kl_coefficient": 0.1, "algorithm__num_minibatches": 1}
     plain, _ = update(algorithm=leaf, **sizes, **kl)
@@ -116,7 +118,7 @@ def test_micro_batches_by_tokens_change_nothing_but_the_cost(leaf: str) -> None:
             assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
 
 
-def test_truncated_rollouts_are_not_trained_on() -> None:
+def test_mask_truncated_completions_leaves_cut_rollouts_out() -> None:
     plain, _ = update()
     masked, _ = update(algorithm__mask_truncated_completions=True)
     assert masked["train/num_tokens"] == plain["train/num_tokens"] - (3 + 2) - (3 + 5)
@@ -134,8 +136,8 @@ def is_negative(group: ScoredGroup, history: PromptHistory) -> str | None:
     return "negative" if group.mean_reward < 0.0 else None
 
 
-def test_a_resumed_run_with_all_of_it_is_the_very_run_that_was_never_cut(tmp_path: Path) -> None:
-    """By turns, so that no token depends on how quick the trainer is."""
+def test_resumed_run_with_all_features_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    """Weights are synchronised by suspending, so that no token depends on the trainer's speed."""
     changes = {
         "producer": "synchronous",
         "producer__curriculum__path": f"{HERE}:prefers_even_rows",
@@ -168,7 +170,7 @@ def test_a_resumed_run_with_all_of_it_is_the_very_run_that_was_never_cut(tmp_pat
     assert rates == pytest.approx([5e-3 * (1 + math.cos(math.pi * i / 6)) for i in range(4)])
 
 
-def test_evaluation_samples_and_says_pass_at_k_and_the_majoritys_reward(tmp_path: Path) -> None:
+def test_trainer_evaluation_reports_pass_at_k_and_maj_at_n(tmp_path: Path) -> None:
     changes = {
         "trainer__num_steps": 2, "trainer__eval_interval": 1, "trainer__evaluation__n": 4,
         "trainer__evaluation__pass_at": "[1,4]", "trainer__evaluation__success_reward": 0.02,
@@ -198,14 +200,12 @@ def test_evaluation_samples_and_says_pass_at_k_and_the_majoritys_reward(tmp_path
         ({"trainer__evaluation__pass_at": "[2]"}, r"pass_at=\[2\] must be from 1 to n=0"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_contradicting_job_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_settings(**changes)
 
 
-def test_a_scheduler_that_takes_other_options_is_refused() -> None:
+def test_trainer_scheduler_with_unknown_options_is_refused() -> None:
     changes = {
         "trainer__scheduler__path": "torch.optim.lr_scheduler:CosineAnnealingLR",
         "trainer__scheduler__options__T_min": 6,

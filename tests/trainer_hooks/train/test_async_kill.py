@@ -1,4 +1,4 @@
-"""The asynchronous job as processes of its own: killed without warning, then resumed."""
+"""The asynchronous job in its own processes, killed without warning and resumed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def last_step(run: Path) -> int:
 
 
 def engine_pids(trainer: int) -> list[int]:
-    """Children of the trainer that run an engine."""
+    """Return the trainer's child processes that run an engine."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -62,7 +62,7 @@ def engine_pids(trainer: int) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_job_trains_every_prompt_once_and_goes_on(tmp_path: Path) -> None:
+def test_killed_async_job_resumes_and_trains_every_prompt_once(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "train" / "demo" / "seed_0"
     rng, num_steps = random.Random(run_seed()), (NUM_KILLS + 1) * STEPS_PER_LIFE
     kinds = [("both", "engine", "trainer")[i % 3] for i in range(NUM_KILLS)]

@@ -1,4 +1,6 @@
-"""A checkpoint with several end tokens, as Gemma's: jobs and TRL's trainer stop at each of them."""
+"""A checkpoint with several end tokens, as Gemma's: rollouts of jobs and of TRL's trainer stop at
+each.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("end_id", END_IDS)
-def test_rollouts_of_a_job_stop_at_every_end_token_of_the_checkpoint(
-    own: Path, end_id: int
-) -> None:
+def test_job_rollouts_stop_at_every_end_token_of_the_checkpoint(own: Path, end_id: int) -> None:
     settings = own_settings(own, REWARD, *SMALL)
     task = task_of(settings)
     # All that can be drawn is this end token.

@@ -1,4 +1,4 @@
-"""Every config group maps onto its dataclass, and jobs compose from any directory."""
+"""Config groups: each loads as its dataclass, and jobs compose their configs from any directory."""
 
 import inspect
 import re
@@ -76,7 +76,7 @@ LEFT_OPEN = {
 
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option: str) -> None:
+def test_every_config_of_every_group_loads_as_its_dataclass(group: str, option: str) -> None:
     if group in JOB_GROUPS:
         chosen = f"{group}={option}"
         entry = "train" if group == "data" and option != "palindrome" else "demo"
@@ -92,7 +92,7 @@ def test_every_option_of_every_group_maps_onto_its_dataclass(group: str, option:
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("command", DOCUMENTED)
-def test_rollout_train_takes_the_settings_of_each_documented_command(command: str) -> None:
+def test_rollout_train_accepts_the_settings_of_each_documented_command(command: str) -> None:
     parser = ArgumentParser()
     parser.add_argument("--config-name", default="train")
     parser.add_argument("--config-dir", type=ROOT.joinpath)
@@ -101,7 +101,7 @@ def test_rollout_train_takes_the_settings_of_each_documented_command(command: st
     compose_settings(given.overrides, given.config_name, given.config_dir)
 
 
-def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_one() -> None:
+def test_config_groups_and_dataclasses_of_job_settings_match() -> None:
     groups = {group for group, _ in OPTIONS}
     assert groups == {*JOB_GROUPS, *JobSettings.PRESETS}
 
@@ -116,7 +116,7 @@ def test_every_group_belongs_to_a_dataclass_and_every_dataclass_of_the_job_has_o
         (["mode=sync", "producer=dynamic_sampling"], 0, "suspend", 1),
     ],
 )
-def test_a_mode_chooses_keys_of_other_groups_which_still_can_be_given(
+def test_mode_sets_keys_of_other_groups_and_overrides_win(
     overrides: list[str], num_engines: int, mode: str, bound: int
 ) -> None:
     settings = load_dataclass(JobSettings, composed(*checked_overrides(overrides, JobSettings)))
@@ -125,7 +125,7 @@ def test_a_mode_chooses_keys_of_other_groups_which_still_can_be_given(
     assert settings.producer.max_staleness_versions == bound
 
 
-def test_data_changes_no_other_group_of_rollout_train() -> None:
+def test_data_group_changes_no_other_group() -> None:
     own = ["++model.path=DIR", "data.path=FILE", REWARD]
     jsonl, python = (
         OmegaConf.to_container(composed(f"data={kind}", *own, config_name="train"))
@@ -137,12 +137,12 @@ def test_data_changes_no_other_group_of_rollout_train() -> None:
 
 
 @pytest.mark.parametrize(("group", "kind"), ASYNC_GROUPS.items())
-def test_an_unknown_key_of_an_asynchronous_group_is_refused(group: str, kind: type) -> None:
+def test_unknown_key_of_producer_or_weight_sync_is_refused(group: str, kind: type) -> None:
     with pytest.raises(ConfigError, match="unknown config key nonsense"):
         load_dataclass(kind, {"nonsense": 1})
 
 
-def test_the_producer_group_holds_parameters_of_the_producer() -> None:
+def test_producer_settings_are_parameters_of_async_rollout_producer() -> None:
     parameters = set(inspect.signature(AsyncRolloutProducer.__init__).parameters)
     assert set(field_types(ProducerSettings)) <= parameters
 
@@ -157,19 +157,19 @@ def test_the_producer_group_holds_parameters_of_the_producer() -> None:
         ),
         (ProducerSettings, {"max_attempts": 0}, "max_attempts=0 must be .*at least 1"),
         (ProducerSettings, {"max_refills": 3}, "drop_zero_variance"),
-        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees no memory"),
+        (WeightSyncSettings, {"mode": "in_flight", "release": ["kv_cache"]}, "frees nothing"),
         (WeightSyncSettings, {"mode": "suspend", "release": ["graphs"]}, "graphs"),
         (WeightSyncSettings, {"mode": "sometimes"}, "mode='sometimes'"),
     ],
 )
-def test_asynchronous_settings_that_cannot_work_are_refused(
+def test_contradicting_producer_and_weight_sync_settings_are_refused(
     kind: type, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_dataclass(kind, values)
 
 
-def test_the_engine_group_makes_an_inference_config() -> None:
+def test_engine_group_loads_as_inference_config() -> None:
     settings = load_dataclass(JobSettings, composed("engine.kv_cache_management_mode=recompute"))
     assert settings.engine.kv_cache_management_mode is KVCacheManagementMode.RECOMPUTE
 
@@ -193,11 +193,11 @@ run_hydra_job(report, JobSettings, config_path=str(CONFIG_DIRECTORY), config_nam
 
 
 def run_job(directory: Path, *arguments: str) -> CompletedProcess[str]:
-    """Run a job with the example's config in `directory`, in a process of its own."""
+    """Run a job of its own config in `directory`, in a process of its own."""
     return run_program(JOB, list(arguments), directory)
 
 
-def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:
+def test_run_hydra_job_ends_for_an_unknown_key_with_the_nearest_one(tmp_path: Path) -> None:
     job = run_job(tmp_path, "engine.block_size=16")
     assert job.returncode == 1
     assert job.stderr.strip() == (
@@ -206,19 +206,19 @@ def test_an_unknown_key_ends_a_job_with_the_nearest_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_config_error_of_the_job_itself_ends_it_with_its_message(tmp_path: Path) -> None:
+def test_run_hydra_job_ends_with_the_message_of_a_config_error(tmp_path: Path) -> None:
     job = run_job(tmp_path, "run_name=unfit")
     assert job.returncode == 1
     assert job.stderr.strip() == "error: the checkpoint is of another model"
 
 
-def test_an_environment_that_never_succeeds_ends_a_job_with_its_message(tmp_path: Path) -> None:
+def test_run_hydra_job_ends_with_the_message_of_environment_failed(tmp_path: Path) -> None:
     job = run_job(tmp_path, "run_name=unlucky")
     assert job.returncode == 1
     assert job.stderr.strip() == "error: no rollout of store has succeeded"
 
 
-def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:
+def test_run_hydra_job_names_our_key_for_one_of_another_system(tmp_path: Path) -> None:
     job = run_job(tmp_path, "num_generations=4")
     assert job.returncode == 1
     assert job.stderr.strip() == (
@@ -227,7 +227,7 @@ def test_a_key_of_another_system_ends_a_job_with_ours(tmp_path: Path) -> None:
     )
 
 
-def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Path) -> None:
+def test_multirun_passes_overrides_to_every_job_in_any_directory(tmp_path: Path) -> None:
     sizes, high = "algorithm.group_size=4,6", "algorithm.loss.epsilon_high=0.4"
     job = run_job(tmp_path, "run_name=sweep", "--multirun", sizes, high)
     assert job.returncode == 0, job.stderr
@@ -241,11 +241,11 @@ def test_an_override_reaches_every_job_of_a_sweep_in_any_directory(tmp_path: Pat
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
 
 
-def test_a_job_of_its_own_is_named_after_its_run() -> None:
+def test_wandb_names_of_a_single_job_come_from_its_run_name() -> None:
     assert wandb_names("demo", "seed_3") == ("demo-seed_3", "demo")
 
 
-def test_a_launcher_without_engines_to_start_is_refused() -> None:
+def test_launcher_with_num_engines_0_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="RayLauncher with num_engines=0: there is nothing to start"
     ):

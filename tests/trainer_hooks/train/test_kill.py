@@ -1,4 +1,4 @@
-"""The job as a process of its own: killed without warning, then resumed."""
+"""The job in its own process, killed without warning and resumed."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def steps_and_versions(run: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_a_killed_job_resumes_where_its_checkpoint_stands(tmp_path: Path) -> None:
+def test_killed_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "train" / "demo" / "seed_0"
     settings = ("trainer.num_steps=20", "trainer.checkpoint_interval=6")
     job = PacedJob(tmp_path, *settings)

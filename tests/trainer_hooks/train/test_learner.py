@@ -1,4 +1,4 @@
-"""One training step of the example."""
+"""Learner: one training step on batches made by hand."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,9 @@ from trainer_hooks.train.learner import Learner, learning_rate_at
 
 
 class Bigram(torch.nn.Module):
-    """Logits of the next token from a table; answers as a transformers model does."""
+    """A model whose logits of the next token come from a table, with the interface of
+    transformers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class Bigram(torch.nn.Module):
 
 
 def two_groups(rewards: list[float | None], version: int = 0) -> RolloutBatch:
-    """Two groups of three; every rollout answers 1 with 2 or 3, log-probs those of the table."""
+    """Return two groups of three rollouts that answer 1 with 2 or 3, with the table's log-probs."""
     requests = [
         finished_request([1], [token], versions=[version], logprobs=[-1.3862944])
         for token in (2, 3, 3, 2, 2, 3)
@@ -49,14 +51,14 @@ def learner(policy: Bigram, settings: JobSettings) -> Learner:
     return Learner(policy, settings.algorithm, settings.trainer)  # type: ignore[arg-type]
 
 
-def test_a_step_makes_the_rewarded_token_likelier() -> None:
+def test_learner_update_makes_the_rewarded_token_likelier() -> None:
     policy = Bigram()
     learner(policy, tiny_settings()).update(two_groups([1, 0, 0, 1, 1, 0]), step=1)
     weights = policy.table.weight[1]
     assert weights[2] > 0 > weights[3]
 
 
-def test_groups_of_equal_rewards_are_left_out() -> None:
+def test_learner_update_leaves_groups_of_equal_rewards_out() -> None:
     policy = Bigram()
     batch = two_groups([1, 0, 0, 1, 1, 1])
     metrics = learner(policy, tiny_settings()).update(batch, step=1)
@@ -65,7 +67,7 @@ def test_groups_of_equal_rewards_are_left_out() -> None:
     assert metrics["train/num_tokens"] == metrics["train/num_stale_tokens"] == 3
 
 
-def test_a_batch_without_any_spread_changes_nothing() -> None:
+def test_learner_update_without_reward_spread_changes_nothing() -> None:
     policy = Bigram()
     metrics = learner(policy, tiny_settings()).update(two_groups([1.0] * 6), step=1)
     assert policy.num_rows_seen == 0
@@ -74,7 +76,7 @@ def test_a_batch_without_any_spread_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("spoilt", [math.nan, math.inf])
-def test_steps_without_a_finite_gradient_leave_the_policy_and_are_counted(
+def test_skipped_steps_count_non_finite_gradients_and_leave_the_policy(
     spoilt: float, tmp_path: Path
 ) -> None:
     policy, batch = Bigram(), two_groups([1, 0, 0, 1, 1, 0])
@@ -100,7 +102,7 @@ def test_steps_without_a_finite_gradient_leave_the_policy_and_are_counted(
     assert policy.table.weight[1, 2] > 0 > policy.table.weight[1, 3]
 
 
-def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts() -> None:
+def test_shuffle_rewards_permutes_the_rewards() -> None:
     torch.manual_seed(0)
     settings = tiny_settings(algorithm__shuffle_rewards=True)
     gains = []
@@ -112,14 +114,14 @@ def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts() -> None:
     assert min(gains) < 0 < max(gains)
 
 
-def test_shuffling_leaves_failed_rollouts_out_of_training() -> None:
+def test_shuffle_rewards_leaves_failed_rollouts_out() -> None:
     torch.manual_seed(0)
     settings = tiny_settings(algorithm__shuffle_rewards=True)
     metrics = learner(Bigram(), settings).update(two_groups([1, 0, None, 1, None, 0]), step=1)
     assert metrics["train/num_tokens"] <= 4
 
 
-def test_the_learning_rate_rises_then_falls_to_its_final_fraction() -> None:
+def test_learning_rate_at_rises_then_falls_to_its_final_fraction() -> None:
     trainer = tiny_settings(
         trainer__num_steps=11, trainer__warmup_steps=2, trainer__learning_rate=1.0
     ).trainer
@@ -127,8 +129,8 @@ def test_the_learning_rate_rises_then_falls_to_its_final_fraction() -> None:
     assert rates == pytest.approx([0.5, 1.0, 0.1, 0.1])
 
 
-def test_a_decoupled_step_clips_around_the_policy_that_it_begins_with() -> None:
-    """The rollouts are far from a uniform policy: sampled at 0.1, where it gives 0.25."""
+def test_decoupled_step_clips_around_the_policy_at_its_start() -> None:
+    """The rollouts are far from the uniform policy: sampled at 0.1, where it gives 0.25."""
     batch, settings = two_groups([1, 0, 0, 1, 1, 0]), tiny_settings(algorithm__decoupled=True)
     stale = replace(batch, behaviour_logprobs_BT=torch.full_like(batch.behaviour_logprobs_BT, -2.3))
     clipped = learner(Bigram(), tiny_settings()).update(stale, step=1)
@@ -137,7 +139,7 @@ def test_a_decoupled_step_clips_around_the_policy_that_it_begins_with() -> None:
     assert free["train/sampling/importance_sampling_ratio/mean"] == 2  # 2.5, truncated
 
 
-def test_a_decoupled_step_counts_tokens_of_this_version_on_old_kv_as_stale() -> None:
+def test_decoupled_step_treats_current_tokens_on_old_kv_as_stale() -> None:
     fresh, settings = two_groups([1, 0, 0, 1, 1, 0], 1), tiny_settings(algorithm__decoupled=True)
     batch = replace(
         fresh,
@@ -148,7 +150,7 @@ def test_a_decoupled_step_counts_tokens_of_this_version_on_old_kv_as_stale() -> 
     assert metrics["train/sampling/importance_sampling_ratio/mean"] == 2  # 2.5, truncated
 
 
-def test_a_named_correction_weighs_fresh_rollouts_too() -> None:
+def test_loss_correction_weighs_fresh_rollouts_too() -> None:
     settings = tiny_settings(
         algorithm__decoupled=True, algorithm__loss__correction__mode="truncate"
     )
@@ -157,7 +159,7 @@ def test_a_named_correction_weighs_fresh_rollouts_too() -> None:
     assert metrics["train/sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0)
 
 
-def test_the_kl_term_is_towards_the_reference_policy() -> None:
+def test_kl_term_is_towards_the_reference_policy() -> None:
     settings = tiny_settings(algorithm__loss__kl_coefficient=0.04, algorithm__num_minibatches=1)
     policy, reference = learner(Bigram(), settings), Bigram()
     with torch.no_grad():  # it answers 1 with 2 at 1/2, with 3 at 1/6; the policy both at 1/4
@@ -168,7 +170,7 @@ def test_the_kl_term_is_towards_the_reference_policy() -> None:
     assert metrics["train/kl"] == pytest.approx(sum(by_token) / 2, rel=1e-5)
 
 
-def test_the_entropy_is_that_of_the_policy_over_all_tokens() -> None:
+def test_train_entropy_is_the_policys_over_all_tokens() -> None:
     settings, policy = tiny_settings(algorithm__num_minibatches=1), Bigram()
     with torch.no_grad():  # it answers 1 with 2 at 5/8, with the three others at 1/8
         policy.table.weight[1, 2] = math.log(5.0)
@@ -177,7 +179,7 @@ def test_the_entropy_is_that_of_the_policy_over_all_tokens() -> None:
     assert metrics["train/entropy"] == pytest.approx(expected)
 
 
-def test_an_entropy_bonus_flattens_the_answers() -> None:
+def test_entropy_coefficient_flattens_the_answers() -> None:
     entropies = []
     for coefficient in (0.0, 1.0):
         torch.manual_seed(0)
@@ -195,7 +197,7 @@ def test_an_entropy_bonus_flattens_the_answers() -> None:
     assert entropies[1] > entropies[0]
 
 
-def test_a_decoupled_step_on_fresh_rollouts_costs_and_changes_nothing() -> None:
+def test_decoupled_step_on_fresh_rollouts_is_the_plain_step() -> None:
     batch, tables = two_groups([1, 0, 0, 1, 1, 0], version=1), []
     for is_decoupled in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The job with model.lora: what is trained, pushed, saved and resumed."""
+"""The job with model.lora: what it trains, pushes, saves and resumes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adapter_of(directory: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_engines", [0, 1])
-def test_the_adapter_alone_is_trained_and_the_engines_serve_it_on_the_base(
+def test_model_lora_trains_only_the_adapter_and_engines_serve_it_on_the_base(
     tmp_path: Path, num_engines: int
 ) -> None:
     kl = {"algorithm__loss__kl_coefficient": 0.1, "trainer__learning_rate": 0.05}
@@ -50,7 +50,7 @@ def test_the_adapter_alone_is_trained_and_the_engines_serve_it_on_the_base(
     assert rows[1]["train/kl"] > 1e-4
 
 
-def test_a_resumed_run_goes_on_with_the_adapter_it_had(tmp_path: Path) -> None:
+def test_resumed_lora_run_continues_with_its_adapter(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     four = {"trainer__num_steps": 4, "trainer__checkpoint_interval": 2}
     run_seed(whole, lora_settings(**four), seed=0)
@@ -61,8 +61,8 @@ def test_a_resumed_run_goes_on_with_the_adapter_it_had(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_an_adapter_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora beside algorithm\.critic"):
+def test_model_lora_is_refused_with_incompatible_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora with algorithm\.critic"):
         lora_settings(algorithm="ppo", algorithm__group_size=1)
     moving = {"algorithm__loss__kl_coefficient": 0.1, "algorithm__reference__sync_interval": 2}
     with pytest.raises(ConfigError, match=r"sync_interval=2 with model\.lora"):
@@ -79,7 +79,7 @@ def test_an_adapter_is_refused_where_it_cannot_work(tmp_path: Path) -> None:
         new_adapter(base, LoraSettings(rank=2, alpha=4.0, target_modules="no_such_layer"))
 
 
-def test_the_engine_samples_from_base_and_adapter_together(tmp_path: Path) -> None:
+def test_engine_samples_from_base_and_lora_adapter(tmp_path: Path) -> None:
     one = {"algorithm__num_minibatches": 1, "trainer__num_steps": 6, "trainer__learning_rate": 0.05}
     run_seed(tmp_path, lora_settings(**one), seed=0)
     # One minibatch a step, so the trainer recomputes the very policy that has sampled.

@@ -1,4 +1,4 @@
-"""The job through real engines, cut down to seconds: files, staleness, interruption, resume."""
+"""run_seed through real engines, in seconds: files, staleness, interruption, resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def training_rows(directory: Path) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(directory / "metrics.jsonl") if "reward" in row]
 
 
-def test_a_run_leaves_report_metrics_summary_and_a_policy_that_transformers_loads(
+def test_run_seed_writes_report_metrics_summary_and_a_checkpoint_for_transformers(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "seed_0"
@@ -68,7 +68,7 @@ def test_a_run_leaves_report_metrics_summary_and_a_policy_that_transformers_load
         (1, "in_flight", 2),
     ],
 )
-def test_each_engine_and_way_to_push_keeps_the_bound_and_accounts_for_all_time(
+def test_max_staleness_holds_and_all_time_is_accounted_in_each_weight_sync_mode(
     tmp_path: Path, num_engines: int, mode: str, bound: int
 ) -> None:
     releases = {"weight_sync__release": "[kv_cache,weights]"} if mode == "suspend" else {}
@@ -96,7 +96,7 @@ def test_each_engine_and_way_to_push_keeps_the_bound_and_accounts_for_all_time(
     assert read_trainer_state(checkpoint).prompts, "the ledger goes with the checkpoint"
 
 
-def test_the_processes_of_a_reward_end_with_the_run(tmp_path: Path) -> None:
+def test_reward_workers_end_with_the_run(tmp_path: Path) -> None:
     changes = {"reward__workers": 1, "warmup": "none", "trainer__num_steps": 1}
     run, before = Run(tmp_path, tiny_settings(**changes), seed=0), children()
     asyncio.run(run.run())
@@ -104,7 +104,7 @@ def test_the_processes_of_a_reward_end_with_the_run(tmp_path: Path) -> None:
     assert children() == before
 
 
-def test_ppo_trains_policy_and_critic_and_a_checkpoint_has_both(tmp_path: Path) -> None:
+def test_ppo_trains_policy_and_critic_and_checkpoints_both(tmp_path: Path) -> None:
     sizes = {"algorithm__group_size": 1, "algorithm__groups_per_step": 8}
     settings = tiny_settings(algorithm="ppo", **sizes, **WITH_KL)
     run_seed(tmp_path, settings, seed=0)
@@ -118,7 +118,7 @@ def test_ppo_trains_policy_and_critic_and_a_checkpoint_has_both(tmp_path: Path) 
     assert critic.head.weight.abs().sum() > 0, "its head began at zero"
 
 
-def test_an_interrupted_run_resumes_to_the_end_under_higher_versions(tmp_path: Path) -> None:
+def test_interrupted_run_resumes_to_the_end_under_higher_weights_versions(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
     run_seed(directory, tiny_settings(trainer__num_steps=3, trainer__checkpoint_interval=2), seed=0)
     # What a kill in step 3 leaves: the metrics and the version of a step that no checkpoint has.
@@ -136,7 +136,7 @@ def test_an_interrupted_run_resumes_to_the_end_under_higher_versions(tmp_path: P
     assert len(set(batches)) == len(batches) == 16, "each prompt is trained on once"
 
 
-def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
+def test_kl_reference_is_the_warmed_up_policy_also_after_a_resume(
     tmp_path: Path,
 ) -> None:
     directory, with_kl = tmp_path / "seed_0", {"trainer__checkpoint_interval": 1, **WITH_KL}
@@ -157,7 +157,7 @@ def test_the_kl_terms_reference_is_what_the_warm_up_left_and_outlives_a_resume(
     assert torch.equal(reference, kept)
 
 
-def test_a_kl_term_that_comes_with_a_resume_is_refused(tmp_path: Path) -> None:
+def test_kl_coefficient_added_on_resume_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
     run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
     settings = tiny_settings(resume="auto", **WITH_KL)
@@ -165,7 +165,7 @@ def test_a_kl_term_that_comes_with_a_resume_is_refused(tmp_path: Path) -> None:
         run_seed(directory, settings, seed=0)
 
 
-def test_a_resume_from_step_0_is_the_very_run_that_a_fresh_one_is(tmp_path: Path) -> None:
+def test_resume_from_step_0_repeats_a_fresh_run_exactly(tmp_path: Path) -> None:
     # By turns, so that no token depends on how quick the trainer is.
     by_turns = {"producer": "synchronous", "trainer__num_steps": 2}
     directory, rewards, weights = tmp_path / "seed_0", [], []
@@ -189,7 +189,7 @@ def test_a_resume_from_step_0_is_the_very_run_that_a_fresh_one_is(tmp_path: Path
     ],
     ids=["policy", "critic"],
 )
-def test_a_run_of_other_settings_does_not_resume_from_this_one(
+def test_resume_with_another_model_or_optimizer_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     directory = tmp_path / "seed_0"
@@ -198,7 +198,7 @@ def test_a_run_of_other_settings_does_not_resume_from_this_one(
         run_seed(directory, tiny_settings(resume="auto", **changes), seed=0)
 
 
-def test_ctrl_c_amid_the_warm_up_leaves_no_checkpoint_and_the_next_run_begins_anew(
+def test_ctrl_c_during_warm_up_leaves_no_checkpoint_and_the_next_run_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, answer_loss = tmp_path / "seed_0", warm_up.answer_loss
@@ -219,7 +219,7 @@ def test_ctrl_c_amid_the_warm_up_leaves_no_checkpoint_and_the_next_run_begins_an
     assert summary["num_steps"] == 1
 
 
-def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(
+def test_ctrl_c_writes_a_checkpoint_between_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = Learner.update
@@ -239,7 +239,7 @@ def test_ctrl_c_writes_a_checkpoint_at_the_step_edge(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_warm_up_and_training_are_one_wandb_run_whose_tables_hold_the_samples(
+def test_warm_up_and_training_share_one_wandb_run_with_sample_tables(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("wandb")
@@ -257,7 +257,7 @@ def test_warm_up_and_training_are_one_wandb_run_whose_tables_hold_the_samples(
     assert shown <= written
 
 
-def test_a_run_that_starts_over_sets_the_earlier_one_aside(tmp_path: Path) -> None:
+def test_run_that_starts_over_renames_the_earlier_directory(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
     for text in ("first", "second", "third"):
         run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
@@ -268,7 +268,7 @@ def test_a_run_that_starts_over_sets_the_earlier_one_aside(tmp_path: Path) -> No
     assert find_checkpoint(tmp_path / "seed_0.previous" / "checkpoints") is not None
 
 
-def test_a_job_in_the_folder_of_another_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_job_in_a_locked_run_directory_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "seed_0"
     with locked_run(directory):
         directory.mkdir()
@@ -278,13 +278,13 @@ def test_a_job_in_the_folder_of_another_is_refused_and_changes_nothing(tmp_path:
         assert list(directory.iterdir()) == []
 
 
-def test_a_warm_up_that_does_not_get_there_says_what_to_change(tmp_path: Path) -> None:
+def test_warm_up_that_misses_target_reward_names_the_settings_to_change(tmp_path: Path) -> None:
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=2)
     with pytest.raises(RolloutError, match=r"warmup\.max_steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
 
 
-def test_a_warm_up_that_ends_before_its_first_check_measures_what_it_reached(
+def test_warm_up_that_ends_before_first_check_measures_its_reward(
     tmp_path: Path,
 ) -> None:
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=3, warmup__first_check=60)
@@ -292,7 +292,7 @@ def test_a_warm_up_that_ends_before_its_first_check_measures_what_it_reached(
         run_seed(tmp_path / "seed_0", settings, seed=0)
 
 
-def test_a_warm_up_that_wants_more_prompts_than_there_are_begins_with_the_first_again(
+def test_warm_up_reuses_its_prompts_from_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(palindromes, "NUM_PROMPTS", 5)  # it takes 4 for each of 2 steps
@@ -301,7 +301,7 @@ def test_a_warm_up_that_wants_more_prompts_than_there_are_begins_with_the_first_
     assert [row["warmup/step"] for row in rows] == [1, 2]
 
 
-def test_a_job_without_a_warm_up_evaluates_and_trains_from_the_policy_it_is_given(
+def test_job_without_warm_up_trains_from_the_given_policy(
     tmp_path: Path,
 ) -> None:
     summary = run_seed(tmp_path, tiny_settings(warmup="none", trainer__num_steps=1), seed=0)
@@ -311,7 +311,7 @@ def test_a_job_without_a_warm_up_evaluates_and_trains_from_the_policy_it_is_give
     assert "warmup_steps" not in summary
 
 
-def test_a_warm_up_of_fewer_than_no_steps_is_refused() -> None:
+def test_negative_warmup_max_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_steps=-1"):
         tiny_settings(warmup__max_steps=-1)
 
@@ -323,7 +323,7 @@ TINY_EXPERTS = {
 }
 
 
-def test_a_mixture_trains_with_the_experts_that_its_engine_used(
+def test_replay_routing_trains_with_the_experts_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[RolloutBatch] = []

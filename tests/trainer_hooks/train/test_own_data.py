@@ -1,4 +1,4 @@
-"""The job on a checkpoint, a file of questions and a reward of the user's own, by overrides."""
+"""The job on your own checkpoint, file of questions and reward function, by overrides."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with model/ and questions.jsonl."""
+    """A directory with a model in model/ and prompts in questions.jsonl."""
     directory = tmp_path_factory.mktemp("own")
     write_checkpoint(directory / "model", hidden_size=16, num_layers=1)
     write_questions(directory / "questions.jsonl", all_sums(range(10, 16)))
@@ -57,7 +57,7 @@ def task_of(settings: JobSettings) -> Task:
     return Task(settings.model, settings.data, settings.reward, settings.warmup.source)
 
 
-def test_a_job_on_own_model_data_and_reward_runs_by_overrides_alone(
+def test_rollout_train_runs_on_own_model_data_and_reward_by_overrides(
     own: Path, tmp_path: Path
 ) -> None:
     settings = own_settings(
@@ -79,10 +79,10 @@ def test_a_job_on_own_model_data_and_reward_runs_by_overrides_alone(
 
 
 @pytest.mark.parametrize("has_chat", [False, True])
-def test_a_job_trains_on_the_prompt_ids_that_transformers_makes(
+def test_job_trains_on_the_prompt_ids_of_the_transformers_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_chat: bool
 ) -> None:
-    """The checkpoint's tokenizer adds a BOS token to raw text, and its chat template writes one."""
+    """The tokenizer adds a BOS token to raw text, and the chat template writes its own."""
     tokenizer = AutoTokenizer.from_pretrained(text_protocols.directory())
     rows = [{"prompt": f"The quick brown fox {i}", "answer": str(i)} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -115,7 +115,7 @@ def test_a_job_trains_on_the_prompt_ids_that_transformers_makes(
         assert tokens[0] == tokenizer.bos_token_id
 
 
-def test_rewards_of_several_conventions_are_summed_by_weight(own: Path) -> None:
+def test_reward_terms_of_several_conventions_are_summed_by_weight(own: Path) -> None:
     settings = own_settings(
         own, REWARD, "reward.terms.is_right.weight=2",
         "reward.terms.verl.path=tests.trainer_hooks.reward_functions:compute_score",
@@ -126,7 +126,7 @@ def test_rewards_of_several_conventions_are_summed_by_weight(own: Path) -> None:
     assert asyncio.run(rewards) == [3.0, 1.0]
 
 
-def test_text_goes_through_the_chat_template_unless_that_is_left_out(own: Path) -> None:
+def test_data_chat_applies_the_chat_template_to_text_unless_false(own: Path) -> None:
     task = task_of(own_settings(own, REWARD, f"data.system_prompt='{SYSTEM_PROMPT}'"))
     prompt = str(task.prompts(0)[0].prompt)
     assert prompt.startswith(f"<|system|>{SYSTEM_PROMPT}<|end|><|user|>What is")
@@ -137,7 +137,7 @@ def test_text_goes_through_the_chat_template_unless_that_is_left_out(own: Path) 
         task_of(own_settings(own, REWARD, "data.chat=false", "data.system_prompt=x"))
 
 
-def test_held_out_rows_are_left_out_of_training(own: Path) -> None:
+def test_num_held_out_rows_are_left_out_of_training(own: Path) -> None:
     task = task_of(own_settings(own, REWARD, "data.num_held_out=3"))
     train = [task.prompts(0)[i].prompt for i in range(len(task.prompts(0)))]
     held_out = [item.prompt for item in task.held_out]
@@ -148,7 +148,7 @@ def test_held_out_rows_are_left_out_of_training(own: Path) -> None:
     )
 
 
-def test_a_mixture_and_a_warm_up_have_sources_of_their_own(own: Path) -> None:
+def test_data_sources_and_warmup_source_are_read(own: Path) -> None:
     path = own / "questions.jsonl"
     settings = settings_of(
         f"model.path={own / 'model'}", "data=mixture", REWARD,
@@ -166,7 +166,9 @@ def test_a_mixture_and_a_warm_up_have_sources_of_their_own(own: Path) -> None:
     assert held_out.isdisjoint(warmup)
 
 
-def test_no_prompt_of_a_mixture_is_both_held_out_and_trained_on(own: Path, tmp_path: Path) -> None:
+def test_no_prompt_of_data_sources_is_both_held_out_and_trained_on(
+    own: Path, tmp_path: Path
+) -> None:
     few = tmp_path / "few.jsonl"
     write_questions(few, all_sums(range(20, 24)))
     settings = settings_of(
@@ -195,7 +197,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS)
-def test_a_bad_row_is_named_before_the_job_begins_or_skipped_and_counted(
+def test_on_bad_row_refuses_bad_rows_or_skips_and_counts_them(
     own: Path,
     tmp_path: Path,
     row: dict[str, Any],
@@ -237,17 +239,19 @@ def test_a_bad_row_is_named_before_the_job_begins_or_skipped_and_counted(
         ([REWARD, "data.prompt_column=question"], r"no column 'question'; it has prompt, answer"),
         ([REWARD, "data.path=none.jsonl"], r"none\.jsonl cannot be read"),
         ([REWARD, "model.path=tests"], "model.path=tests: AutoTokenizer cannot load it"),
-        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is no directory, nor a model"),
+        ([REWARD, "model.path=/nowhere"], "model.path=/nowhere is neither a directory nor"),
         (
             [
                 "reward=trainer_hooks.rewards:RewardModel",
                 "reward.terms.RewardModel.options.path=/no",
             ],
-            "path of the reward model=/no is no directory",
+            "path of the reward model=/no is neither a directory",
         ),
     ],
 )
-def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str) -> None:
+def test_missing_files_and_objects_of_settings_are_named(
+    own: Path, changes: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         task_of(own_settings(own, *changes)).prompts(0)[0]
 
@@ -265,7 +269,7 @@ def test_what_is_not_there_is_named(own: Path, changes: list[str], message: str)
         (["data=mixture", "model.path=a", REWARD, "data.sources.x.kind=jsonl"], "sources.x needs"),
     ],
 )
-def test_a_job_that_lacks_a_part_says_which(arguments: Any, message: str) -> None:
+def test_job_without_a_required_setting_names_it(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings_of(*arguments)
 
@@ -275,7 +279,7 @@ def test_rollout_train_without_data_names_the_options() -> None:
         settings_of("model.path=a")
 
 
-def test_a_reward_model_scores_in_batches_what_it_scores_alone(own: Path, tmp_path: Path) -> None:
+def test_reward_model_scores_batches_as_single_samples(own: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(own / "model", num_labels=1)
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "rm")

@@ -27,7 +27,7 @@ TRANSPORTS = ("shared", "directory:{}", "collective", "delta+directory:{}", "del
 
 
 def begun(program: Sequence[str], folder: Path, *settings: str) -> subprocess.Popen[str]:
-    """Two ranks on this machine, which meet at a port that torchrun finds."""
+    """Start two ranks on this machine, at a port that torchrun chooses."""
     ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     words = [f"{name}={value}" for name, value in TINY.items()]
     return subprocess.Popen(
@@ -42,7 +42,7 @@ def begun(program: Sequence[str], folder: Path, *settings: str) -> subprocess.Po
 
 
 def torchrun(program: Sequence[str], folder: Path, *settings: str) -> tuple[int, str]:
-    """The exit code of a job, and what it has said."""
+    """Return the exit code of a job and its output."""
     process = begun(program, folder, *settings)
     errors = process.communicate()[1]
     return process.returncode, errors
@@ -56,7 +56,7 @@ def trained_steps(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_engine_processes_serve_the_full_state_dict_after_each_step(
+def test_engine_processes_serve_the_full_fsdp2_state_dict_after_each_step(
     transport: str, tmp_path: Path
 ) -> None:
     code, errors = torchrun(
@@ -75,7 +75,7 @@ def test_engine_processes_serve_the_full_state_dict_after_each_step(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_of_two_ranks_saves_and_goes_on(tmp_path: Path) -> None:
+def test_interrupted_fsdp2_run_of_two_ranks_saves_and_resumes(tmp_path: Path) -> None:
     job = DEMO, tmp_path
     words = (
         "trainer.strategy=fsdp2",
@@ -97,7 +97,7 @@ def test_an_interrupted_run_of_two_ranks_saves_and_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_ranks_that_would_each_train_alone_are_refused(tmp_path: Path) -> None:
+def test_torchrun_ranks_without_fsdp2_or_torchrun_launcher_are_refused(tmp_path: Path) -> None:
     code, errors = torchrun(DEMO, tmp_path)
     assert code != 0
     assert (

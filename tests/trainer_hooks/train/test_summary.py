@@ -1,4 +1,4 @@
-"""The summary of a run, from rows made by hand."""
+"""Summaries of runs whose rows are made by hand."""
 
 import io
 import math
@@ -42,7 +42,7 @@ def rows(num_steps: int) -> list[dict[str, float]]:
     ]
 
 
-def test_summary_by_hand() -> None:
+def test_summarise_equals_figures_computed_by_hand() -> None:
     summary = summarise(rows(50), seed=3)
     assert summary["sampled_reward_first"] == pytest.approx(0.045)
     assert summary["sampled_reward_last"] == pytest.approx(0.445)
@@ -63,7 +63,7 @@ def test_summary_by_hand() -> None:
     assert summary["train_s"] == pytest.approx(100.0)
 
 
-def test_the_table_has_a_column_for_every_seed() -> None:
+def test_summary_table_has_a_column_per_seed() -> None:
     output = io.StringIO()
     table = summary_table([summarise(rows(50), seed) for seed in (0, 1)], "GRPO")
     Console(file=output, width=120).print(table)
@@ -72,7 +72,7 @@ def test_the_table_has_a_column_for_every_seed() -> None:
     assert "sampled_gain" in output.getvalue()
 
 
-def test_answers_are_shown_first_and_last() -> None:
+def test_answers_table_shows_first_and_last_answers() -> None:
     output = io.StringIO()
     texts = ["[bold]", "middle", "right"]
     rows = [{"answers": [{"prompt": "What?", "answer": text}]} for text in texts]
@@ -84,7 +84,7 @@ def test_answers_are_shown_first_and_last() -> None:
     assert "middle" not in shown
 
 
-def test_steps_and_evaluations_without_any_reward_are_left_out_or_nan() -> None:
+def test_summarise_leaves_steps_without_reward_out_or_nan() -> None:
     with_gaps = rows(12)
     with_gaps[2]["eval/greedy_reward"] = None  # type: ignore[assignment]
     with_gaps[4]["reward"] = None  # type: ignore[assignment]

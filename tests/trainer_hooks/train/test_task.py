@@ -1,4 +1,4 @@
-"""The task: disjoint parts, the library's verifier, a tokenizer for it."""
+"""Task on the demo's data: disjoint parts, reasoning-gym's verifier, the letter tokenizer."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def source_index(item: PromptItem) -> int:
     return int(item.columns["entry"]["metadata"]["source_index"])
 
 
-def test_training_never_shows_the_letters_of_a_held_out_item(task: Task) -> None:
+def test_training_prompts_never_have_the_letters_of_held_out_items(task: Task) -> None:
     # Two or three letters collide often, so that the check has something to replace.
     held_out = [letters(item) for item in task.held_out]
     prompts = task.prompts(seed=0)
@@ -40,27 +40,27 @@ def test_training_never_shows_the_letters_of_a_held_out_item(task: Task) -> None
     assert max(places) > NUM_PROMPTS, "an item was replaced"
 
 
-def test_runs_of_other_seeds_and_warm_ups_share_no_items(task: Task) -> None:
+def test_prompts_of_other_seeds_and_warm_ups_share_no_items(task: Task) -> None:
     parts = [rows(seed) for seed in (0, 1) for rows in (task.prompts, task.warmup_prompts)]
     places = [{source_index(part[i]) for i in (*range(50), NUM_PROMPTS - 1)} for part in parts]
     held_out = {source_index(item) for item in task.held_out}
     assert len(set.union(*places, held_out)) == sum(map(len, [*places, held_out]))
 
 
-def test_prompts_have_an_end(task: Task) -> None:
+def test_training_prompts_raise_index_error_at_their_end(task: Task) -> None:
     assert len(task.prompts(0)) == NUM_PROMPTS
     with pytest.raises(IndexError):
         task.prompts(0)[NUM_PROMPTS]
 
 
-def test_the_verifier_of_the_library_scores_completions(task: Task) -> None:
+def test_reasoning_gym_reward_scores_completions(task: Task) -> None:
     item = task.held_out[0]
     completions = [item.columns["answer"], "xyxyx", "ab", ""]
     rewards = reasoning_gym_reward(completions, [[1], [1], [1], []], [item.columns["entry"]] * 4)
     assert rewards == [1.0, 0.05, 0.02, None]
 
 
-def test_the_tokenizer_has_one_token_per_letter_and_constant_part(task: Task) -> None:
+def test_letter_tokenizer_has_one_token_per_letter_and_constant_part(task: Task) -> None:
     tokenizer = task.tokenizer
     item = task.held_out[0]
     tokens = tokenizer.encode(item.prompt)

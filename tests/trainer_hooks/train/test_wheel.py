@@ -1,4 +1,4 @@
-"""The wheel: what it installs, and that its `rollout train` runs the demo."""
+"""The built wheel: which files it installs, and that its `rollout train` runs the demo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGED = ("rollout", "rollout_verl", "trainer_hooks", "conf")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the sources, in which the build leaves its files."""
+    """A wheel built from a copy of the sources."""
     directory = tmp_path_factory.mktemp("wheel")
     for name in PACKAGED:
         ignored = shutil.ignore_patterns("__pycache__")

@@ -25,9 +25,10 @@ _M_MMAP_THRESHOLD = -3
 
 
 def measure(path: Path, rank: int, pipe: Any, make_transport: Callable[[], Any]) -> None:
-    """Push three times, with the parent as the engine. Send (what, value), at last the peak in
-    bytes that the last push has reached above what the process had before it. The first two make
-    the memory that engines read, which stays.
+    """Push three times, with the parent as the engine, and send (what, value) of each push.
+
+    The last message is the peak, in bytes, of the last push above the process's memory before it.
+    The first two pushes make the memory that engines read, which remains.
     """
     try:
         # Freed tensors are given back at once: glibc would keep them in its heap.
@@ -67,7 +68,7 @@ def _push(transport: Any, policy: nn.Module, pipe: Any) -> None:
 
 
 def _peak_of(work: Callable[[], object]) -> int:
-    """Bytes that the process had at most, above those that it had before."""
+    """Return the peak number of bytes of the process during `work`, above those before it."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status_bytes("VmRSS")

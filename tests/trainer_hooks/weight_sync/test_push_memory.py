@@ -52,7 +52,7 @@ def test_a_push_takes_one_bucket_above_the_model(kind: str, tmp_path: Path) -> N
 
 
 def _peak_of_rank(pipe: Any) -> int:
-    """Fetches each push of the rank, as an engine does, and returns its peak in bytes."""
+    """Fetch each push of the rank, as an engine does. Returns its peak in bytes."""
     fetcher, peak = WeightFetcher(), 0
     for what, value in iter(pipe.recv, None):
         assert what != "error", value

@@ -1,4 +1,4 @@
-"""Each kind of trainer gives the same names and bits, one whole tensor at a time, on all ranks."""
+"""full_tensors: each kind of trainer gives the same names and bits, one whole tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from rollout import WeightUpdateError
 from rollout.control.state import EngineState
-from rollout.weights.stream import WeightStream
-from rollout.weights.update import by_name, streamed
+from rollout.weights.update import WeightStream, by_name, streamed
 from tests.lora_adapters import PeftLike
 from tests.processes import PROCESSES
 from tests.tiny_models import tiny_engine, tiny_model
@@ -34,7 +33,7 @@ Reading = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def readings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reading]]:
-    """What two ranks of a trainer have read, by kind."""
+    """Return what two ranks of a trainer read, by kind of trainer."""
     store, ends = tmp_path_factory.mktemp("ranks") / "store", []
     for rank in range(2):
         mine, theirs = PROCESSES.Pipe()
@@ -55,7 +54,7 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reading]
 
 
 def whole() -> dict[str, str]:
-    """The state dict of such a model, tied weights once."""
+    """Return the state dict of the unsharded model, tied weights once."""
     state = {n: t for n, t in model_with_a_buffer().state_dict().items() if n != "lm_head.weight"}
     assert BUFFER in state
     return digests(state.items())
@@ -73,25 +72,25 @@ def test_every_kind_of_trainer_gives_the_same_weights_on_all_ranks(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", SHARDED)
-def test_shards_are_read_again_after_they_were_gathered(readings: list[Reading], kind: str) -> None:
+def test_full_tensors_can_read_shards_again(readings: list[Reading], kind: str) -> None:
     for reading in readings:
         assert reading[f"again {kind}"] == whole()
 
 
 @pytest.mark.distributed
-def test_tensors_are_gathered_one_after_the_other_in_one_place(readings: list[Reading]) -> None:
+def test_full_tensors_gathers_one_tensor_at_a_time(readings: list[Reading]) -> None:
     assert [reading["places"] for reading in readings] == [1, 1]
 
 
 @pytest.mark.distributed
-def test_a_refused_push_keeps_no_other_rank_waiting(readings: list[Reading]) -> None:
+def test_refused_push_leaves_no_rank_waiting(readings: list[Reading]) -> None:
     assert readings[0]["pushes"] == ["EngineStateError", f"{len(whole())} tensors"]
     assert readings[1]["pushes"] == ["took part", "took part"]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("what", ["merged", "adapter"])
-def test_an_adapter_in_shards_is_that_of_the_whole_model(
+def test_sharded_adapter_equals_the_adapter_of_the_whole_model(
     readings: list[Reading], what: str
 ) -> None:
     for reading in readings:
@@ -103,13 +102,13 @@ def test_an_adapter_in_shards_is_that_of_the_whole_model(
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_a_compiled_model_gives_the_names_of_the_plain_one(is_checkpointed: bool) -> None:
+def test_full_tensors_of_a_compiled_model_have_plain_names(is_checkpointed: bool) -> None:
     model = model_with_a_buffer()
     policy = torch.compile(with_checkpoints(model) if is_checkpointed else model)
     assert digests(full_tensors(policy)) == digests(full_tensors(model_with_a_buffer())) == whole()
 
 
-def test_merged_weights_have_the_names_and_bits_of_the_engines_merge() -> None:
+def test_merged_tensors_have_the_names_and_bits_of_the_engines_merge() -> None:
     torch.manual_seed(0)
     model = PeftLike("default", r=2, lora_alpha=8)
     layer = model.base_model.model.q_proj
@@ -119,7 +118,7 @@ def test_merged_weights_have_the_names_and_bits_of_the_engines_merge() -> None:
     assert torch.equal(merged, (layer.base_layer.weight + change * 4.0).detach())
 
 
-def test_the_base_of_a_peft_model_is_not_changed_by_merging() -> None:
+def test_merged_tensors_leave_the_base_of_a_peft_model_unchanged() -> None:
     model = PeftLike("default")
     before = digests((n, t.clone()) for n, t in model.state_dict().items())
     list(merged_tensors(model))
@@ -127,14 +126,14 @@ def test_the_base_of_a_peft_model_is_not_changed_by_merging() -> None:
 
 
 def reused_memory(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As a bridge exports: each tensor comes in the memory of the one before."""
+    """Yield each tensor in the memory of the previous one, as a bridge's export does."""
     buffer = torch.empty(max(p.numel() for p in model.parameters()))
     for name, parameter in model.named_parameters():
         view = buffer[: parameter.numel()].view(parameter.shape)
         yield name, view.copy_(parameter.detach())
 
 
-def test_an_iterator_that_uses_its_memory_again_is_pushed_as_it_was_read() -> None:
+def test_push_of_an_iterator_that_reuses_its_memory_sends_the_values_it_yielded() -> None:
     model = tiny_model(seed=2)
     expected = tiny_engine(model).weights_checksum()
     engine = tiny_engine(tiny_model(seed=1))
@@ -162,7 +161,7 @@ def test_parameters_of_an_iterator_are_staged_live() -> None:
     assert llm.weights["weight"].data_ptr() == module.weight.data_ptr()
 
 
-def test_a_name_that_comes_twice_is_refused() -> None:
+def test_push_refuses_a_name_that_occurs_twice() -> None:
     twice = [("module.w", torch.ones(2)), ("w", torch.ones(2))]
     for source in (twice, iter(twice)):
         with pytest.raises(WeightUpdateError, match="'w' comes twice"):

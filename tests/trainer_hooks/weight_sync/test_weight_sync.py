@@ -1,4 +1,4 @@
-"""Sources of weights that a push takes."""
+"""WeightSync: the sources that a push accepts, and its errors and attempts."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def tied_module() -> nn.Module:
     [lambda module: module, lambda module: module.named_parameters(), nn.Module.state_dict],
     ids=["module", "named_parameters", "mapping"],
 )
-def test_modules_iterators_and_mappings_are_taken(
+def test_push_accepts_modules_iterators_and_mappings(
     source_of: Callable[[nn.Module], object],
 ) -> None:
     module, llm = nn.Linear(2, 3), FakeLLM(EngineState.SUSPENDED)
@@ -38,20 +38,20 @@ def test_modules_iterators_and_mappings_are_taken(
     assert torch.equal(llm.weights["weight"], module.weight)
 
 
-def test_live_tensors_are_handed_over_without_a_copy_or_a_graph() -> None:
+def test_push_passes_live_tensors_without_a_copy_or_a_graph() -> None:
     module, llm = nn.Linear(2, 3), FakeLLM(EngineState.SUSPENDED)
     InProcessWeightSync(llm).push(module)
     assert llm.weights["weight"].data_ptr() == module.weight.data_ptr()
     assert not llm.weights["weight"].requires_grad
 
 
-def test_tied_parameters_come_once() -> None:
+def test_push_sends_tied_parameters_once() -> None:
     llm = FakeLLM(EngineState.SUSPENDED)
     InProcessWeightSync(llm).push(tied_module())
     assert list(llm.weights) == ["0.weight"]
 
 
-def test_apush_awaits_an_asynchronous_llm_and_takes_a_synchronous_one() -> None:
+def test_apush_accepts_an_asynchronous_and_a_synchronous_llm() -> None:
     for llm in (fake_async_llm(EngineState.SUSPENDED), FakeLLM(EngineState.SUSPENDED)):
         report = asyncio.run(InProcessWeightSync(llm).apush(nn.Linear(2, 3), version=2))
         assert report.version == llm.weights_version == 2
@@ -65,13 +65,13 @@ def test_push_to_an_asynchronous_llm_is_refused_and_names_apush() -> None:
     assert not llm.llm.calls
 
 
-def test_a_refusal_of_the_engine_passes_through() -> None:
+def test_push_raises_the_engines_refusal() -> None:
     with pytest.raises(EngineStateError, match="RUNNING"):
         InProcessWeightSync(FakeLLM(EngineState.RUNNING)).push(nn.Linear(1, 1))
 
 
-class LosesAnEngine(FakeLLM):
-    """The first update ends since an engine is lost in it; so do all if `how_often` is above 1."""
+class DisconnectsAnEngine(FakeLLM):
+    """An LLM that loses an engine in its first `how_often` updates, which fail."""
 
     def __init__(self, how_often: int, *, is_transient: bool = True) -> None:
         super().__init__(EngineState.SUSPENDED)
@@ -80,29 +80,30 @@ class LosesAnEngine(FakeLLM):
     def update_weights(self, named_tensors: Any, version: int | None = None) -> Any:
         if self.left:
             self.left -= 1
-            error = WeightUpdateError("rank 1 was lost before its vote")
+            error = WeightUpdateError("rank 1 disconnected before its vote")
             error.is_transient = self.is_transient
             raise error
         return super().update_weights(named_tensors, version)
 
 
-@pytest.mark.parametrize("num_lost", [1, 3])
-def test_an_update_that_lost_engines_is_tried_again(
-    num_lost: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_disconnects", [1, 3])
+def test_push_repeats_an_update_after_an_engine_disconnected(
+    num_disconnects: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01, 0.0))
     module = nn.Linear(2, 3)
-    assert InProcessWeightSync(LosesAnEngine(num_lost)).push(module, version=8).version == 8
-    llm = LosesAnEngine(num_lost)
+    llm = DisconnectsAnEngine(num_disconnects)
+    assert InProcessWeightSync(llm).push(module, version=8).version == 8
+    llm = DisconnectsAnEngine(num_disconnects)
     assert asyncio.run(InProcessWeightSync(llm).apush(module, version=8)).version == 8
 
 
-def test_an_update_that_is_refused_or_loses_an_engine_at_each_attempt_fails(
+def test_push_fails_if_refused_or_if_an_engine_disconnects_at_each_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(WeightSync, "retry_pauses_s", (0.0, 0.01))
     module = nn.Linear(2, 3)
-    for llm in (LosesAnEngine(3), LosesAnEngine(1, is_transient=False)):
+    for llm in (DisconnectsAnEngine(3), DisconnectsAnEngine(1, is_transient=False)):
         with pytest.raises(WeightUpdateError, match="rank 1"):
             InProcessWeightSync(llm).push(module, version=8)
         llm.left = 3
@@ -113,7 +114,7 @@ def test_an_update_that_is_refused_or_loses_an_engine_at_each_attempt_fails(
 # ---- adapters
 
 
-def test_a_peft_model_pushes_its_active_adapter() -> None:
+def test_push_of_a_peft_model_sends_its_active_adapter() -> None:
     model, llm = PeftLike("default"), FakeLLM(EngineState.SUSPENDED)
     sync = InProcessWeightSync(llm)
     for source in (model, LoraAdapter.from_peft(model)):
@@ -126,12 +127,12 @@ def test_a_peft_model_pushes_its_active_adapter() -> None:
     asyncio.run(InProcessWeightSync(fake_async_llm(EngineState.SUSPENDED)).apush(model))
 
 
-def test_a_rank_without_an_engine_gathers_the_adapter_that_others_push() -> None:
+def test_join_push_gathers_the_adapter_that_another_rank_pushes() -> None:
     names = [name for name, _ in full_tensors(PeftLike("default"))]
     assert names == sorted(LoraAdapter.from_peft(PeftLike("default")).tensors)
 
 
-def test_an_adapter_of_live_tensors_is_pushed_with_their_values_of_today() -> None:
+def test_push_of_a_lora_adapter_sends_the_current_values_of_its_tensors() -> None:
     hf = tiny_model("qwen2", seed=1)
     base = {name: p.detach().clone() for name, p in hf.named_parameters()}
     adapter, engine = random_adapter(base), tiny_engine(hf)

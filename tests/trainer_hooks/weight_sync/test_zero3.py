@@ -30,7 +30,7 @@ def free_address() -> str:
 
 
 def reports_of_ranks(work: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
-    """What each of two ranks sends that do `work`."""
+    """Return the messages of each of two ranks that run `work`."""
     address, ends = free_address(), []
     for rank in range(2):
         mine, theirs = PROCESSES.Pipe()

@@ -37,7 +37,9 @@ Digests = dict[str, str]
 
 
 def model_with_a_buffer() -> Any:
-    """Tied embeddings, a persistent buffer, and a buffer that no state dict has."""
+    """Return a model with tied embeddings, a persistent buffer, and a buffer that is not in its
+    state dict.
+    """
     model = tiny_model(seed=2, tie_word_embeddings=True)
     model.model.layers[1].mlp.register_buffer("e_score_correction_bias", torch.arange(4.0))
     model.model.layers[1].mlp.register_buffer("table", torch.ones(3), persistent=False)
@@ -77,7 +79,7 @@ SHARDED = [kind for kind in WRAPPED if kind.startswith("fsdp")]
 
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
-    """Shape and bits of each tensor, by name."""
+    """Return shape and bits of each tensor, by name."""
     return {
         name: f"{list(tensor.shape)} {hashlib.sha256(tensor.contiguous().numpy()).hexdigest()}"
         for name, tensor in tensors
@@ -85,7 +87,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
 
 
 def num_places(mesh: DeviceMesh) -> int:
-    """In how many places the tensors of a sharded model were whole, of which all have one size."""
+    """Return in how many places the tensors of a sharded model, all of one size, were whole."""
     layers = nn.Sequential(*[nn.Linear(7, 5, bias=False) for _ in range(4)])
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -94,7 +96,7 @@ def num_places(mesh: DeviceMesh) -> int:
 
 
 def peft_model(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
-    """The same PEFT model whole and in shards."""
+    """Return the same PEFT model whole and sharded."""
     models = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -103,7 +105,7 @@ def peft_model(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
 
 
 def received(pipe: Any) -> Iterator[tuple[str, Any]]:
-    """What a rank sends until it ends."""
+    """Return the messages of a rank until it ends."""
     while True:
         try:
             yield pipe.recv()
@@ -112,7 +114,7 @@ def received(pipe: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_all(path: Path, rank: int, pipe: Any) -> None:
-    """Send (what, outcome) of all that one rank reads, or the error that has ended it."""
+    """Send (what, outcome) of all that one rank reads, or the error that ended it."""
     try:
         _read_all(path, rank, pipe)
     except BaseException:
@@ -120,7 +122,7 @@ def read_all(path: Path, rank: int, pipe: Any) -> None:
 
 
 def _read_all(path: Path, rank: int, pipe: Any) -> None:
-    """For each kind of trainer the digests of its weights; then how pushes have ended."""
+    """Return the digests of the weights of each kind of trainer, then the outcomes of pushes."""
     mesh = gloo_mesh(dist.FileStore(str(path), 2), rank, num_ranks=2)
     for kind, wrap in WRAPPED.items():
         policy = wrap(model_with_a_buffer(), mesh)
@@ -138,7 +140,7 @@ def _read_all(path: Path, rank: int, pipe: Any) -> None:
 
 
 def _pushes(policy: Any, rank: int) -> list[str]:
-    """Rank 0 pushes what its engine refuses unread, then again; rank 1 takes part in both."""
+    """Push on rank 0 what its engine refuses unread, then again; rank 1 takes part in both."""
     if rank == 1:
         return [join_push(policy) or "took part" for _ in range(2)]
     llm, found = FakeLLM(EngineState.RUNNING), []

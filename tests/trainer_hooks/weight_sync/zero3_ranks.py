@@ -31,7 +31,7 @@ def loss_of(policy: Any) -> Tensor:
 
 
 def num_gathered_at_once(model: Any) -> int:
-    """The most parameters that were whole while a stream was read."""
+    """Return the largest number of parameters that were whole while a stream was read."""
     stream, most = full_tensors(model), 0
     while next(stream, None) is not None:
         most = max(most, sum(parameter.numel() > 0 for parameter in model.parameters()))
@@ -41,7 +41,7 @@ def num_gathered_at_once(model: Any) -> int:
 def run_as_rank(
     work: Callable[..., None], address: str, rank: int, pipe: Any, *arguments: Any
 ) -> None:
-    """`work(pipe, *arguments)` as one of two ranks. Sends the error that has ended it."""
+    """Run `work(pipe, *arguments)` as one of two ranks. Sends the error that ended it."""
     host, port = address.split(":")
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host}
     os.environ |= {name: str(value) for name, value in names.items()}
@@ -54,7 +54,7 @@ def run_as_rank(
 
 
 def partitioned(model: Any) -> Any:
-    """The DeepSpeed engine of `model`."""
+    """Return the DeepSpeed engine of `model`."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -84,7 +84,7 @@ def read_partitions(pipe: Any) -> None:
 def push_partitions(pipe: Any, directory: Path) -> None:
     """Take a step and push it by each transport to two engine processes, which serve `directory`.
 
-    Rank 0 sends (transport, (checksum that they serve, that of DeepSpeed's own state dict)).
+    Rank 0 sends (transport, (checksum of the served weights, checksum of DeepSpeed's state dict)).
     """
     policy = partitioned(pushed_model())
     is_first = torch.distributed.get_rank() == 0

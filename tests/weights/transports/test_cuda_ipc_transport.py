@@ -120,7 +120,7 @@ def test_only_a_buffer_that_is_there_and_large_enough_is_opened() -> None:
     with pytest.raises(ValueError, match="less than 65 bytes"):
         open_shared_buffer("host", buffer.address, 65)
     for address in ("", "/etc/passwd", f"/proc/{os.getpid()}/fd/../../1/fd/0"):
-        with pytest.raises(ValueError, match="is no address"):
+        with pytest.raises(ValueError, match="is not an address"):
             open_shared_buffer("host", address, 64)
     close_shared_buffer(buffer)
     assert opened_N[3] == 6, "who has it keeps it"

@@ -1,5 +1,5 @@
-/* Linux lets a process use the tiles of AMX only once it has asked: they make its threads' states
-   8 KiB larger. Without that an instruction of AMX ends the process. */
+/* Linux allows AMX only to processes that request it, since it makes the state of each thread 8 KiB
+   larger. Without the request, an AMX instruction kills the process. */
 
 #include "amx.h"
 #include "vectors.h"
@@ -17,9 +17,9 @@ static int64_t ask(void) { return 0; }
 #endif
 
 /* 1 where this processor has AMX for bfloat16, the compiler knows it, and the kernel lets this process
-   use it; else 0. Asked once; any thread may ask. */
+   use it; else 0. Requested once; any thread may call. */
 EXPORT int64_t amx_is_usable(void) {
-    static int64_t answer = -1; /* threads that ask at once get the same one */
+    static int64_t answer = -1; /* concurrent calls get the same answer */
     int64_t known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
     if (known < 0) __atomic_store_n(&answer, known = ask(), __ATOMIC_RELAXED);
     return known;

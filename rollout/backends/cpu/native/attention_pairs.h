@@ -8,13 +8,13 @@
 
 #define PAIR_ROWS 6 /* queries whose sums stay in registers, with four vectors each */
 
-/* One KV head of tokens [start, start + count). */
+/* One KV head of tokens [start, start + count), packed in pairs. */
 struct pair_tile {
     int64_t start, count, capacity;
     uint16_t *k, *v; /* [dim / 2][capacity][2], [capacity / 2][dim][2] */
 };
 
-/* A pair of dims of a token's K is moved like one float. */
+/* Packs K; a pair of a token's dims is moved like one float. */
 INLINE void pack_pairs_of_keys(const char *const *tokens, int64_t i, int64_t count, int64_t offset, int64_t dim,
                                const struct pair_tile *tile) {
     float *out = (float *)tile->k + i;
@@ -27,7 +27,7 @@ INLINE void pack_pairs_of_keys(const char *const *tokens, int64_t i, int64_t cou
     }
 }
 
-/* The V of two tokens side by side; a missing one is zeros. */
+/* Packs the V of two tokens side by side, with zeros for a missing one. */
 INLINE void pack_pairs_of_values(const char *even, const char *odd, int64_t offset, int64_t dim, uint16_t *out) {
     for (int64_t d = 0; d < dim; d += 16, out += 32) {
         const v16h a = *(const v16h *)((const uint16_t *)even + offset + d);
@@ -75,7 +75,7 @@ INLINE void product_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int6
     }
 }
 
-/* The same for any number of columns that is a multiple of 16. */
+/* As above, for any number of columns that is a multiple of 16. */
 INLINE void columns_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int64_t a_stride, const uint16_t *b,
                              int64_t b_stride, int64_t pairs, int64_t width, const int adds, float scale,
                              const int rows) {
@@ -110,7 +110,7 @@ INLINE void weigh_pairs(float *scores, int64_t unseen, int64_t seen, int64_t wid
     softmax->total += sum_of_halves(total);
 }
 
-/* Queries [i, i + rows) of which the last sees most. */
+/* Adds the tile to queries [i, i + rows), of which the last sees the most keys. */
 INLINE void attend_pairs_of_strip(const struct queries *queries, int64_t i, const struct pair_tile *tile, int64_t dim,
                                   float scale, const int rows) {
     const int64_t depth = visible(queries, i + rows - 1, tile->start, tile->count), width = (depth + 15) / 16 * 16;
@@ -130,7 +130,7 @@ INLINE void attend_pairs_of_strip(const struct queries *queries, int64_t i, cons
     columns_of_pairs(sums, dim, weights, MAX_TOKENS, tile->v, dim, (depth + 1) / 2, dim, 1, 1, rows);
 }
 
-/* Queries [first, last), whose q are bfloat16, take their part of the tile. */
+/* Adds the tile to queries [first, last), whose q is bfloat16. */
 static void attend_pair_tile(const struct queries *queries, int64_t first, int64_t last, const struct pair_tile *tile,
                              int64_t dim, float scale) {
     for (; first + PAIR_ROWS <= last; first += PAIR_ROWS) {

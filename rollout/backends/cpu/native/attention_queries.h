@@ -1,4 +1,4 @@
-/* What decoding and prefill have in common: queries, each with its online softmax (Milakov and
+/* Used by decode.c and prefill.c: queries, each with its online softmax (Milakov and
    Gimelshein 2018). */
 
 #ifndef ROLLOUT_ATTENTION_QUERIES_H
@@ -24,7 +24,7 @@ struct queries {
     float softcap; /* or 0 */
 };
 
-/* Of `count` keys from `start` on, those that query i sees. */
+/* Finds which of `count` keys from `start` on query i sees. */
 INLINE int64_t visible(const struct queries *queries, int64_t i, int64_t start, int64_t count) {
     const int64_t seen = queries->position + i / queries->per_position + 1 - start;
     return seen < count ? seen : count;
@@ -37,7 +37,7 @@ INLINE void cap_scores(float *scores, int64_t width, float softcap) {
     }
 }
 
-/* Scores of keys that are not in [unseen, seen) become those of nothing. */
+/* Sets the scores of keys outside [unseen, seen) to -inf. */
 INLINE void hide_scores(float *scores, int64_t unseen, int64_t seen, int64_t width) {
     for (int64_t i = 0; i < unseen && i < width; i++) scores[i] = -INFINITY;
     for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
@@ -87,7 +87,7 @@ INLINE void begin_queries(const struct attention *a, const struct queries *queri
     }
 }
 
-/* Their outputs. */
+/* Writes the outputs of these queries. */
 INLINE void end_queries(const struct attention *a, const struct queries *queries, int64_t i,
                         int64_t count, int64_t token, int64_t head) {
     int64_t out = (token * a->heads + head) * a->dim;

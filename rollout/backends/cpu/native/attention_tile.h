@@ -64,7 +64,7 @@ INLINE void columns(float *c, int64_t c_stride, const float *a, int64_t a_stride
     }
 }
 
-/* Queries [i, i + rows) of which the last sees most. */
+/* Adds the tile to queries [i, i + rows), of which the last sees the most keys. */
 INLINE void attend_strip(const struct queries *queries, int64_t i, const struct tile *tile, int64_t dim,
                          struct ahead *ahead, const int rows) {
     const int64_t depth = visible(queries, i + rows - 1, tile->start, tile->count), width = (depth + 15) / 16 * 16;
@@ -82,7 +82,7 @@ INLINE void attend_strip(const struct queries *queries, int64_t i, const struct 
     columns(sums, dim, scores, MAX_TOKENS, tile->v, dim, depth, dim, 1, rows, ahead);
 }
 
-/* Queries [first, last), in strips that fill the registers well: one or three together do not. */
+/* Adds the tile to queries [first, last), in strips that fill the registers well: one or three rows do not. */
 INLINE void attend_strips(const struct queries *queries, int64_t first, int64_t last,
                           const struct tile *tile, int64_t dim, struct ahead *ahead) {
     for (int64_t i = first, rows; i < last; i += rows) {

@@ -17,7 +17,7 @@
 #undef WIDTH
 #endif
 
-/* With the widest vectors that this processor has, unless others are asked for. */
+/* Uses the widest vectors of this processor, unless `lanes` asks for others. */
 void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, int64_t last,
                  const struct tile *tile, int64_t dim, struct ahead *ahead) {
 #ifdef __AVX512F__

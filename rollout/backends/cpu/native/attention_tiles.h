@@ -1,4 +1,4 @@
-/* Tiles of a context: finding, fetching and packing them, and what queries take from one. */
+/* Tiles of a context: finds, prefetches and packs them, and attends from queries to one. */
 
 #ifndef ROLLOUT_ATTENTION_TILES_H
 #define ROLLOUT_ATTENTION_TILES_H
@@ -14,13 +14,13 @@ INLINE int64_t tile_capacity(int64_t dim) {
     return fitting < 16 ? 16 : fitting < MAX_TOKENS ? fitting : MAX_TOKENS;
 }
 
-/* Where the tokens [start, start + count) of a context lie. */
+/* Addresses of the tokens [start, start + count) of a context. */
 struct place {
     int64_t start, count;
     const char *tokens[MAX_TOKENS];
 };
 
-/* One KV head of them. */
+/* One KV head of a tile, packed. */
 struct tile {
     int64_t start, count, capacity;
     float *k, *v; /* [dim][capacity], [token][dim] */
@@ -43,7 +43,7 @@ INLINE void begin_run(struct ahead *ahead) {
     ahead->end = ahead->position + ahead->run_bytes;
 }
 
-/* At most `lines_per_fetch` lines, all of one run; nothing for NULL. */
+/* Prefetches at most `lines_per_fetch` lines of one run; no-op for NULL. */
 INLINE void fetch(struct ahead *ahead) {
     if (!ahead || ahead->run == ahead->num_runs) return;
     const char *position = ahead->position;
@@ -54,13 +54,13 @@ INLINE void fetch(struct ahead *ahead) {
     begin_run(ahead);
 }
 
-/* How often the two functions below call `fetch`, for `count` tokens and some queries of one KV head. */
+/* Number of calls of `fetch` that the two functions below make, for `count` tokens and some queries of a KV head. */
 int64_t fetches_of_tile(int64_t count, int64_t queries, int64_t dim);
 
 void pack_tile(const struct attention *a, const struct place *place, int64_t kv_head, struct tile *tile,
                struct ahead *ahead);
 
-/* Queries [first, last) take their part of the tile. */
+/* Adds the tile to the online softmax of queries [first, last). */
 void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, int64_t last,
                  const struct tile *tile, int64_t dim, struct ahead *ahead);
 

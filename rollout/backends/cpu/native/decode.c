@@ -9,7 +9,7 @@
 
 #include "attention_tiles.h"
 
-#define STATE_BYTES (512 * 1024) /* of rows worked on together: about a second-level cache */
+#define STATE_BYTES (512 * 1024) /* state of rows processed together: about a second-level cache */
 
 /* KV heads [kv_first, kv_last) of some rows, sorted so that rows with a common prefix are adjacent.
    Queries are [KV head, row, query head of the group]. */
@@ -18,7 +18,7 @@ struct job {
     const int32_t *rows;
     int64_t num_rows, kv_first, kv_last, group;
     struct queries queries;
-    struct tile tile; /* the room for one */
+    struct tile tile; /* the buffer for one */
 };
 
 /* Tokens [start, end) of the contexts of sorted rows [first, last), which share them. */
@@ -26,7 +26,7 @@ struct segment {
     int64_t first, last, start, end;
 };
 
-/* Leading tokens, in whole tiles, that lie in the same blocks. */
+/* Returns the number of leading tokens, in whole tiles, that two rows share. */
 static int64_t shared_tokens(const struct attention *a, int64_t row, int64_t other) {
     const int32_t *table = a->tables + row * a->table_stride;
     const int32_t *other_table = a->tables + other * a->table_stride;
@@ -37,7 +37,7 @@ static int64_t shared_tokens(const struct attention *a, int64_t row, int64_t oth
     return tokens / tile_capacity(a->dim) * tile_capacity(a->dim);
 }
 
-/* By the blocks of their contexts, then by length. */
+/* Compares rows by the blocks of their contexts, then by length. */
 static int comes_before(const struct attention *a, int64_t row, int64_t other) {
     const int32_t *table = a->tables + row * a->table_stride;
     const int32_t *other_table = a->tables + other * a->table_stride;
@@ -49,7 +49,7 @@ static int comes_before(const struct attention *a, int64_t row, int64_t other) {
     return a->context_lens[row] < a->context_lens[other];
 }
 
-/* By binary insertion: rows are few, and often in order. */
+/* Sorts by binary insertion: rows are few, and often in order. */
 static void sort_rows(const struct attention *a, int64_t first, int64_t last, int32_t *rows) {
     for (int64_t row = first; row < last; row++) {
         int64_t low = 0, count = row - first, high = count;
@@ -83,7 +83,7 @@ static int64_t find_segments(const struct job *job, int64_t first, int64_t last,
     return count;
 }
 
-/* Leave out tokens of segments that none of their rows sees. Returns the number of segments left. */
+/* Drops tokens of segments that no row of theirs sees. Returns the number of segments left. */
 static int64_t trim_segments(const struct job *job, struct segment *segments, int64_t count) {
     const int64_t capacity = job->tile.capacity;
     int64_t left = 0;
@@ -107,7 +107,7 @@ static void find_tile(const struct job *job, const struct segment *segment, int6
     find_tokens(job->a, job->rows[segment->first], start, place->count, place->tokens);
 }
 
-/* `next` is to be fetched while `count` tokens meet `queries` queries of each KV head. */
+/* Plans to prefetch `next` while `queries` queries of each KV head attend to `count` tokens. */
 static struct ahead look_ahead(const struct job *job, const struct place *next, int64_t count,
                                int64_t queries) {
     const struct attention *a = job->a;
@@ -128,7 +128,7 @@ static struct ahead look_ahead(const struct job *job, const struct place *next, 
     return ahead;
 }
 
-/* The tile at `place` meets the queries of the segment's rows, while that at `next` is fetched. */
+/* Adds the tile at `place` to the segment's queries, while the tile at `next` is prefetched. */
 static void attend_place(const struct job *job, const struct segment *segment, const struct place *place,
                          const struct place *next) {
     const struct attention *a = job->a;
@@ -173,7 +173,7 @@ static void decode_rows(const struct job *job) {
     }
 }
 
-/* KV heads [kv_first, kv_last) of rows [first, last). */
+/* Attends for KV heads [kv_first, kv_last) of rows [first, last). */
 static void decode_heads(const struct attention *a, int64_t first, int64_t last, int64_t kv_first,
                          int64_t kv_last) {
     if (first >= last) return;
@@ -202,7 +202,7 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
     }
 }
 
-/* The first row whose context lies, by more than half, beyond that many tokens of all contexts. */
+/* Returns the first row of which more than half of the context lies beyond that many tokens of all contexts. */
 static int64_t row_beyond(const struct attention *a, int64_t first, int64_t last, int64_t tokens) {
     int64_t row = first, before = 0;
     for (; row < last && before + a->context_lens[row] / 2 < tokens; row++) before += a->context_lens[row];
@@ -231,7 +231,7 @@ EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t
     if (end_head < a->kv_heads) decode_heads(a, row, end_row, end_head, end_head + 1);
 }
 
-/* Write each token's K at its slot, and its V where it has one. */
+/* Writes each token's K at its slot, and its V unless the cache holds K alone. */
 EXPORT void write_tokens(const struct attention *a) {
     const int64_t kv_size = a->kv_heads * a->dim;
     for (int64_t i = 0; i < a->tokens; i++) {

@@ -1,9 +1,9 @@
 /* A whole forward pass of a decoder of attention and gated MLPs in one call: the same arithmetic as
    the layers one by one, in the same order, without Python in between.
 
-   Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. Of a group of
-   processes that share the decoder, each has some heads, columns of the MLP and rows of the embedding; what
-   they make of these is added up between phases, by a call that returns when all have made it. */
+   Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. In a group of
+   processes that share the decoder, each has some heads, columns of the MLP and rows of the embedding; their
+   results are summed between phases, by a call that returns when all processes have made it. */
 
 #include "layers.h"
 #include "linear.h"
@@ -13,7 +13,7 @@
 #include <omp.h>
 #endif
 
-#define TOKENS_AT_ONCE 256 /* of the gated activation, which is the widest */
+#define TOKENS_AT_ONCE 256 /* whose gated activations, the widest buffer, exist at once */
 
 struct weight {
     const void *packed; /* as in struct linear */
@@ -44,16 +44,16 @@ struct decoder {
     int64_t is_layer_norm, is_gelu;
     int64_t growth_positions; /* queries grow with the logarithm of how often these were passed */
     double eps, embedding_multiplier, residual_multiplier, query_growth;
-    void (*add_up)(void *context, float *x, int64_t count); /* over the group, in place; NULL for no group */
+    void (*add_up)(void *context, float *x, int64_t count); /* sums over the group, in place; NULL without a group */
     void *context;
-    int64_t first_id, num_ids;          /* whose embeddings are here */
-    int64_t q_size, k_size, counts_k;   /* of whole norms: of all heads of the group; 0 if another has these k */
+    int64_t first_id, num_ids;          /* the ids whose embeddings are here */
+    int64_t q_size, k_size, counts_k;   /* of whole norms, over the group; counts_k is 0 if a lower rank has these k */
 };
 
 struct pass {
     float *out;                         /* [kept, hidden] */
     const int64_t *token_ids, *positions, *kept;
-    float *residual;                    /* [tokens, hidden], as all that follows is room to work in */
+    float *residual;                    /* [tokens, hidden]: a work buffer, like the next ones */
     float *normed;                      /* [tokens, max(hidden, heads * dim)] */
     float *fused;                       /* [tokens, (heads + 2 * kv_heads) * dim] */
     float *wide;                        /* [min(tokens, TOKENS_AT_ONCE), 3 * intermediate] */
@@ -81,7 +81,7 @@ INLINE void barrier(struct thread t) {
     }
 }
 
-/* The sum over the group of what its processes have, which all threads have written. */
+/* Sums x, which all threads have written, over the group. */
 static void add_up(const struct decoder *d, struct thread t, float *x, int64_t count) {
     if (!d->add_up) return;
     if (t.index == 0) d->add_up(d->context, x, count);
@@ -134,7 +134,7 @@ INLINE void norm_token(const struct decoder *d, float *out, const float *x, cons
     else norm_row(out, x, weight, d->hidden, (float)d->eps);
 }
 
-/* What a branch reads: the residual stream, normed in `normed` if there is a norm. */
+/* Returns the input of a branch: x, or x normed in `normed` if there is a norm. */
 static const float *norm(const struct decoder *d, struct thread t, float *normed, const float *x,
                          const float *weight, int64_t tokens) {
     if (!weight) return x;
@@ -145,12 +145,12 @@ static const float *norm(const struct decoder *d, struct thread t, float *normed
     return normed;
 }
 
-/* Whether a mixer's output is added to the residual stream as it is. */
+/* Returns whether a mixer's output is added to the residual stream unchanged. */
 INLINE int is_added_directly(const struct decoder *d, const struct layer *layer, const float *after) {
     return !after && !layer->is_parallel && d->residual_multiplier == 1 && !d->add_up;
 }
 
-/* Norm and scale what a branch adds, over the group, then add it. */
+/* Sums a branch's output over the group, norms and scales it, and adds it to the residual stream. */
 static void add_branch(const struct decoder *d, const struct pass *p, struct thread t, const float *after,
                        float *residual, int64_t tokens) {
     add_up(d, t, p->added, tokens * d->hidden);
@@ -169,7 +169,7 @@ INLINE void reorder_head(float *head, const int64_t *order, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) head[i] = old[order[i]];
 }
 
-/* The sums of squares that whole norms need, over the group. */
+/* Computes the sums of squares for whole norms, over the group. */
 static void sum_squares(const struct decoder *d, const struct pass *p, struct thread t, const struct attention *a) {
     const int64_t q_size = a->heads * a->dim, k_size = a->kv_heads * a->dim;
     for (int64_t i = first_of(t, a->tokens); i < end_of(t, a->tokens); i++) {
@@ -181,8 +181,8 @@ static void sum_squares(const struct decoder *d, const struct pass *p, struct th
     add_up(d, t, p->squares, 2 * a->tokens);
 }
 
-/* Norm, reorder and rotate the query and key heads of this thread's tokens in place, as the layer does,
-   and write their K and V into the cache. */
+/* Norms, reorders and rotates the query and key heads of this thread's tokens in place, as the layer does,
+   and writes their K and V into the cache. */
 static void enter_cache(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
                         const struct attention *a) {
     const int64_t first = first_of(t, a->tokens), end = end_of(t, a->tokens), dim = a->dim;
@@ -223,14 +223,14 @@ static void attend(const struct pass *p, struct thread t, const struct attention
     barrier(t);
 }
 
-/* The rows `kept` of x, `width` wide, together. */
+/* Copies the rows `kept` of x, `width` wide, next to each other. */
 static void gather(const struct pass *p, struct thread t, float *out, const float *x, int64_t width) {
     for (int64_t i = first_of(t, p->num_kept); i < end_of(t, p->num_kept); i++) {
         memcpy(out + i * width, x + p->kept[i] * width, width * sizeof(float));
     }
 }
 
-/* The second branch; of parallel ones `p->added` has the first. */
+/* Runs the MLP branch; if branches are parallel, `p->added` holds the output of attention. */
 static void feed_forward(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
                          float *residual, int64_t tokens) {
     const int64_t size = layer->gate_up.outputs / 2;
@@ -272,7 +272,7 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
         if (layer->has_whole_norms && d->add_up) sum_squares(d, p, t, &a);
         enter_cache(d, p, t, layer, &a);
         attend(p, t, &a);
-        if (i == d->num_layers - 1) { /* the tokens without logits end here */
+        if (i == d->num_layers - 1) { /* tokens without logits are dropped here */
             gather(p, t, p->fused, context, heads_size);
             gather(p, t, p->out, residual, d->hidden);
             barrier(t);
@@ -285,7 +285,7 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
     norm(d, t, p->out, p->out, d->final_norm, p->num_kept);
 }
 
-/* Final-normed hidden states of the kept tokens. Writes K and V of all tokens into the caches. */
+/* Computes final-normed hidden states of the kept tokens. Writes K and V of all tokens into the caches. */
 EXPORT void decoder_forward(const struct decoder *d, const struct pass *p) {
 #ifdef _OPENMP
     if (p->threads > 1) {

@@ -13,16 +13,16 @@ enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
 /* A gated feed-forward network for each expert, and the experts of each token. Sizes are multiples of 8.
    An assignment is a token's place among its experts: token * per_token + k. */
 struct experts {
-    float *out;           /* [tokens, hidden], zeros before `experts_down_part`; contiguous, as all that follows */
+    float *out;           /* [tokens, hidden], zeros before `experts_down_part`; all arrays are contiguous */
     const float *x;       /* [tokens, hidden] */
-    const int64_t *ids;   /* [tokens, per_token], each in [0, experts]: the last is sent to none of these */
+    const int64_t *ids;   /* [tokens, per_token], each in [0, experts]; id `experts` is another rank's expert */
     const float *weights; /* [tokens, per_token] */
     const void *gate_up;  /* [experts, 2 * size, hidden], all gates, then all ups; float32 or bfloat16 */
     const void *down;     /* [experts, hidden, size], of the same type, as are the biases */
     const void *gate_up_bias, *down_bias; /* [experts, 2 * size] and [experts, hidden], or NULL */
-    int64_t *starts;      /* [experts + 1]: room to work in, as all that follows */
-    int64_t *order;       /* [tokens * per_token]: the assignments by their expert */
-    float *active;        /* [tokens * per_token, size]: in this order */
+    int64_t *starts;      /* [experts + 1]: a work buffer, like the next two */
+    int64_t *order;       /* [tokens * per_token]: assignments sorted by expert */
+    float *active;        /* [tokens * per_token, size]: activations in this order */
     int64_t tokens, per_token, experts, hidden, size;
     int64_t type;         /* FLOAT32 or BFLOAT16, of gate_up and down */
     int64_t lanes;        /* 8 for 256-bit vectors; 0 for the widest there are */
@@ -45,7 +45,7 @@ struct experts {
 #else
 #define SHUFFLE16_(a, b, ...) __builtin_shuffle(a, b, (words_16){__VA_ARGS__})
 #endif
-/* The same choice of 4 numbers in each quarter. */
+/* Chooses the same 4 numbers in each quarter. */
 #define SHUFFLE16(a, b, i, j, k, l) SHUFFLE16_(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, \
                                                k + 8, l + 8, i + 12, j + 12, k + 12, l + 12)
 #define WIDTH 16
@@ -55,7 +55,7 @@ struct experts {
 #undef MAX_TOKENS
 #endif
 
-/* 8 rows of a weight from `row` on, with the tokens of x: y[token * y_stride + row]. */
+/* Multiplies 8 rows of a weight from `row` on with the tokens of x: y[token * y_stride + row]. */
 static void multiply_rows(const struct experts *a, float *y, int64_t y_stride, const void *weight, int64_t row,
                           int64_t inputs, const float *const *x, int64_t tokens, float *room) {
     const char *w = (const char *)weight + row * inputs * size_of(a->type);
@@ -68,7 +68,7 @@ static void multiply_rows(const struct experts *a, float *y, int64_t y_stride, c
     multiply_rows_8(y, y_stride, w, inputs, x, tokens, a->type, room);
 }
 
-/* The assignments by expert, those of an expert in their own order: counting sort. */
+/* Sorts the assignments by expert, stably, by counting. */
 EXPORT void sort_experts(const struct experts *a) {
     const int64_t count = a->tokens * a->per_token;
     memset(a->starts, 0, (a->experts + 1) * sizeof(int64_t));
@@ -83,7 +83,7 @@ INLINE void activate(const struct experts *a, float *out, const float *gate_up) 
     else clamped_swiglu_row(out, gate_up, ROWS, (float)a->alpha, (float)a->limit);
 }
 
-/* The activations of rows [first, last), by 8, of one expert and the assignments [start, end) in order. */
+/* Computes activations of rows [first, last), 8 at a time, of one expert for assignments [start, end) in order. */
 static void gate_up_of(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
                        int64_t last, float *room) {
     const float *x[TOKENS_AT_ONCE];
@@ -104,7 +104,7 @@ static void gate_up_of(const struct experts *a, int64_t expert, int64_t start, i
     }
 }
 
-/* Add rows [first, last), by 8, of what one expert makes of the assignments [start, end) in order. */
+/* Adds rows [first, last), 8 at a time, of one expert's output for assignments [start, end) in order. */
 static void down_of(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
                     int64_t last, float *room) {
     const float *x[TOKENS_AT_ONCE];
@@ -126,7 +126,7 @@ static void down_of(const struct experts *a, int64_t expert, int64_t start, int6
 typedef void (*of_expert)(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
                           int64_t last, float *room);
 
-/* Rows [first, last), by 8, of all experts in use, in order. `inputs`: of a row. */
+/* Runs the work on rows [first, last), 8 at a time, of all experts in use, in order. `inputs`: size of a row. */
 INLINE void of_experts(of_expert function, const struct experts *a, int64_t first, int64_t last, int64_t inputs) {
     float *room = a->type == BFLOAT16 ? malloc(4 * inputs * sizeof(float)) : NULL;
     for (int64_t e = 0; e < a->experts; e++) {

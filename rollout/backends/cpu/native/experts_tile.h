@@ -9,7 +9,7 @@
 #define tiles_of JOIN(experts_tiles_of, WIDTH)
 #define multiply_rows JOIN(multiply_rows, WIDTH)
 
-/* The sums of each of 4 vectors. */
+/* Sums each of 4 vectors. */
 INLINE v4f sums_of_rows(const vec *rows) {
     const vec a = rows[0], b = rows[1], c = rows[2], d = rows[3];
 #if WIDTH == 8
@@ -26,7 +26,7 @@ INLINE v4f sums_of_rows(const vec *rows) {
 #endif
 }
 
-/* 4 rows and `tokens` tokens: y[token * y_stride + row]. What lies at `next` is read after this. */
+/* Multiplies 4 rows with `tokens` tokens: y[token * y_stride + row]. Prefetches `next`, which is read afterwards. */
 INLINE void tile(float *y, int64_t y_stride, const char *w, const char *next, int64_t inputs,
                  const float *const *x, const int tokens, const int is_bfloat16) {
     const int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float), row = inputs * size;
@@ -62,7 +62,7 @@ INLINE void tile_of(float *y, int64_t y_stride, const char *w, const char *next,
     }
 }
 
-/* 4 rows and all tokens, in tiles of nearly the same size. The first one fetches the next rows. */
+/* Multiplies 4 rows with all tokens, in tiles of nearly equal size. The first prefetches the next rows. */
 INLINE void tiles_of(float *y, int64_t y_stride, const char *w, int64_t inputs, const float *const *x,
                      int64_t tokens, const int is_bfloat16) {
     const int64_t tiles = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
@@ -73,7 +73,7 @@ INLINE void tiles_of(float *y, int64_t y_stride, const char *w, int64_t inputs, 
     }
 }
 
-/* y[token * y_stride + row] of 8 rows. For many tokens bfloat16 is widened once, if there is room. */
+/* Computes y[token * y_stride + row] of 8 rows. For many tokens, widens bfloat16 once, if `room` is not NULL. */
 static void multiply_rows(float *y, int64_t y_stride, const char *w, int64_t inputs, const float *const *x,
                           int64_t tokens, int64_t type, float *room) {
     for (int64_t j = 0; j < 8; j += 4) {

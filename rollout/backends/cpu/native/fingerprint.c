@@ -41,7 +41,7 @@ INLINE uint64_t column_key(int64_t column) {
     return half[column / 2] | half[COLUMNS / 2 + column / 2] << 32;
 }
 
-/* The products of the low halves of lanes. */
+/* Multiplies the low halves of lanes. */
 INLINE v4l mul_low(v4l a, v4l b) {
 #ifdef __AVX2__
     return (v4l)_mm256_mul_epu32((__m256i)a, (__m256i)b);
@@ -50,7 +50,7 @@ INLINE v4l mul_low(v4l a, v4l b) {
 #endif
 }
 
-/* Past the caches, which a copy of gigabytes would only empty, where that can be. */
+/* Stores past the caches, which a copy of gigabytes would only flush, if the processor can. */
 INLINE void store_streaming(char *out, v4l x) {
 #ifdef __AVX2__
     if (((uintptr_t)out & 31) == 0) {
@@ -110,7 +110,7 @@ INLINE void add_words(uint64_t *sums, const char *words, char *out, int64_t row,
     sums[1] += bad;
 }
 
-/* The same of `count` elements that stand one after another, the first at `position`. */
+/* As above, for `count` consecutive elements, the first at `position`. */
 INLINE void add(uint64_t *sums, const char *values, char *out, int64_t position, int64_t count, const int size,
                 uint32_t exponent) {
     const int per_word = 4 / size;
@@ -149,13 +149,13 @@ EXPORT void fingerprint(uint64_t *sums, const char *values, int64_t size, int64_
     }
 }
 
-/* Of elements [first, last) of a whole tensor, which are copied to `out`. */
+/* Hashes elements [first, last) of a whole tensor and copies them to `out`. */
 EXPORT void copy_fingerprint(uint64_t *sums, char *out, const char *values, int64_t size, int64_t exponent,
                              int64_t first, int64_t last) {
     const int64_t at = first * size;
     if (size == 2) add(sums, values + at, out + at, first, last - first, 2, exponent);
     else add(sums, values + at, out + at, first, last - first, 4, exponent);
 #ifdef __AVX2__
-    _mm_sfence(); /* before anybody is told that the bytes are there */
+    _mm_sfence(); /* the bytes must be visible before this returns */
 #endif
 }

@@ -22,7 +22,7 @@ EXPORT void rms_norm(void *out, const void *x, const void *weight, int64_t rows,
     }
 }
 
-/* All [rows, dim] and contiguous. */
+/* All arrays are [rows, dim] and contiguous. */
 EXPORT void layer_norm(void *out, const void *x, const void *weight, int64_t rows, int64_t dim, float eps,
                        int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
@@ -38,7 +38,7 @@ INLINE void add_rows(void *total, const void *x, const void *residual, int64_t s
     }
 }
 
-/* total = x + residual and its norm; all [rows, dim] and contiguous. */
+/* total = x + residual, and out = its norm; all arrays are [rows, dim] and contiguous. */
 EXPORT void add_rms_norm(void *out, void *total, const void *x, const void *residual, const void *weight,
                          int64_t rows, int64_t dim, float eps, int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
@@ -70,7 +70,7 @@ EXPORT void gelu_mul(void *out, const void *gate_up, int64_t rows, int64_t size,
     }
 }
 
-/* The same with silu, in float32 alone: torch's is as fast in bfloat16. */
+/* silu(first half) * second half, for float32 only: torch is as fast in bfloat16. */
 EXPORT void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) silu_mul_row(out + row * size, gate_up + 2 * row * size, size);
 }

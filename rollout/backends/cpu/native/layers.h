@@ -30,7 +30,7 @@ INLINE void norm_row(float *out, const float *x, const float *weight, int64_t di
     norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
 }
 
-/* x = x / rms * weight, where x is a part of a row whose mean square is known. */
+/* x = x / rms * weight, for a part of a row whose mean square is given. */
 INLINE void norm_part(float *x, const float *weight, int64_t dim, float mean_square, float eps) {
     const float scale = 1.0f / sqrtf(mean_square + eps);
     for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) * scale * load(weight + i));
@@ -56,7 +56,7 @@ INLINE void layer_norm_row(float *out, const float *x, const float *weight, int6
     layer_norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
 }
 
-/* One head, rotated by the angles of its token; out may be x. */
+/* Rotates one head by the angles of its token; out may be x. */
 INLINE void rotate_head_as(void *out, const void *x, const float *cos, const float *sin, int64_t dim, int64_t type) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {

@@ -11,9 +11,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define FAR_AHEAD 32 /* inputs from a read to what is prefetched with it */
+#define FAR_AHEAD 32 /* inputs between a read and the prefetch made with it */
 
-/* How many tokens are multiplied with all panels before the next: half the second cache of x. */
+/* Tokens that are multiplied with all panels before the next: their x fills half of the second cache. */
 static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
     long cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
     if (cache_bytes <= 0) cache_bytes = 1 << 19;
@@ -39,7 +39,7 @@ static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
 #include "linear_dot.h"
 #include "linear_amx.h"
 
-/* The lanes that this processor's vectors have. */
+/* Number of floats in this processor's widest vectors. */
 EXPORT int64_t linear_max_lanes(void) {
 #ifdef __AVX512F__
     return 16;
@@ -114,7 +114,7 @@ EXPORT void unpack_weights(char *panels, char *w, int64_t outputs, int64_t input
     else reorder(panels, w, outputs, inputs, width, first, last, 2, 1);
 }
 
-/* Exchange two arrays of `bytes`, and count it: whoever interrupts Python can tell whether it was done. */
+/* Swaps two arrays of `bytes` and counts the swap, so that Python can tell after an interrupt whether it was done. */
 EXPORT void exchange(char *a, char *b, int64_t bytes, int64_t threads, int64_t *times) {
     (void)threads; /* read with OpenMP only */
     const int64_t vectors = bytes / (int64_t)sizeof(v8f);

@@ -1,4 +1,4 @@
-/* y = x w^T + bias with packed weights: what linear.c offers the other kernels. */
+/* y = x w^T + bias with packed weights, by linear.c; decoder.c uses it as well. */
 
 #ifndef ROLLOUT_LINEAR_H
 #define ROLLOUT_LINEAR_H
@@ -15,11 +15,11 @@ struct linear {
     int64_t tokens, inputs, outputs, x_stride;
     int64_t lanes;      /* 8 or 16 floats in a vector */
     int64_t is_bfloat16; /* whether w is bfloat16 */
-    int64_t unit;        /* but for VECTORS, w is bfloat16 in panels of 32, and x is rounded to it */
+    int64_t unit;        /* DOT and AMX need bfloat16 w in panels of 32, and round x to bfloat16 */
     int64_t accumulate;  /* y += instead of y = */
 };
 
-/* The outputs of panels [first, last). */
+/* Computes the outputs of panels [first, last). */
 void linear(const struct linear *a, int64_t first, int64_t last);
 
 #endif

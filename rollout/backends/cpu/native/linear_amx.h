@@ -10,7 +10,7 @@
 #define LEAD (2 * STEP)   /* inputs that are interleaved ahead of the products: stores take their time */
 #define TOKENS (2 * TILE) /* that are multiplied with a panel at once */
 
-/* STEP inputs of a panel from the k-th on, in pairs: 16 outputs of a pair, then the other 16. */
+/* Interleaves STEP inputs of a panel from the k-th on in pairs: 16 outputs of a pair, then the other 16. */
 INLINE void interleave_step(uint16_t *pairs, const uint16_t *panel, int64_t k, int64_t inputs) {
     for (int64_t i = k; i < k + STEP; i += 2) {
         v32h *out = (v32h *)(pairs + i * PANEL);
@@ -31,7 +31,7 @@ INLINE void multiply_pairs(const uint16_t *x, const uint16_t *pairs, int64_t pad
     amx_multiply(3, 5, 7);
 }
 
-/* The sums of up to 32 tokens, from `token` on. */
+/* Stores the sums of up to 32 tokens, from `token` on. */
 static void store_tokens(const struct linear *a, int64_t token, int64_t count, int64_t panel) {
     _Alignas(CACHE_LINE) float sums[4][TILE][TILE];
     amx_store(0, sums[0], sizeof sums[0][0]);
@@ -47,7 +47,7 @@ static void store_tokens(const struct linear *a, int64_t token, int64_t count, i
     }
 }
 
-/* A panel for tokens [start, start + count), whose rounded x this is. */
+/* Multiplies a panel with tokens [start, start + count); x is rounded. */
 static void multiply_panel(const struct linear *a, const uint16_t *x, uint16_t *pairs, int64_t start, int64_t count,
                            int64_t panel, int64_t padded) {
     const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
@@ -72,7 +72,7 @@ static void linear_amx(const struct linear *a, int64_t first, int64_t last) {
     const int64_t block = tokens_at_once(a->inputs, TOKENS) / TOKENS * TOKENS;
     const int64_t most = a->tokens < block ? (a->tokens + TOKENS - 1) / TOKENS * TOKENS : block;
     uint16_t *x = aligned_alloc(CACHE_LINE, (most + PANEL) * padded * sizeof(uint16_t)), *pairs = x + most * padded;
-    if (!x) { /* the same panels without more memory */
+    if (!x) { /* no memory: multiply by vectors, which needs none */
         linear_16(a, first, last);
         return;
     }

@@ -4,7 +4,7 @@
 
 #define TOKENS 12 /* whose 24 sums stay in registers */
 
-/* `tokens` from `token` on, whose rounded x this is. */
+/* Multiplies with `tokens` tokens from `token` on; x is rounded. */
 INLINE void dot_tile(const struct linear *a, const uint16_t *x, int64_t token, int64_t panel, int64_t padded,
                      const int tokens) {
     const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
@@ -47,7 +47,7 @@ static void linear_dot(const struct linear *a, int64_t first, int64_t last) {
     const int64_t line = CACHE_LINE / sizeof(uint16_t), padded = (a->inputs + line - 1) / line * line;
     const int64_t block = tokens_at_once(a->inputs, TOKENS), most = a->tokens < block ? a->tokens : block;
     uint16_t *x = aligned_alloc(CACHE_LINE, (most > 0 ? most : 1) * padded * sizeof(uint16_t));
-    if (!x) { /* the same panels without more memory */
+    if (!x) { /* no memory: multiply by vectors, which needs none */
         linear_16(a, first, last);
         return;
     }

@@ -1,4 +1,4 @@
-/* What products with bfloat16 weights by pairs of inputs have in common: linear_dot.h and linear_amx.h, for which
+/* Shared by the products of bfloat16 weights by pairs of inputs, linear_dot.h and linear_amx.h, for which
    x is rounded to bfloat16. linear.c includes all three.
 
    Both add x[k] w[k] + x[k + 1] w[k + 1] to a sum at once, for which the two weights must lie side by side. A panel
@@ -21,13 +21,13 @@ typedef int32_t v16i __attribute__((vector_size(64)));
 #define HIGH_PAIRS(a, b)                                                                                       \
     SHUFFLE(v32h, a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22, 54,   \
             23, 55, 28, 60, 29, 61, 30, 62, 31, 63)
-/* Sums of the low and the high pairs in the order of outputs: the first 16 and the others. */
+/* Puts sums of the low and the high pairs in the order of outputs: the first 16 and the others. */
 #define FIRST_OUTPUTS(low, high) \
     SHUFFLE(v16i, low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23)
 #define LAST_OUTPUTS(low, high) \
     SHUFFLE(v16i, low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
 
-/* Inputs k and k + 1 of a panel, which `here` points at, in pairs. Those that the panel does not have are zeros. */
+/* Inputs k and k + 1 of a panel, which `here` points at, in pairs. Missing inputs are zeros. */
 INLINE void interleave(v32h *low, v32h *high, const uint16_t *here, int64_t k, int64_t inputs) {
     const v32h even = k < inputs ? *(const v32h *)here : (v32h){0};
     const v32h odd = k + 1 < inputs ? *(const v32h *)(here + PANEL) : (v32h){0};

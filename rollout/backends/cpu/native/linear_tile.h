@@ -11,7 +11,7 @@
 #define few_tokens JOIN(few_tokens, WIDTH)
 #define PANEL (2 * WIDTH)
 
-/* A panel's sums of one token to their place in y; the last panel may be wider than what is left. */
+/* Stores a panel's sums of one token in y; the last panel may be wider than the remaining outputs. */
 static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t token, int64_t panel,
                                                  const float *sums) {
     int64_t n = panel * PANEL, left = a->outputs - n < PANEL ? a->outputs - n : PANEL;
@@ -36,7 +36,7 @@ static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t
     }
 }
 
-/* `tokens` from `token` on, with `panels` panels, `step` apart; the constants are of the caller. */
+/* Multiplies `tokens` tokens from `token` on with `panels` panels, `step` apart; the caller passes constants. */
 INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t step, const int tokens,
                  const int panels, const int is_bfloat16) {
     const int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float), bytes = a->inputs * PANEL * size;
@@ -46,7 +46,7 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
     UNROLL for (int i = 0; i < tokens; i++) {
         UNROLL for (int j = 0; j < 2 * panels; j++) sums[i][j] = (vec){0};
     }
-    UNROLL for (int i = 0; i < tokens; i++) { /* the sums' places, which are far apart */
+    UNROLL for (int i = 0; i < tokens; i++) { /* y is written far apart: fetch it early */
         UNROLL for (int j = 0; j < panels; j++) {
             __builtin_prefetch(a->y + (token + i) * a->outputs + (panel + j * step) * PANEL, 1);
         }
@@ -111,7 +111,7 @@ INLINE int64_t few_tokens(const struct linear *a, int64_t first, int64_t last, c
     return first + step * (a->tokens == 1 ? 4 : 2);
 }
 
-/* The tiles of one panel with tokens [start, end), all of nearly the same size. */
+/* Multiplies one panel with tokens [start, end), in tiles of nearly equal size. */
 INLINE void tiles_of(const struct linear *a, int64_t start, int64_t end, int64_t panel, const int is_bfloat16) {
     int64_t tiles = (end - start + MAX_TOKENS - 1) / MAX_TOKENS;
     for (int64_t i = 0; i < tiles; i++) {
@@ -120,10 +120,10 @@ INLINE void tiles_of(const struct linear *a, int64_t start, int64_t end, int64_t
     }
 }
 
-/* As for float32, with each panel widened once for all tiles; `wide` has the room. */
+/* As for float32, widening each panel to `wide` once for all tiles. */
 static void widened(const struct linear *a, int64_t start, int64_t end, int64_t panel, float *wide) {
     const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
-    struct linear one = *a; /* of which this is panel 0 */
+    struct linear one = *a; /* a view in which this panel is panel 0 */
     for (int64_t i = 0; i < a->inputs * PANEL; i += WIDTH) {
         *(vec *)(wide + i) = load_weights((const char *)(w + i), 1);
     }

@@ -19,7 +19,7 @@ struct attention {
     const int32_t *context_lens; /* [rows] */
     int64_t q_stride, k_stride, v_stride, table_stride, block_stride;
     int64_t block_size, tokens, heads, kv_heads, dim;
-    int64_t planes;                 /* of the cache: 2, or 1 where there is K alone, which is V as well */
+    int64_t planes;                 /* of the cache: 2, or 1 if it holds K alone, which is read as V too */
     int64_t token_type, cache_type; /* FLOAT32 or BFLOAT16, of out, q, k and v, and of the cache */
     int64_t lanes;                  /* 8 for 256-bit vectors; 0 for the widest there are */
     int64_t unit;                   /* of prefill: VECTORS, or DOT for a cache in bfloat16 */
@@ -33,13 +33,13 @@ static inline int64_t first_seen(const struct attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Numbers of a token in the cache, and where among them the V of a KV head begins. */
+/* Numbers per token in the cache, and the offset of a KV head's V among them. */
 INLINE int64_t token_size(const struct attention *a) { return a->planes * a->kv_heads * a->dim; }
 INLINE int64_t value_of(const struct attention *a, int64_t kv_head) {
     return ((a->planes - 1) * a->kv_heads + kv_head) * a->dim;
 }
 
-/* K of a row's token for all KV heads, and its V. */
+/* Returns the address of a row's token in the cache. */
 INLINE const char *token_at(const struct attention *a, int64_t row, int64_t position) {
     int64_t block = a->tables[row * a->table_stride + position / a->block_size];
     int64_t offset = position % a->block_size;
@@ -47,7 +47,7 @@ INLINE const char *token_at(const struct attention *a, int64_t row, int64_t posi
     return (const char *)a->cache + number * size_of(a->cache_type);
 }
 
-/* Where the tokens [start, start + count) of a row lie. */
+/* Finds the addresses of the tokens [start, start + count) of a row. */
 static inline void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
                                const char **tokens) {
     const int64_t token_bytes = token_size(a) * size_of(a->cache_type);
@@ -59,7 +59,7 @@ static inline void find_tokens(const struct attention *a, int64_t row, int64_t s
 }
 
 void write_tokens(const struct attention *a);
-/* One of `parts` parts of the decode rows [first, last), and of the other rows: for threads. */
+/* One of `parts` parts of the decode rows [first, last), or of the prefill rows, for one thread. */
 void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part, int64_t parts);
 void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last, int64_t part,
                          int64_t parts);

@@ -18,7 +18,7 @@ INLINE v16f add_pairs(v16f sums, v32h x, v32h y) {
     return (v16f)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)y);
 }
 
-/* Two numbers, over and over. */
+/* Two numbers, repeated. */
 INLINE v32h splat_pair(const uint16_t *numbers) {
     int32_t pair;
     memcpy(&pair, numbers, sizeof pair);
@@ -29,7 +29,7 @@ INLINE v16f max_16(v16f a, v16f b) { return (v16f)_mm512_max_ps((__m512)a, (__m5
 
 INLINE float max_of_16(v16f x) { return _mm512_reduce_max_ps((__m512)x); }
 
-/* Sums of the lanes i and i + 8. */
+/* Adds the lanes i and i + 8. */
 INLINE v8f sum_of_halves(v16f x) {
     return (v8f)_mm512_castps512_ps256((__m512)x) + (v8f)_mm512_extractf32x8_ps((__m512)x, 1);
 }
@@ -50,7 +50,7 @@ INLINE v16f exp_16(v16f x) {
     return (v16f)_mm512_maskz_scalef_ps(counts, (__m512)y, n);
 }
 
-/* To nearest, ties to even; a NaN stays one. */
+/* Rounds to nearest, ties to even; NaN stays NaN. */
 INLINE void round_16(uint16_t *out, v16f x) { *(v16h *)out = (v16h)_mm512_cvtneps_pbh((__m512)x); }
 
 #endif

@@ -4,7 +4,7 @@
 
 #include "attention_pairs.h"
 
-#define QUERIES 240 /* of a block */
+#define QUERIES 240 /* in a block */
 
 struct workspace {
     float q[QUERIES * MAX_DIM], sums[QUERIES * MAX_DIM];
@@ -12,7 +12,7 @@ struct workspace {
     struct softmax softmax[QUERIES];
 };
 
-/* Queries [first, last) take their part of a place. */
+/* Adds the tile at `place` to queries [first, last). */
 static void attend_place(const struct attention *a, struct workspace *w, const struct queries *queries, int64_t first,
                          int64_t last, const struct place *place, int64_t kv_head, int64_t capacity) {
 #ifdef __AVX512BF16__
@@ -28,7 +28,7 @@ static void attend_place(const struct attention *a, struct workspace *w, const s
     attend_tile(a->lanes, queries, first, last, &tile, a->dim, NULL);
 }
 
-/* Tokens [first, last) of a row, at most QUERIES / group, and one KV head. */
+/* Attends from tokens [first, last) of a row, at most QUERIES / group, for one KV head. */
 static void attend_block(const struct attention *a, struct workspace *w, int64_t row, int64_t kv_head,
                          int64_t first, int64_t last) {
     const int64_t group = a->heads / a->kv_heads, token = a->query_starts[row] + first;
@@ -58,13 +58,13 @@ INLINE int64_t tokens_of(const struct attention *a, int64_t row) {
     return a->query_starts[row + 1] - a->query_starts[row];
 }
 
-/* Query tokens of a block. */
+/* Number of query tokens in a block. */
 INLINE int64_t block_tokens(const struct attention *a) {
     const int64_t group = a->heads / a->kv_heads;
     return group < QUERIES ? QUERIES / group : 1;
 }
 
-/* Twice the pairs of a query token in [first, last) and a key that it sees. */
+/* Returns twice the number of pairs of a query token in [first, last) and a key that it sees. */
 INLINE int64_t work_of(const struct attention *a, int64_t row, int64_t first, int64_t last) {
     const int64_t cached = a->context_lens[row] - tokens_of(a, row);
     return (last - first) * (2 * cached + first + last + 1);

@@ -7,7 +7,7 @@ enum mode { RAW, TEMPERATURE, PROCESSED };
 
 struct sampling {
     const float *logits;         /* [rows, vocabulary], contiguous */
-    const double *uniforms;      /* the other inputs, too, have one entry per row */
+    const double *uniforms;      /* like the other inputs, one entry per row */
     const float *temperature;
     const int64_t *top_k;
     const float *top_p;
@@ -35,7 +35,7 @@ struct scoring {
     int64_t vocabulary, top_n;
 };
 
-/* The largest logit; NaN if there is one. */
+/* Returns the largest logit; NaN if there is a NaN. */
 static float find_largest(const float *logits, int64_t count) {
     v8f best = splat(-INFINITY);
     v8i is_nan = {0};
@@ -61,7 +61,7 @@ static int64_t first_equal(const float *logits, float value) {
     return id;
 }
 
-/* Mass of each block, and their sum. */
+/* Computes the mass of each block, and returns their sum. */
 static double weigh_blocks(const struct row *r, const struct cutoff *cut, double *masses) {
     float weights[BLOCK];
     double total = 0;
@@ -95,7 +95,7 @@ static int64_t draw(const struct row *r, const struct cutoff *cut, const double 
     return chosen * BLOCK + offset;
 }
 
-/* The n largest logits, best first, the lowest id first among equals; `values` has room for n. */
+/* Finds the n largest logits, best first, equal ones by id; `values` has room for n. */
 static void find_top(const float *logits, int64_t count, int64_t n, int64_t *ids, float *values) {
     int64_t found = 0;
     for (int64_t id = 0; id < count && n > 0; id++) {

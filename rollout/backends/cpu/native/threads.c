@@ -7,10 +7,10 @@
 #include <omp.h>
 #endif
 
-/* Items [first, last) of what `args` says. */
+/* Work on items [first, last); `args` is the caller's struct. */
 typedef void (*part_function)(const void *args, void *scratch, int64_t first, int64_t last);
 
-/* All items, in as many parts as there are threads; each has its own `scratch_bytes`. */
+/* Runs the work on all items, one part per thread; each has its own `scratch_bytes`. */
 EXPORT void run_parts(part_function part, const void *args, char *scratch, int64_t scratch_bytes, int64_t items,
                       int64_t threads) {
 #ifdef _OPENMP

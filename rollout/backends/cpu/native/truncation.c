@@ -1,4 +1,4 @@
-/* Where top-k and top-p cut a row, without sorting it.
+/* Finds where top-k and top-p cut a row, without sorting it.
 
    Tokens are counted and weighed in buckets of their distance from the largest logit. The bits of a
    non-negative float are ordered as the float is, so their leading ones number the buckets. Only the

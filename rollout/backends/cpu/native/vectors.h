@@ -73,7 +73,7 @@ INLINE float largest_of(v8f x) {
 
 enum { FLOAT32, BFLOAT16 };
 
-/* What multiplies. DOT and AMX add pairs of bfloat16 numbers; they may be asked for where dot_is_usable() and
+/* The unit that multiplies. DOT and AMX add pairs of bfloat16 numbers; they may be asked for where dot_is_usable() and
    amx_is_usable(). */
 enum unit { VECTORS, DOT, AMX };
 
@@ -81,14 +81,14 @@ typedef uint16_t v8h __attribute__((vector_size(16), aligned(2), may_alias));
 
 INLINE int64_t size_of(int64_t type) { return type == BFLOAT16 ? 2 : 4; }
 
-/* Numbers [i, i + 8) of an array of this type. */
+/* Loads numbers [i, i + 8) of an array of this type. */
 INLINE v8f load_as(const void *array, int64_t i, int64_t type) {
     if (type == FLOAT32) return load((const float *)array + i);
     const uint16_t *h = (const uint16_t *)array + i; /* one by one: GCC makes one instruction of it */
     return (v8f)((v8u){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
 }
 
-/* To nearest, ties to even, in the upper halves; a NaN stays one. */
+/* Rounds to bfloat16 in the upper halves, to nearest, ties to even; NaN stays NaN. */
 INLINE v8u rounded_bits(v8f x) {
     v8u bits = (v8u)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     return (v8u)select_v8(x == x, (v8f)rounded, (v8f)((v8u){0} + 0x7fc00000));
@@ -102,12 +102,12 @@ INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
     *(v8h *)((uint16_t *)array + i) = __builtin_convertvector(rounded_bits(x) >> 16, v8h);
 }
 
-/* x as it would be after `store_as` and `load_as`. */
+/* Returns x as `store_as` and `load_as` would give it back. */
 INLINE v8f round_as(v8f x, int64_t type) {
     return type == FLOAT32 ? x : (v8f)(rounded_bits(x) & 0xffff0000);
 }
 
-/* Where the elements from `i` on lie. */
+/* Returns the address of element i. */
 INLINE void *place_of(const void *array, int64_t i, int64_t type) { return (char *)array + i * size_of(type); }
 
 /* GCC before 12 has no __builtin_shufflevector, and Clang no __builtin_shuffle. */
@@ -118,7 +118,7 @@ INLINE void *place_of(const void *array, int64_t i, int64_t type) { return (char
 #endif
 #define SHUFFLE8(a, b, ...) SHUFFLE(v8i, a, b, __VA_ARGS__)
 
-/* Eight rows of eight floats become columns, `stride` apart. */
+/* Stores eight rows of eight floats as columns, `stride` apart. */
 INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
     v8f pairs[8], fours[8];
     for (int i = 0; i < 8; i += 2) {
@@ -152,7 +152,7 @@ INLINE float max_of_lanes(v8f x) {
     return low > high ? low : high;
 }
 
-/* Add eight floats to four sums of double precision. */
+/* Adds eight floats to four sums in double precision. */
 INLINE v4d add_as_doubles(v4d sums, v8f x) {
     union { v8f whole; v4f half[2]; } u = {x};
     return sums + (__builtin_convertvector(u.half[0], v4d) + __builtin_convertvector(u.half[1], v4d));

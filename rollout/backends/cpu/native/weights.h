@@ -1,4 +1,4 @@
-/* Unnormalised probabilities of one row of logits, in blocks, and what truncation leaves of them. */
+/* Unnormalised probabilities of one row of logits, in blocks, and its truncation. For sampling.c. */
 
 #ifndef ROLLOUT_WEIGHTS_H
 #define ROLLOUT_WEIGHTS_H
@@ -29,7 +29,7 @@ INLINE int is_kept(const struct cutoff *cut, float logit, int64_t id, float weig
 
 INLINE int64_t num_blocks(const struct row *r) { return (r->vocabulary + BLOCK - 1) / BLOCK; }
 
-/* The logits of a block; a last, partial one is copied to `padded` and filled up with -inf. */
+/* Returns the logits of a block; a partial last block is copied to `padded` and filled with -inf. */
 INLINE const float *block_logits(const struct row *r, int64_t block, float *padded) {
     int64_t start = block * BLOCK, count = r->vocabulary - start;
     if (count >= BLOCK) return r->logits + start;
@@ -41,7 +41,7 @@ INLINE v8f weigh(const struct row *r, v8f logits) {
     return exp_v8((logits - r->largest) * r->inverse_temperature);
 }
 
-/* The weights of a block, those of dropped tokens 0; `cut` may be NULL. */
+/* Computes the weights of a block, 0 for dropped tokens; `cut` may be NULL. */
 INLINE void block_weights(const struct row *r, int64_t block, const struct cutoff *cut, float *weights) {
     float padded[BLOCK];
     const float *logits = block_logits(r, block, padded);
@@ -69,7 +69,7 @@ struct histogram {
     struct ranked *members; /* room for the whole vocabulary: all may share a bucket */
 };
 
-/* What top-k (off at 0), then top-p (off unless 0 < p < 1), then min-p leave. */
+/* Computes the cut of top-k (off at 0), then top-p (off unless 0 < p < 1), then min-p. */
 struct cutoff find_cutoff(const struct row *r, int64_t top_k, float top_p, float min_p,
                           struct histogram *scratch);
 

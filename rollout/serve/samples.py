@@ -1,0 +1,168 @@
+"""Parts of a reply that describe one sample: its tokens and log-probs, its text, its weights.
+
+Used by the generation routes of the openai protocol and of SGLang. Functions only read requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rollout.generated_text import StreamedText, shown_text
+from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.requests.token_runs import TokenRun
+from rollout.sampling_params import SamplingParams
+from rollout.serve.state import ServerState
+from rollout.text import Tokenizer
+
+# vLLM's value for a log-prob of minus infinity, which JSON cannot express.
+_LOWEST = -9999.0
+
+Request = DynamicInferenceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenData:
+    """Token ids, and for each token its log-prob, its rank and the most likely tokens.
+
+    A list is None if the client did not ask for it. An entry is None if its value is unknown, as
+    for the first token of a prompt.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float | None] | None = None
+    ranks: Sequence[int | None] | None = None
+    top: Sequence[dict[int, float] | None] | None = None
+
+    def __add__(self, other: TokenData) -> TokenData:
+        """Return these tokens followed by `other`. A list that one of the two lacks is None."""
+        return TokenData(
+            token_ids=[*self.token_ids, *other.token_ids],
+            log_probs=_joined(self.log_probs, other.log_probs),
+            ranks=_joined(self.ranks, other.ranks),
+            top=_joined(self.top, other.top),
+        )
+
+    def each(self, num_top: int) -> list[tuple[int, float | None, int | None, dict[int, float]]]:
+        """Return (id, log-prob, rank, alternatives) of each token.
+
+        Alternatives are {id: log-prob} of the token itself and then of the `num_top` most likely
+        tokens. A token that is one of the most likely stands once, in the first place.
+        """
+        count = len(self.token_ids)
+        log_probs = self.log_probs or [None] * count
+        ranks, top = self.ranks or [None] * count, self.top or [None] * count
+        rows = zip(self.token_ids, log_probs, ranks, top, strict=True)
+        return [(i, lp, rank, _top(i, lp, own, num_top)) for i, lp, rank, own in rows]
+
+
+def _joined(first: Any, second: Any) -> Any:
+    return None if first is None or second is None else [*first, *second]
+
+
+def _top(
+    token_id: int, log_prob: float | None, top: dict[int, float] | None, num_top: int
+) -> dict[int, float]:
+    if log_prob is None:
+        return {}
+    chosen = {token_id: log_prob}
+    for key, value in islice((top or {}).items(), num_top):
+        chosen.setdefault(key, value)
+    return {key: finite(value) for key, value in chosen.items()}
+
+
+def finite(log_prob: float) -> float:
+    """Return `log_prob` if it is finite, else a low number that JSON can express."""
+    return log_prob if math.isfinite(log_prob) else _LOWEST
+
+
+def of_run(run: TokenRun) -> TokenData:
+    """Return the data of newly generated tokens."""
+    return TokenData(
+        token_ids=run.token_ids.tolist(),
+        log_probs=None if run.log_probs is None else run.log_probs.tolist(),
+        ranks=None if run.ranks is None else run.ranks.tolist(),
+        top=None if run.top_n is None else run.top_n.rows(),
+    )
+
+
+def of_generated(request: Request) -> TokenData:
+    """Return the data of all generated tokens."""
+    log_probs = request.generated_log_probs
+    return TokenData(
+        token_ids=request.generated_tokens,
+        log_probs=None if log_probs is None else list(map(float, log_probs)),
+        ranks=request.generated_ranks,
+        top=request.generated_top_n_logprobs,
+    )
+
+
+def of_prompt(request: Request) -> TokenData:
+    """Return the data of the prompt's tokens. All values of the first token are None."""
+    ids, log_probs = request.prompt_tokens.tolist(), request.prompt_log_probs
+    count = len(ids) - 1
+
+    def shifted(values: Any) -> list[Any] | None:
+        return None if values is None else [None, *list(values)[:count]]
+
+    return TokenData(
+        token_ids=ids,
+        log_probs=shifted(None if log_probs is None else map(float, log_probs)),
+        ranks=shifted(request.prompt_ranks),
+        top=shifted(request.prompt_top_n_logprobs),
+    )
+
+
+def text_of(
+    state: ServerState,
+    request: Request,
+    *,
+    with_special_tokens: bool,
+    tokenizer: Tokenizer | None = None,
+) -> str:
+    """Return the text of a finished request, "" if the LLM has no tokenizer. tokenizer: decodes the
+    tokens in place of the LLM's.
+    """
+    if not with_special_tokens and tokenizer is None:
+        return request.generated_text or ""
+    params = request.sampling_params
+    assert params is not None, "engines accept no request without parameters"
+    return shown_text(
+        tokenizer or state.texts.verbatim,
+        request.generated_tokens,
+        request.prompt_tokens,
+        finish_reason=request.finish_reason,
+        stop_word_ids=request.stop_word_ids,
+        sampling_params=params.serialize(),
+    )
+
+
+def streamed_text(
+    state: ServerState,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    *,
+    with_special_tokens: bool,
+    tokenizer: Tokenizer | None = None,
+) -> StreamedText | None:
+    """Return a decoder that turns the tokens after `prompt` into text as they come; None if the LLM
+    has no tokenizer. tokenizer: as for `text_of`.
+    """
+    if state.llm.tokenizer is None:
+        return None
+    if tokenizer is None:
+        tokenizer = state.texts.verbatim if with_special_tokens else state.llm.tokenizer
+    return StreamedText(tokenizer, params, prompt)
+
+
+def weight_versions(
+    state: ServerState, request: Request, num_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Return [{"version", "start", "end"}]: the label of the weights that sampled each of the first
+    `num_tokens` generated tokens (None: of all), as runs."""
+    start, end = len(request.prompt_tokens), request.num_tokens
+    spans = request.stamped_policy_spans()
+    return state.labels.runs(spans.slice(start, end if num_tokens is None else start + num_tokens))
