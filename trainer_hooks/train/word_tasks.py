@@ -17,18 +17,21 @@ NUM_PROMPTS = 2_000  # of the training of one seed
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Common nouns of three to seven letters.
 WORDS = tuple(
-    """apple arm autumn bag ball bank basket bee bell bench bird boat bone book bottle bowl box branch
-    bread brick bridge brush bucket bus butter button cake camera candle car carpet cat cave chair
-    cheese cherry circle city clock cloud coat coffee coin corn cup desk dog door dress drum duck ear
-    egg engine eye farm father field finger fire fish flag floor flower fly foot forest fork fox frog
-    fruit garden gate glass glove goat gold grape grass guitar hair hammer hand hat head heart hill
-    honey horse house ice iron island jacket juice key kite knee knife lake lamp leaf leg lemon letter
-    lion lip market milk mirror moon mother mouse mouth needle nest night nose nut ocean onion orange
-    oven owl page paint paper park pen pencil piano pig pillow plane plant plate pocket potato queen
-    rabbit rain ring river road rock roof room root rope rose salt sand school sea seat seed sheep ship
-    shirt shoe silver sister sky snow soap sock song soup spoon spring square star stone store storm
-    street sugar summer sun table tail tea ticket tiger tooth tower town train tree truck valley
-    village wall watch water wave wheel wind window wine wing winter wolf wood yard""".split()
+    """
+    apple arm autumn bag ball bank basket bee bell bench bird boat bone book bottle bowl box
+    branch bread brick bridge brush bucket bus butter button cake camera candle car carpet cat
+    cave chair cheese cherry circle city clock cloud coat coffee coin corn cup desk dog door
+    dress drum duck ear egg engine eye farm father field finger fire fish flag floor flower
+    fly foot forest fork fox frog fruit garden gate glass glove goat gold grape grass guitar
+    hair hammer hand hat head heart hill honey horse house ice iron island jacket juice key
+    kite knee knife lake lamp leaf leg lemon letter lion lip market milk mirror moon mother
+    mouse mouth needle nest night nose nut ocean onion orange oven owl page paint paper park
+    pen pencil piano pig pillow plane plant plate pocket potato queen rabbit rain ring river
+    road rock roof room root rope rose salt sand school sea seat seed sheep ship shirt shoe
+    silver sister sky snow soap sock song soup spoon spring square star stone store storm
+    street sugar summer sun table tail tea ticket tiger tooth tower town train tree truck
+    valley village wall watch water wave wheel wind window wine wing winter wolf wood yard
+    """.split()  # noqa: SIM905
 )
 Row = tuple[str, str]
 

@@ -27,8 +27,10 @@ def require_separate_rollouts(policy: Callable[..., Any], device: torch.device) 
     Under FSDP they are collectives. Later calls use the cached result. `device`: device of the
     token ids.
     """
-    is_module = isinstance(policy, nn.Module)
-    fault = cached_fault(_fault, policy, device) if is_module else _fault(policy, device)
+    if isinstance(policy, nn.Module):
+        fault = cached_fault(_fault, policy, device)
+    else:
+        fault = _fault(policy, device)
     if fault:
         how = getattr(getattr(policy, "config", None), "_attn_implementation", None)
         raise ConfigError(

@@ -31,7 +31,7 @@ class TokenTree:
     nodes_BT: torch.Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> TokenTree:
+    def of(cls, rows: Sequence[list[int]]) -> TokenTree:
         """Build the tree of `rows`, which are token ids. The nodes follow the sorted rows."""
         nodes_BT = torch.full((len(rows), max(map(len, rows), default=0)), -1)
         tokens: list[int] = []
@@ -72,7 +72,7 @@ class TokenTree:
 
 
 def split_into_trees(
-    rows: Sequence[Sequence[int]], max_nodes: int | None, pair_cost: float
+    rows: Sequence[list[int]], max_nodes: int | None, pair_cost: float
 ) -> list[list[int]]:
     """Return the row indices of each tree, so that all trees together cost least, about.
 
@@ -101,7 +101,7 @@ def split_into_trees(
     return trees
 
 
-def contiguous_parts(rows: Sequence[Sequence[int]], num_parts: int) -> list[list[int]]:
+def contiguous_parts(rows: Sequence[list[int]], num_parts: int) -> list[list[int]]:
     """Return the row indices of parts with about as many nodes each, cut from the sorted rows.
 
     Rows with a common prefix stay together where that is even. A part may be empty.
@@ -109,7 +109,7 @@ def contiguous_parts(rows: Sequence[Sequence[int]], num_parts: int) -> list[list
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     order = sorted(range(len(rows)), key=lambda index: rows[index])
     before: Sequence[int] = ()
-    ends = []
+    ends: list[int] = []
     for index in order:
         num_new = len(rows[index]) - common_prefix(before, rows[index])
         ends.append((ends[-1] if ends else 0) + num_new)

@@ -75,7 +75,7 @@ def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[st
     }
 
 
-def model_parts(policy: Any) -> tuple[nn.Module, Head]:
+def model_parts(policy: Any) -> tuple[Any, Head]:
     """Return the body of a causal model of transformers, or of PEFT around one, and its head."""
     model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     config = model.config.get_text_config()
@@ -99,7 +99,7 @@ def pair_cost(policy: Any) -> float:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     num_weights = sum(each.numel() for each in body.parameters())
     num_weights -= body.get_input_embeddings().weight.numel()
-    return 2 * heads * head_dim * config.num_hidden_layers / max(num_weights, 1)
+    return float(2 * heads * head_dim * config.num_hidden_layers / max(num_weights, 1))
 
 
 def max_depth(policy: Any) -> int | None:
