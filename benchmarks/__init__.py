@@ -1,1 +1,1 @@
-"""What generation costs, against a peer and against the bare matrix products of the model."""
+"""Programs that measure the engine beside other engines and beside physical lower bounds."""

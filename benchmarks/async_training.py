@@ -1,4 +1,4 @@
-"""Asynchronous GRPO against the same job by turns: reward, and where the time of a step goes.
+"""Asynchronous GRPO beside the synchronous job: reward, and the parts of a step's time.
 
     python benchmarks/async_training.py
 
@@ -65,7 +65,7 @@ class RunFigures:
 
 
 def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> RunFigures:
-    """One run in a process of its own. Raises CalledProcessError if it fails."""
+    """Run the job once in its own process. Raises CalledProcessError if it fails."""
     subprocess.run(
         [
             sys.executable,
@@ -87,7 +87,7 @@ def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> 
 
 
 def figures_of(kind: str, seed: int, rows: Sequence[dict[str, float]]) -> RunFigures:
-    """From the metrics that the run left."""
+    """Return the figures of a finished run, read from its metrics file."""
     steps = [row for row in rows if "reward" in row]
     timed = steps[WARM_STEPS:] or steps
     greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]

@@ -1,4 +1,4 @@
-"""Compiled attention against what it cannot beat: one read of its KV, or its FLOPs in a product.
+"""Compiled attention beside its lower bounds: one read of the KV, or its FLOPs in a matrix product.
 
 `python -m benchmarks.attention` prints three tables. *Decode*: CPU time of a step's attention over
 the time to read as many bytes of the same memory once, in order. *Prefill*: over the time of the
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def num_flops(self) -> int:
-        """Of the two products, by causal attention."""
+        """Return the FLOPs of the two products of causal attention."""
         first = self.context - self.num_new
         keys = sum(range(first + 1, self.context + 1))
         return 4 * self.num_rows * NUM_KV_HEADS * self.group * self.head_dim * keys
@@ -103,7 +103,7 @@ class Problem:
 
 
 def _batch(case: Case, tables_RM: torch.Tensor, kv: Sequence[torch.Tensor]) -> ForwardBatch:
-    """Each row's last `num_new` tokens are computed."""
+    """Return a batch that computes the last `num_new` tokens of each row."""
     starts = np.arange(0, (case.num_rows + 1) * case.num_new, case.num_new, dtype=np.int32)
     lens = np.full(case.num_rows, case.context, dtype=np.int32)
     positions = torch.arange(case.context - case.num_new, case.context)
@@ -151,7 +151,7 @@ class Bench:
         self._kernels.attend_prefill_part(addressof(args), scratch, 0, num_rows, 0, 1)
 
     def decode_ratio(self, case: Case) -> tuple[float, float]:
-        """(GB per second that attention reads, its time over that of a plain read)."""
+        """Return (GB per second that attention reads, its time over that of a plain read)."""
         problem = Problem(case)
         rounds = []
         for visited in self._cycle(problem):
@@ -181,7 +181,7 @@ class Bench:
             yield list(itertools.islice(turn, length))
 
     def prefill_ratio(self, case: Case) -> tuple[float, float]:
-        """(GFLOP per second, time over that of the same FLOPs in torch.mm)."""
+        """Return (GFLOP per second, time over that of the same FLOPs in torch.mm)."""
         problem = Problem(case)
         size = 1024
         a, b = torch.rand(size, size), torch.rand(size, size)
@@ -195,7 +195,7 @@ class Bench:
         return case.num_flops / seconds / 1e9, statistics.median(r for _, r in rounds)
 
     def sharing_ratio(self, case: Case) -> float:
-        """Time of rows that share their prefix, over that of rows that share nothing."""
+        """Return the time of rows with a shared prefix over that of rows without one."""
         shared, own = Problem(case), Problem(replace(case, shared=0))
         rounds = []
         count = len(own.args)
@@ -207,7 +207,7 @@ class Bench:
 
 
 def over_groups(case: Case, cell: Callable[[Case], str]) -> list[str]:
-    """One cell for each GQA group."""
+    """Return one table cell for each GQA group."""
     return [cell(replace(case, group=group)) for group in GROUPS]
 
 

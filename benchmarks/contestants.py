@@ -1,4 +1,4 @@
-"""Who competes: our LLM, and transformers' `generate` in its several ways to run a workload."""
+"""The engines that are compared: rollout's LLM, and transformers' `generate` with each cache."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TransformersGenerate:
         self._model, self._cache, self._batch_size = model, cache, batch_size
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """All batches in turn; results come back in the order of the prompts."""
+        """Run all batches one after another. Returns results in the order of the prompts."""
         torch.manual_seed(seed)
         order = list(range(len(workload.prompts)))
         if self.knows_lengths:
@@ -161,7 +161,7 @@ def _logprobs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> torch.Ten
 
 
 def transformers_contestants(model: Any, workload: Workload) -> list[TransformersGenerate]:
-    """Both caches on one batch; for ragged lengths also smaller batches, which waste less."""
+    """Return transformers with each cache on one batch, and on smaller ones for ragged lengths."""
     contestants = [TransformersGenerate(model, cache=cache) for cache in ("dynamic", "static")]
     if len(set(workload.output_lens)) > 1:
         half, quarter = (max(1, len(workload.prompts) // parts) for parts in (2, 4))

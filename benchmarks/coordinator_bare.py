@@ -52,7 +52,7 @@ _FIRST_ID = 2**40
 
 
 def serve_relay(pipe: Connection, num_engines: int) -> None:
-    """One ROUTER that passes on what it gets: engines in turn, their answers to who asked.
+    """Relay frames by one ROUTER: requests to the engines in turn, answers to the asking client.
 
     With the coordinator's socket options, and its way to call the socket; opens no frame. Ends with
     the pipe.
@@ -120,7 +120,7 @@ def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay
 
 
 class _BareClient:
-    """One DEALER and the ids of its requests."""
+    """A client of the relay: a DEALER socket and the ids of its requests."""
 
     def __init__(self, context: zmq.Context[Any], address: str, *, is_relay: bool) -> None:
         self.socket = _dealer(context, address)

@@ -142,7 +142,7 @@ def preload() -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, to the nanosecond; Linux numbers such clocks by the pid."""
+    """Return the CPU seconds of all threads of process `pid`, by its Linux clock id."""
     return time.clock_gettime((~pid << 3) | 2)
 
 

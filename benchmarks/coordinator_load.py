@@ -1,4 +1,4 @@
-"""What the clients of benchmarks/coordinator.py are to do, and what is sent while they do it."""
+"""The requests that the clients of benchmarks/coordinator.py send, and the engines' answers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reply_record(num_tokens: int) -> bytes:
 
 
 def registration(engine_id: bytes) -> Register:
-    """Of an engine that takes whatever comes."""
+    """Return the registration of an engine that accepts any number of requests."""
     return Register(
         engine_id=engine_id,
         state="RUNNING",
@@ -78,7 +78,7 @@ def registration(engine_id: bytes) -> Register:
 
 
 class Grants:
-    """The credit of an engine that answers at once: told again when half of it is used."""
+    """Credit of an engine that answers at once. It is granted anew when half of it is used."""
 
     def __init__(self, session: int = 0) -> None:
         """`session`: as the RegisterAck names it."""
@@ -86,7 +86,7 @@ class Grants:
         self._num_received = self._num_granted = 0
 
     def take(self, num_received: int) -> Credit | None:
-        """So many requests have come; returns what to send, if anything is due."""
+        """Count received requests. Returns the grant to send, or None if none is due."""
         self._num_received += num_received
         if self._num_received + self._ahead // 2 < self._num_granted:
             return None
@@ -95,7 +95,7 @@ class Grants:
 
 
 def next_load(pipe: Connection) -> Load | None:
-    """What comes through the pipe next; None at its end."""
+    """Return the next Load from the pipe; None once the pipe is closed."""
     try:
         load: Load | None = pipe.recv()
     except EOFError:

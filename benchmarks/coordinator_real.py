@@ -56,7 +56,7 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
 
 
 def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:
-    """As `serve_bare_clients`, with InferenceClients on one event loop."""
+    """Run the clients as InferenceClients on one event loop; see `serve_bare_clients`."""
     asyncio.run(_real_clients(pipe, address, num_clients))
 
 

@@ -1,4 +1,4 @@
-"""What the names of experts cost: the table of weights, and updates in both dialects.
+"""Cost of a name per expert: building the table of weights, and updates by both sets of names.
 
     python -m benchmarks.expert_updates            # a minute
     python -m benchmarks.expert_updates --small    # seconds: shows that it runs

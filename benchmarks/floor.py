@@ -127,7 +127,7 @@ class StepTrace:
         self._steps: list[StepRows] = []
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """One row of the engine's step metrics."""
+        """Add the metrics of one step of the engine."""
         num_prefill = int(metrics["engine/last_step/num_prefill_tokens"])
         num_tokens = num_prefill + int(metrics["engine/last_step/num_decode_tokens"])
         num_logits = int(metrics["engine/last_step/num_sampled_tokens"])

@@ -282,7 +282,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page_path(date: str, device_name: str, out: str | None) -> Path:
-    """Where the Markdown page goes; its JSON file lies beside it."""
+    """Return the path of the Markdown page; its JSON file lies beside it."""
     if out:
         return Path(out) / "gpu.md"
     kind = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
@@ -290,7 +290,7 @@ def page_path(date: str, device_name: str, out: str | None) -> Path:
 
 
 class Run:
-    """One run of all groups, and its results so far."""
+    """A run of all groups of parts, and its results so far."""
 
     def __init__(self, plan: Plan, budget_s: float, out: str | None) -> None:
         self._deadline = Deadline.after(budget_s)

@@ -71,7 +71,7 @@ class MeasuredDevice:
         return self.seconds(graph.replay) / num_calls
 
     def give_back_unused(self) -> None:
-        """Free what nobody refers to any more, torch's own cache included."""
+        """Free unreferenced memory, torch's cache included."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -126,7 +126,7 @@ class Floors:
         return max(self.device_read_bytes_per_s, 2 * self.device_copy_bytes_per_s)
 
     def figures(self) -> dict[str, float]:
-        """All of them as plain numbers."""
+        """Return all figures as plain numbers."""
         return {**asdict(self), "memory_bytes_per_s": self.memory_bytes_per_s}
 
     @classmethod

@@ -91,7 +91,7 @@ def run_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLine:
-    """One kernel over all its launches. Shares, in percent, are weighted by time."""
+    """Figures of one kernel over all its launches. Shares, in percent, are weighted by time."""
 
     name: str
     num_launches: int

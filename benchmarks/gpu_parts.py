@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a part: its figures, or why there are none."""
+    """Result of a part: its figures, or the reason that it has none."""
 
     name: str
     kind: str

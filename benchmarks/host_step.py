@@ -88,7 +88,7 @@ class Stopwatch:
         setattr(owner, name, self.wrap(part, getattr(owner, name)))
 
     def take(self) -> dict[str, int]:
-        """What was measured, and start anew."""
+        """Return the measured nanoseconds of each part, and reset them."""
         taken, self.nanoseconds = self.nanoseconds, dict.fromkeys(PARTS, 0)
         return taken
 
@@ -170,7 +170,7 @@ class DecodingEngine:
         self._engine.step()
 
     def step(self) -> None:
-        """One more token for every row."""
+        """Run one step, which adds a token to every row."""
         assert not self._engine.step(), "a request ended"
 
     def run(self, num_steps: int) -> dict[str, float]:

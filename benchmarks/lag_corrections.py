@@ -1,4 +1,4 @@
-"""What each correction for old tokens does to the gradient and to learning, where both are exact.
+"""Bias and noise of each correction for old tokens, on a problem whose gradient is exact.
 
     python benchmarks/lag_corrections.py            # about a minute on one core
     python benchmarks/lag_corrections.py --small    # seconds: shows that it runs
@@ -11,24 +11,151 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from benchmarks.lag_problem import (
-    NUM_POSITIONS,
-    Parameters,
-    all_kv_lags,
-    all_sequences,
-    expected_rewards,
-    lagged_logprobs,
-    logprobs,
-    rewards,
-    sample,
-)
 from trainer_hooks import OffPolicyCorrection, PolicyLossConfig, group_advantages, policy_loss
+
+NUM_POSITIONS = 6
+NUM_TOKENS = 3
+KV_LAGS = (0, 2)  # drawn per token, each with equal probability; position 0 has no context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parameters:
+    """One version of S policies."""
+
+    own_STV: torch.Tensor
+    context_SVV: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_policies: int) -> Parameters:
+        """Uniform policies."""
+        return cls(
+            own_STV=torch.zeros(num_policies, NUM_POSITIONS, NUM_TOKENS),
+            context_SVV=torch.zeros(num_policies, NUM_TOKENS, NUM_TOKENS),
+        )
+
+    def requiring_grad(self) -> Parameters:
+        """A copy whose tensors collect gradients."""
+        return Parameters(
+            own_STV=self.own_STV.detach().clone().requires_grad_(),
+            context_SVV=self.context_SVV.detach().clone().requires_grad_(),
+        )
+
+    def stepped(self, objective: torch.Tensor, learning_rate: float) -> Parameters:
+        """Return the parameters after one step up the gradient of `objective`."""
+        own, context = torch.autograd.grad(objective, (self.own_STV, self.context_SVV))
+        return Parameters(
+            own_STV=(self.own_STV + learning_rate * own).detach(),
+            context_SVV=(self.context_SVV + learning_rate * context).detach(),
+        )
+
+    def drifted(self, scale: float, generator: torch.Generator) -> Parameters:
+        """A random step of standard deviation `scale` in every parameter."""
+        steps = (
+            scale * torch.randn(part.shape, generator=generator)
+            for part in (self.own_STV, self.context_SVV)
+        )
+        own_STV, context_SVV = steps
+        return Parameters(
+            own_STV=self.own_STV + own_STV, context_SVV=self.context_SVV + context_SVV
+        )
+
+
+def logits_at(
+    own: Parameters, context: Parameters, position: int, previous_SB: torch.Tensor
+) -> torch.Tensor:
+    """Logits [S, B, V] of `position` after `previous_SB`, of which position 0 has none."""
+    own_S1V = own.own_STV[:, position, None]
+    num_policies, num_rows = previous_SB.shape
+    if position == 0:
+        return own_S1V.expand(num_policies, num_rows, NUM_TOKENS)
+    index_SBV = previous_SB[..., None].expand(num_policies, num_rows, NUM_TOKENS)
+    return own_S1V + context.context_SVV.gather(1, index_SBV)
+
+
+def logprobs(own: Parameters, context: Parameters, tokens_SBT: torch.Tensor) -> torch.Tensor:
+    """Log-probs of given tokens, [S, B, T]."""
+    columns = []
+    for position in range(NUM_POSITIONS):
+        previous_SB = tokens_SBT[..., max(position - 1, 0)]
+        log_softmax = logits_at(own, context, position, previous_SB).log_softmax(-1)
+        chosen = tokens_SBT[..., position, None].expand(*log_softmax.shape[:2], 1)
+        columns.append(log_softmax.gather(-1, chosen)[..., 0])
+    return torch.stack(columns, dim=-1)
+
+
+def all_sequences() -> torch.Tensor:
+    """Every sequence there is, [V^T, T]."""
+    return torch.tensor(list(product(range(NUM_TOKENS), repeat=NUM_POSITIONS)))
+
+
+def all_kv_lags() -> torch.Tensor:
+    """Every pattern of KV lags, equally likely, [patterns, T]."""
+    return torch.tensor([(0, *lags) for lags in product(KV_LAGS, repeat=NUM_POSITIONS - 1)])
+
+
+def rewards(tokens: torch.Tensor) -> torch.Tensor:
+    """Return rewards in [0, 1]: the squared share of positions that count up from 2, modulo V."""
+    previous = torch.nn.functional.pad(tokens, (1, 0), value=1)[..., :-1]
+    hits = tokens == (previous + 1) % NUM_TOKENS
+    return hits.float().mean(dim=-1).square()
+
+
+def expected_rewards(policy: Parameters) -> torch.Tensor:
+    """Exact return of each policy, [S], differentiable."""
+    tokens_BT = all_sequences()
+    tokens_SBT = tokens_BT.expand(len(policy.own_STV), *tokens_BT.shape)
+    probability_SB = logprobs(policy, policy, tokens_SBT).sum(dim=-1).exp()
+    return (probability_SB * rewards(tokens_SBT)).sum(dim=-1)
+
+
+def lagged_logprobs(
+    history: list[Parameters], policy_lag: int, tokens_SBT: torch.Tensor, kv_lag_SBT: torch.Tensor
+) -> torch.Tensor:
+    """Behaviour log-probs [S, B, T] of tokens whose KV lag is given; the newest version is last."""
+    own = version_before(history, policy_lag)
+    chosen = torch.zeros(tokens_SBT.shape)
+    for kv_lag in KV_LAGS:
+        context = version_before(history, policy_lag + kv_lag)
+        values = logprobs(own, context, tokens_SBT)
+        chosen = torch.where(kv_lag_SBT == kv_lag, values, chosen)
+    return chosen
+
+
+def sample(
+    history: list[Parameters], policy_lag: int, num_rows: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of a lagged policy and the KV lags they were sampled with, both [S, B, T]."""
+    own = version_before(history, policy_lag)
+    num_policies = len(own.own_STV)
+    shape = (num_policies, num_rows, NUM_POSITIONS)
+    draws = torch.randint(len(KV_LAGS), shape, generator=generator)
+    kv_lag_SBT = torch.tensor(KV_LAGS)[draws]
+    kv_lag_SBT[..., 0] = 0
+    tokens_SBT = torch.zeros(shape, dtype=torch.int64)
+    for position in range(NUM_POSITIONS):
+        previous_SB = tokens_SBT[..., max(position - 1, 0)]
+        logits_SBV = torch.zeros(num_policies, num_rows, NUM_TOKENS)
+        for kv_lag in KV_LAGS:
+            context = version_before(history, policy_lag + kv_lag)
+            is_chosen = (kv_lag_SBT[..., position] == kv_lag)[..., None]
+            values = logits_at(own, context, position, previous_SB)
+            logits_SBV = torch.where(is_chosen, values, logits_SBV)
+        uniform = torch.rand(logits_SBV.shape, generator=generator).clamp(min=1e-20)
+        tokens_SBT[..., position] = (logits_SBV - (-uniform.log()).log()).argmax(dim=-1)
+    return tokens_SBT, kv_lag_SBT
+
+
+def version_before(history: list[Parameters], lag: int) -> Parameters:
+    """Return the version `lag` updates before the newest, at earliest the first."""
+    return history[max(len(history) - 1 - lag, 0)]
+
 
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "lag_corrections.png"
 LAGS = (0, 1, 2, 4, 6, 8)
@@ -78,7 +205,7 @@ def token_weights(
     policy_lag: int,
     kv_lag_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """What A d log pi is multiplied with per token [B, T]: the loss, differentiated."""
+    """Return the factor of A d log pi for each token [B, T], by differentiating the loss."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     anchors = {"present": logprobs_BT.detach(), "behaviour": None, "proximal": proximal_BT}
     loss, _ = policy_loss(

@@ -1,4 +1,4 @@
-"""What building an engine takes of memory: peaks of resident bytes over the bytes of the weights.
+"""Memory that building an engine takes: peak resident bytes over the bytes of the weights.
 
     python -m benchmarks.loading                  # 44M parameters; some minutes
     python -m benchmarks.loading --model large    # 0.8 GB, twice in the temporary folder

@@ -1,4 +1,4 @@
-"""What a measurement ran on: the kind of machine, never which one."""
+"""Description of a measurement's machine: processor and versions, but no host name."""
 
 from __future__ import annotations
 

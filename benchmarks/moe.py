@@ -42,7 +42,7 @@ class TransformersMixture(TransformersGenerate):
         self._experts = experts
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """As for a dense model."""
+        """Run the workload; see the contestants of dense models."""
         self._model.set_experts_implementation(self._experts)
         return super().run(workload, seed)
 

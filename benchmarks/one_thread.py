@@ -7,9 +7,9 @@ import sys
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """The variables that allow `num_threads` computing threads, and no downloads.
+    """Return the environment that allows `num_threads` computing threads, and no downloads.
 
-    Several threads wait for each other as OpenMP does by default; one has nobody to wait for.
+    A single thread gets OpenMP's passive wait policy, since it has no thread to wait for.
     """
     waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if num_threads == 1 else {}
     return {

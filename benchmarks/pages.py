@@ -1,4 +1,4 @@
-"""Where the results of a benchmark go: a Markdown page for people, with a JSON file beside it."""
+"""Writing a benchmark's results: a Markdown page for people, with a JSON file beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_page(results: dict[str, Any], page: str, path: Path) -> None:
 
 
 def publish(results: dict[str, Any], page: str, name: str, folder: Path, console: Console) -> None:
-    """Write both files and print the page; `console` is told where they are."""
+    """Write both files, print the page, and print their paths to `console`."""
     path = page_path(results, name, folder)
     write_page(results, page, path)
     Console().print(Markdown(page))

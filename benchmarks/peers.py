@@ -42,8 +42,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.models import num_parameters
 from benchmarks.pages import page_path, write_page
-from benchmarks.peers_entries import Entry, entries, in_groups
-from benchmarks.peers_environments import PEERS
+from benchmarks.peers_environments import PEERS, Entry, entries, in_groups
 from benchmarks.peers_models import MODELS, model_directory
 from benchmarks.peers_process import PeerError
 from benchmarks.peers_report import as_markdown, draw, summary_lines
@@ -93,7 +92,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What is compared at once: one model in one dtype with a number of threads."""
+    """A unit of comparison: one model in one dtype with a number of threads."""
 
     model: str
     dtype: str
@@ -115,7 +114,7 @@ class Line:
         return contest.estimated_seconds(self.num_parameters, self.num_threads)
 
     def rounds_seconds(self, num_rounds: float) -> float:
-        """The estimate for all rounds, if nobody stops before the last."""
+        """Return the estimate for all rounds, if every contestant plays all of them."""
         num_plays = num_rounds * sum(1 + len(group) for group in self.groups)
         return num_plays * sum(self.play_seconds(contest) for contest in self.contests)
 
@@ -126,7 +125,7 @@ class Line:
 
 
 def lines(arguments: argparse.Namespace) -> list[Line]:
-    """Everything that was asked for."""
+    """Return the lines that the arguments select."""
     chosen = []
     for num_threads, model, dtype in product(arguments.threads, arguments.models, arguments.dtypes):
         names = arguments.workloads or _default_workloads(model, num_threads)
@@ -149,14 +148,14 @@ def lines(arguments: argparse.Namespace) -> list[Line]:
 
 
 def _default_workloads(model: str, num_threads: int) -> Sequence[str]:
-    """Those that say most for their time."""
+    """Return the workloads that run without --workloads: the informative ones for their time."""
     if num_threads == 1:
         return ("W1", "W3") if model == LARGE else WORKLOADS
     return () if model == LARGE else ("W1", "W2")
 
 
 class LineDisplay:
-    """A bar that goes on by the estimated seconds of each play."""
+    """A progress bar that advances by the estimated seconds of each play."""
 
     def __init__(self, progress: Progress, line: Line, num_rounds: int) -> None:
         self._progress, self._line = progress, line
@@ -171,7 +170,7 @@ class LineDisplay:
 
 
 def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Comparison:
-    """All rounds. Raises PeerError if ours fails, or a workload has no peer to compare with."""
+    """Play all rounds. Raises PeerError if our engine fails or a workload has no peer left."""
     torch.set_num_threads(line.num_threads)
     tournament = _play(line, arguments, LineDisplay(progress, line, arguments.rounds))
     for name, result in tournament.results.items():

@@ -1,19 +1,90 @@
-"""The peers, and an environment for each: pinned versions, made once below a cache folder."""
+"""The peers: how each is installed, in which precision it runs, and how its process is started."""
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from benchmarks.one_thread import thread_environment
-from benchmarks.peers_process import run_logged
+from benchmarks.peers_process import WorkerProcess, run_logged
+from benchmarks.peers_results import INT8_SUFFIX
+from benchmarks.peers_rounds import Contestant
 from benchmarks.peers_worker import KV_CACHE_GIB
+
+# Of a model whose processes are all in memory at once. A peer holds about twice its weights.
+_MAX_SHARED_PARAMETERS = 200_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A contestant that has not started."""
+
+    recipe: PeerRecipe
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name + (INT8_SUFFIX if self.precision == "int8" else "")
+
+    def start(
+        self, model: Path, num_threads: int, arguments: argparse.Namespace, stack: ExitStack
+    ) -> Contestant:
+        """Install it, convert the model, load it; `stack` will end its process.
+
+        Raises PeerError.
+        """
+        logs = arguments.cache / "logs"
+        python = python_of(self.recipe, arguments.cache, logs)
+        environment = run_environment(self.recipe, num_threads)
+        command = [str(python), "-m", self.recipe.module]
+        log = logs / f"{self.name.lower().replace(' ', '-')}-{model.name}.log"
+        if self.recipe.is_converted:
+            with WorkerProcess(command, environment, log) as converter:
+                model = self._converted(model, arguments, converter)
+        worker = stack.enter_context(WorkerProcess(command, environment, log))
+        request = {"method": "load", "model": str(model), "precision": self.precision}
+        worker.ask({**request, "num_threads": num_threads}, arguments.timeout)
+        return Contestant(name=self.name, worker=worker, is_int8=self.precision == "int8")
+
+    def _converted(
+        self, model: Path, arguments: argparse.Namespace, converter: WorkerProcess
+    ) -> Path:
+        """The model in the peer's own form, made unless it is there."""
+        folder = f"{model.name}-{self.precision}-{self.recipe.name}-{self.recipe.version}"
+        target: Path = arguments.cache / "converted" / folder.lower().replace(" ", "-")
+        complete = target / "complete"
+        if not complete.is_file():
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+            folders = {"model": str(model), "target": str(target)}
+            request = {"method": "convert", **folders, "precision": self.precision}
+            converter.ask(request, arguments.timeout)
+            complete.touch()
+        return target
+
+
+def entries(peers: Sequence[str], dtype: str, *, has_int8: bool) -> list[Entry]:
+    """Return our entry, then the peers, then the peers with int8 weights."""
+    recipes = [PEERS[name] for name in peers]
+    exact = [Entry(recipe=recipe, precision=dtype) for recipe in (OURS, *recipes)]
+    narrow = [Entry(recipe=r, precision="int8") for r in recipes if r.is_converted and has_int8]
+    return exact + narrow
+
+
+def in_groups(peers: Sequence[Entry], num_parameters: int) -> list[list[Entry]]:
+    """Return the peers as one group, or one group for each peer if the model is large."""
+    if num_parameters > _MAX_SHARED_PARAMETERS:
+        return [[peer] for peer in peers]
+    return [list(peers)]
+
 
 ROOT = Path(__file__).parents[1]
 INSTALL_TIMEOUT_S = 3600.0
@@ -21,7 +92,7 @@ INSTALL_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRecipe:
-    """How a peer is installed and run. Without `requirements` it runs in this environment.
+    """How to install and run a peer. Without `requirements` it runs in this environment.
 
     `removed` come along as dependencies and fail beside the pinned torch.
     """

@@ -61,7 +61,7 @@ def model_directory(name: str, dtype: str, cache: Path) -> Path:
 
 
 def _trained_tokenizer(vocab_size: int) -> Any:
-    """A byte-level BPE trained on this package's own sources.
+    """Train a byte-level BPE tokenizer on this package's own sources.
 
     Its vocabulary is smaller than that of a model with more rows than the text has merges. Prompts
     are token ids; peers merely want a tokenizer to be there.

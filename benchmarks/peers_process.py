@@ -1,4 +1,4 @@
-"""Processes with a time limit: those of contestants, and the installers of their environments."""
+"""Processes with a time limit: contestants, and installers of their environments."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ class WorkerProcess:
         return self._process.poll()
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One request, one reply. Raises PeerError for an error, a lost process, an answer that is
-        none, or no answer in time.
+        """Send one request and return its reply.
+
+        Raises PeerError if the reply is an error or not JSON, the process has ended, or no reply
+        comes in time.
         """
         assert self._process.stdin is not None
         try:
@@ -83,11 +85,11 @@ class WorkerProcess:
             raise self._lost() from None
         line = self._read_line(time.monotonic() + timeout_s)
         if line is None:
-            raise PeerError(f"no answer to {request['verb']} within {timeout_s:g} s")
+            raise PeerError(f"no answer to {request['method']} within {timeout_s:g} s")
         try:
             reply = json.loads(line)
         except ValueError:
-            raise PeerError(f"answered {request['verb']} with {line[:80]!r}, not JSON") from None
+            raise PeerError(f"answered {request['method']} with {line[:80]!r}, not JSON") from None
         if "error" in reply:
             raise PeerError(reply["error"])
         return dict(reply)

@@ -1,4 +1,4 @@
-"""The comparisons as a page for people, and as a plot."""
+"""Page and plot of the comparisons of benchmarks/peers.py."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _row(first: str, cells: Sequence[str]) -> str:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Our speed over that of each peer, by the clock that counts: the median and the range."""
+    """Plot our speed over each peer's, by the clock that counts: the median and the range."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What the comparison measured: plain values, the ratios they give, and how runs are merged."""
+"""Results of benchmarks/peers.py as plain values: seconds, ratios, and the merging of runs."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class WorkloadResult:
 
     @property
     def peers(self) -> list[str]:
-        """In the order in which they played."""
+        """Names of the peers, in the order in which they played."""
         names = [name for group in self.groups for name in group[0]]
         return [name for name in dict.fromkeys(names) if name != OUR_NAME]
 
     def ratios_to(self, peer: str, clock: str) -> list[float]:
-        """Our speed over that of `peer`, by round. It may have played fewer rounds than others."""
+        """Return our speed over that of `peer`, for each round that it played."""
         rounds = [seconds for group in self.groups for seconds in group if peer in seconds]
         return [seconds[peer][clock] / seconds[OUR_NAME][clock] for seconds in rounds]
 
     def best_peers(self, clock: str) -> list[tuple[float, str]]:
-        """Our speed over that of the fastest peer, and its name, by round; int8 is not compared."""
+        """Return, by round, our speed over the fastest peer's, and its name, without int8."""
         peers = [name for name in self.peers if not name.endswith(INT8_SUFFIX)]
         columns = [[(ratio, peer) for ratio in self.ratios_to(peer, clock)] for peer in peers]
         return [min(cell for cell in row if cell is not None) for row in zip_longest(*columns)]
 
     def ratios(self, clock: str) -> list[float]:
-        """Our speed over that of the fastest peer, by round."""
+        """Return our speed over the fastest peer's, by round."""
         return [ratio for ratio, _ in self.best_peers(clock)]
 
     def speed(self, name: str, clock: str) -> float:
@@ -56,7 +56,7 @@ class WorkloadResult:
         return statistics.median(self.num_counted / seconds[name][clock] for seconds in rounds)
 
     def updated(self, newer: WorkloadResult) -> WorkloadResult:
-        """With the rounds of `newer` in place of those that its peers have here."""
+        """Return this result with the rounds of `newer` in place of its peers' rounds."""
         kept: list[list[Seconds]] = []
         for group in self.groups:
             others = [_without(seconds, newer.peers) for seconds in group]
@@ -96,7 +96,7 @@ class Comparison:
         return "cpu" if self.machine["threads"] == 1 else "wall"
 
     def updated(self, newer: Comparison) -> Comparison:
-        """With the results of a later run of the same key in place of its own."""
+        """Return this comparison with the results of a later run of the same key."""
         workloads = dict(self.workloads)
         for name, result in newer.workloads.items():
             workloads[name] = workloads[name].updated(result) if name in workloads else result
@@ -113,7 +113,7 @@ class Comparison:
 
 
 def merged(older: Sequence[Comparison], newer: Sequence[Comparison]) -> list[Comparison]:
-    """All of them; where both have the same peers on a workload, the newer ones count.
+    """Return all comparisons. A newer one replaces the rounds of its peers on its workloads.
 
     Ordered by threads, then dtype, then size of the model.
     """

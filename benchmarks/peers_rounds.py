@@ -18,7 +18,7 @@ FAR_BEHIND = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A process that has loaded the model. Weights of int8 owe nobody the same tokens."""
+    """A process that has loaded the model. With int8 weights its tokens are not compared."""
 
     name: str
     worker: WorkerProcess
@@ -26,7 +26,7 @@ class Contestant:
 
     def generate(self, workload: Workload, seed: int, timeout_s: float) -> Answer:
         """Raises PeerError."""
-        request = {"verb": "generate", "workload": asdict(workload), "seed": seed}
+        request = {"method": "generate", "workload": asdict(workload), "seed": seed}
         reply = self.worker.ask(request, timeout_s)
         return Answer(
             tokens=reply["tokens"],
@@ -45,19 +45,21 @@ class Answer:
 
 
 class Display(Protocol):
-    """Who is told how far the rounds are."""
+    """Receives the progress of the rounds."""
 
     def show(self, text: str) -> None:
-        """What starts now."""
+        """Show what starts now."""
         ...
 
     def advance(self, contest: Contest, num_plays: int) -> None:
-        """Plays of one contestant that have ended, or that will not take place."""
+        """Count plays of one contestant that have ended or will not take place."""
         ...
 
 
 class Tournament:
-    """Ours against group after group of peers. A peer that fails leaves; `left_out` says why."""
+    """Rounds of our engine beside each group of peers.
+
+    `left_out` has the peers that failed, with the reason."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Tournament:
         self._is_exact, self._timeout_s, self._display = is_exact, timeout_s, display
 
     def play(self, group: Sequence[Contestant]) -> None:
-        """All rounds of these peers. Raises PeerError if ours fails."""
+        """Play all rounds of these peers. Raises PeerError if our engine fails."""
         peers = self._with_equal_tokens(group) if group else []
         for contest in self._contests:
             num_plays = self._play_rounds(contest, peers) if peers else 0
@@ -93,7 +95,7 @@ class Tournament:
             peers = self._remaining(peers)
 
     def _with_equal_tokens(self, group: Sequence[Contestant]) -> list[Contestant]:
-        """Where results are exact, a peer whose tokens differ computes something else, and leaves.
+        """Leave out peers whose greedy tokens differ, if results are exact; return the others.
 
         Otherwise rounding may decide between two likely tokens.
         """

@@ -3,9 +3,9 @@
 It runs in the environment of its peer and imports the standard library and NumPy only. What the
 peer prints goes to stderr, which the parent keeps in a file.
 
-    {"verb": "convert", "model": FOLDER, "target": FOLDER, "precision": "float32"}   {}
-    {"verb": "load", "model": FOLDER, "precision": "float32", "num_threads": 1}      {}
-    {"verb": "generate", "workload": {...}, "seed": 0}   {"tokens": [[...], ...],
+    {"method": "convert", "model": FOLDER, "target": FOLDER, "precision": "float32"}   {}
+    {"method": "load", "model": FOLDER, "precision": "float32", "num_threads": 1}      {}
+    {"method": "generate", "workload": {...}, "seed": 0}   {"tokens": [[...], ...],
                                                           "cpu_seconds": 1.5, "wall_seconds": 1.5}
 
 A request that fails is answered by {"error": "..."}. End of input ends the process.
@@ -71,16 +71,16 @@ def _replies() -> TextIO:
 
 
 def _answer(peer: Peer, convert: Convert | None, request: Mapping[str, Any]) -> dict[str, Any]:
-    verb = request["verb"]
-    if verb == "convert" and convert is not None:
+    method = request["method"]
+    if method == "convert" and convert is not None:
         convert(Path(request["model"]), Path(request["target"]), request["precision"])
         return {}
-    if verb == "load":
+    if method == "load":
         peer.load(Path(request["model"]), request["precision"], request["num_threads"])
         return {}
-    if verb == "generate":
+    if method == "generate":
         return _timed(peer, Workload(**request["workload"]), request["seed"])
-    raise ValueError(f"unknown verb {verb!r}")
+    raise ValueError(f"unknown method {method!r}")
 
 
 def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _descendants(ancestor: int) -> list[int]:
 
 
 def process_seconds(pid: int) -> float:
-    """Of a running process; its clock has the number that clock_getcpuclockid(3) computes."""
+    """Return the CPU seconds of a running process, by the clock id of clock_getcpuclockid(3)."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:  # it has ended

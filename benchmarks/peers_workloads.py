@@ -37,19 +37,17 @@ class Contest:
         return self.workload.name
 
     def of_round(self, index: int) -> Workload:
-        """With other prompts of the same lengths, so that no cache knows them from before."""
+        """Return the workload with other prompts of the same lengths, which no cache has seen."""
         lengths = [len(prompt) for prompt in self.workload.prompts]
         prompts = random_prompts(self.vocab_size, lengths, seed=1 + index)
         return replace(self.workload, prompts=prompts)
 
     def warm_up(self) -> Workload:
-        """Everything that a round does, a few times only."""
+        """Return the workload with a few tokens only."""
         return self.workload.shortened(_WARM_UP_TOKENS)
 
     def estimated_seconds(self, num_parameters: int, num_threads: int) -> float:
-        """Of one contestant: its products, or reading its weights in each step, whichever is more
-        on some processor.
-        """
+        """Estimate a contestant's seconds: its products, and its reads of the weights."""
         num_tokens = sum(map(len, self.workload.prompts)) + self.workload.num_tokens
         products_s = num_tokens * 2 * num_parameters / _FLOPS
         step_s = _STEP_OVERHEAD_S + 4 * num_parameters / _BYTES_PER_SECOND
@@ -57,8 +55,10 @@ class Contest:
 
 
 def contests(vocab_size: int, size: Size) -> dict[str, Contest]:
-    """All of them by name. Small ones show nothing but that they run; reduced ones have as many
-    streams as full ones and fewer tokens, for models that take minutes a round.
+    """Return all contests by name.
+
+    Small ones only show that the program runs. Reduced ones have as many streams as full ones
+    and fewer tokens, for models that take minutes a round.
     """
     if size == "reduced":
         sampled = _reduced(vocab_size)

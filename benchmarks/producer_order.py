@@ -146,7 +146,7 @@ def reward_of(length: int, sigma: float) -> float:
 
 
 async def train(case: Case, batch_groups: int, num_batches: int) -> Outcome:
-    """One run over whole epochs: all prompts twice."""
+    """Run the producer over two epochs."""
     llm = LongTailLLM(case)
 
     async def reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
@@ -207,7 +207,7 @@ def _place(group: Any) -> tuple[int, int]:
 
 
 def cases() -> list[Case]:
-    """Both orders by spread and bound, then lengths that prompts decide in part."""
+    """Return the cases: both orders by spread and bound, then lengths that depend on prompts."""
     orders: list[tuple[Order, int, float]] = [
         ("admission", 1, 0.0),
         ("admission", 2, 0.0),

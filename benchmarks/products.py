@@ -66,7 +66,7 @@ class Contest:
         return seconds
 
     def chosen(self, num_rows: int) -> dict[str, str]:
-        """What the engine takes, by shape."""
+        """Return the product that the engine chose, by shape."""
         bucket = bucket_of(num_rows)
         pairs = zip(self.weights, self._layers, strict=True)
         return {label(weight): layer.handle.products[bucket].name for weight, layer in pairs}
@@ -100,7 +100,7 @@ def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
 
 
 def add_rows(table: Table, contest: Contest, num_rows: int) -> None:
-    """One row for each shape, and one for all weights together."""
+    """Add one row for each shape, and one for all weights together."""
     seconds = contest.play(num_rows)
     sums = {role: [0.0] * NUM_ROUNDS[num_rows] for role in ("chosen", "best", "library")}
     for shape, product in contest.chosen(num_rows).items():

@@ -23,7 +23,7 @@ class ContestResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Everything one run of the benchmark measured."""
+    """All measurements of one run of the benchmark."""
 
     date: str
     machine: dict[str, str | int]

@@ -52,7 +52,7 @@ def warm_up(contest: Contest) -> None:
 
 
 def play_round(contest: Contest, announce: Callable[[str], None]) -> None:
-    """One more round, in an order turned round each time."""
+    """Play one more round. The order is reversed each time."""
     gc.collect()
     index = len(contest.rounds)
     order = [contest.ours, *contest.peers]

@@ -77,7 +77,7 @@ class Table:
             self.policy.finished(rank, NUM_TOKENS)
 
     def decide(self, prompt_kind: str) -> tuple[int, int]:
-        """One decision; returns the nanoseconds of choose and of assigned."""
+        """Make one routing decision. Returns the nanoseconds of choose and of assigned."""
         if prompt_kind == "known":
             hashes = hashes_of(self._draw.randrange(self.num_prompts))
         else:
@@ -131,7 +131,7 @@ def measure_costs(
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     costs: list[Cost] = []
     with Progress(console=console) as progress:
         num_steps = len(POLICIES) * len(arguments.ranks) * len(PROMPT_KINDS)

@@ -78,7 +78,7 @@ class Outcome:
 
 
 def workloads(num_requests: int) -> list[Workload]:
-    """Equal lengths; lengths nobody can foresee; a limit far above what is used."""
+    """Return three workloads: equal lengths, random ones, and a limit far above actual ones."""
     draw = np.random.default_rng(0)
     uniform = draw.integers(1, 513, num_requests)
     lognormal = np.exp(draw.normal(np.log(150), 0.8, num_requests)).astype(int).clip(1, 512)
@@ -141,7 +141,7 @@ def _add(scheduler: Scheduler, workload: Workload, request: int) -> None:
 
 
 class EndOfEach:
-    """In a model's place: ends each request at the length that was drawn for it."""
+    """Stand-in for a model that ends each request at the length drawn for it."""
 
     def __init__(self, workload: Workload) -> None:
         lengths = np.array(workload.lengths, dtype=np.int64)

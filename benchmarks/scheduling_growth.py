@@ -1,4 +1,4 @@
-"""What an abort, an update and a blocked request cost as the pool and the prompts grow. One thread.
+"""Cost of an abort, an update and a blocked request as the pool and the prompts grow. One thread.
 
     python benchmarks/scheduling_growth.py            # a minute
     python benchmarks/scheduling_growth.py --small    # seconds: shows that it runs, not how fast
@@ -104,7 +104,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Abort:
-    """Of a request that runs, with 32 blocks."""
+    """Abort of a running request that has 32 blocks."""
 
     name = "abort, by blocks in the pool"
 

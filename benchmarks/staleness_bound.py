@@ -48,7 +48,7 @@ class Run:
 
 
 async def train(bound: Bound, seed: int, num_steps: int, learning_rate: float) -> Run:
-    """One run, from the weights of `seed`."""
+    """Train once, from the initial weights of `seed`."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)

@@ -22,12 +22,13 @@ from benchmarks.machine import describe
 from benchmarks.memory_cycles import (
     Cycles,
     Scenario,
+    as_markdown,
+    draw,
     measure_persist,
     measure_persist_growth,
     measure_recompute,
     measure_update,
 )
-from benchmarks.memory_report import as_markdown, draw
 from benchmarks.models import MODELS
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.pages import publish
@@ -59,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     spec = MODELS["small" if arguments.small else "m45"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows = []

@@ -122,7 +122,7 @@ def _gaps(
 
 
 def gaps_as_markdown(gaps: dict[str, Any]) -> list[str]:
-    """One line per place: medians, in milliseconds."""
+    """Return one table line for each place: medians in milliseconds."""
     lines = []
     for place, result in gaps.items():
         stall, gap = statistics.median(result["reported"]), statistics.median(result["gaps"])

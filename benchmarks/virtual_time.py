@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer, for simulations of what waits."""
+"""An event loop whose clock jumps to the next timer, for simulations of code that waits."""
 
 from __future__ import annotations
 

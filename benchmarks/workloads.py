@@ -1,4 +1,4 @@
-"""The workloads: what is generated, the same token counts for every contestant."""
+"""The workloads of the generation benchmarks: the same token counts for every contestant."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """All samples, prompt-major; `logprobs` are None where the workload does not want them."""
+    """Samples of a workload, prompt-major; `logprobs` is None if the workload wants none."""
 
     tokens: list[list[int]]
     logprobs: Sequence[Any] | None

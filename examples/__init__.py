@@ -1,1 +1,1 @@
-"""Runnable jobs; each is one script, with a package of its parts beside it."""
+"""Complete programs: training loops on the engine, and what a user brings to `rollout train`."""

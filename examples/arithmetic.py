@@ -40,7 +40,7 @@ def is_right(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
 
 
 def all_sums(numbers: Sequence[int] = NUMBERS) -> list[Sum]:
-    """All pairs of numbers, shuffled."""
+    """Return all pairs of numbers, shuffled."""
     sums = [(a, b) for a in numbers for b in numbers]
     random.Random(0).shuffle(sums)
     return sums

@@ -52,11 +52,11 @@ class SumTokenizer:
         self.vocab_size = len(self.texts)
 
     def encode(self, text: str) -> list[int]:
-        """The longest token first."""
+        """Return the ids of `text`; two-digit tokens are preferred."""
         return [self._ids[part] for part in re.findall(r"1\d|.", text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """All tokens count as text."""
+        """Return the joined texts of all tokens, special ones included."""
         return "".join(self.texts[token_id] for token_id in ids)
 
 
@@ -71,7 +71,7 @@ def calculator(text: str) -> str:
 
 
 async def use_the_tool(llm: RolloutLLM, prompt: Sequence[int]) -> list[DynamicInferenceRequest]:
-    """One sample: turns until the model ends one without a call."""
+    """Sample one rollout: turns until the model ends a turn without a call."""
     assert llm.tokenizer is not None
     context = list(prompt)
     turns: list[DynamicInferenceRequest] = []
@@ -102,7 +102,7 @@ def problems(tokenizer: SumTokenizer, count: int) -> list[dict[str, Any]]:
 
 
 def check(batch: TrainingBatch, logprobs_BT: torch.Tensor) -> str:
-    """What was checked of a batch. Raises AssertionError where something does not hold."""
+    """Check a batch and return the checked figures. Raises AssertionError if a check fails."""
     rows = batch.rollouts
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     for i, rollout in enumerate(rollouts):

@@ -73,7 +73,7 @@ class Calculation(ToolEnvironment):
         return str(result)
 
     def reward(self) -> Mapping[str, float]:
-        """Whether the first program ran to its end, and whether it printed the answer."""
+        """Return the rewards of the first program: it ran to its end; it printed the answer."""
         has_run = self._ends[:1] == ["ran"]
         return {"ran": 0.2 * has_run, "right": 0.8 * (self._outputs[:1] == [self._answer])}
 
@@ -169,7 +169,7 @@ async def train(seed: int = 0, num_steps: int = 20) -> list[float]:
 
 
 def _ends(batch: Any) -> str:
-    """How many programs of a batch ran, failed and were stopped."""
+    """Count the programs of a batch that ran, failed and were stopped."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     ends = Counter(end for r in rollouts for end in r.state["environment"]["programs"])
     return ", ".join(f"{ends[end]} {end}" for end in ("ran", "failed", "stopped"))

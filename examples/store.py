@@ -36,7 +36,7 @@ CHAT_TEMPLATE = """
 
 
 class Store(ToolEnvironment):
-    """One purchase: prices are known to the store alone."""
+    """An episode of one purchase. Only the store knows the prices."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         self.prices: dict[str, int] = dict(zip(ITEMS, row["prices"], strict=True))
@@ -77,12 +77,12 @@ def tasks(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call as the model writes it."""
+    """Return a tool call in the model's format."""
     return f"{CALL}{json.dumps({'name': name, 'arguments': arguments})}{CALL_END}"
 
 
 def purchase(row: Mapping[str, Any], asked: str) -> Iterator[tuple[str, str]]:
-    """What the model says in each turn, and what it is told: it pays the price of `asked`."""
+    """Yield each turn of a purchase that pays the price of `asked`: text and reply."""
     price = row["prices"][ITEMS.index(asked)]
     yield call("price", item=asked), str(price)
     yield call("pay", amount=price), "thanks"
@@ -94,7 +94,7 @@ def next_on_shelf(item: str) -> str:
 
 
 def demonstrations(tokenizer: Any, seed: int, count: int) -> Iterator[PromptItem]:
-    """Turns of the pupil's purchases, each with its `answer`."""
+    """Yield the turns of demonstrated purchases, each with its `answer`."""
     numbers = random.Random(seed)
     for row in tasks(seed, count):
         messages = [{"role": "user", "content": row["prompt"]}]

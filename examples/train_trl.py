@@ -67,7 +67,7 @@ def require_trl() -> None:
 
 
 async def warm_up_to_the_end(policy: PreTrainedModel, task: Task, settings: JobSettings) -> None:
-    """As for the demo: GRPO needs some right answers among the samples to begin with."""
+    """Warm up the policy as the demo does: GRPO needs some right answers at its start."""
     params = settings.algorithm.sampling_params()
     stage = settings.warmup, params, settings.engine
     async for _ in warm_up(policy, task, settings.seed, *stage):

@@ -28,13 +28,15 @@ def is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def remedy_of_unknown(name: str, known: Iterable[str], otherwise: str, *, cutoff: float) -> str:
-    """Return "did you mean X?" for the known name nearest to `name`; `otherwise` if none is near.
+def remedy_of_unknown(
+    name: str, known: Iterable[str], otherwise: str, *, cutoff: float, prefix: str = ""
+) -> str:
+    """Return a question for the known name nearest to an unknown one, else `otherwise`.
 
-    `cutoff`: smallest similarity, as difflib defines it.
+    cutoff: least ratio of difflib. prefix: text before the known name in the question.
     """
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {nearest[0]}?" if nearest else otherwise
+    return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 
 def hint_of(name: str, value: Any, hints: Mapping[str, str]) -> str:

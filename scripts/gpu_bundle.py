@@ -1,4 +1,4 @@
-"""Fill .gpu/ with what a CUDA machine without network lacks: `make gpu-bundle`.
+"""Fill .gpu/ with wheels and kernels for a CUDA machine without network: `make gpu-bundle`.
 
 That machine has Python 3.12 on x86-64 Linux, torch, Triton, transformers and the usual tools.
 `.gpu/*.whl` are wheels, in the versions of constraints.txt. `.gpu/triton` are the kernels that
@@ -64,7 +64,7 @@ def parse_wheel(file_name: str) -> Wheel:
 
 
 def runs_there(wheel: Wheel) -> bool:
-    """Whether the wheel can be installed on the machine that the bundle is for."""
+    """Return whether the wheel can be installed on the machine that the bundle is for."""
     if not wheel.platform & {"any", *PLATFORMS}:
         return False
     major, minor = PYTHON
@@ -98,7 +98,7 @@ def requirements(constraints: str) -> dict[str, str]:
 
 
 class Plan(NamedTuple):
-    """What turns the folder's wheels into the bundle."""
+    """The downloads and removals that turn the folder's wheels into the bundle."""
 
     keep: list[str]
     remove: list[str]

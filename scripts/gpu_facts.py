@@ -1,7 +1,7 @@
 """Facts about a CUDA machine, a line each: card, driver, cores, memory, tools and versions.
 
-A fact that cannot be had is told as such, and the others follow. Exit status: 0, or 2 after a last
-line that says why tests cannot run here.
+A fact that cannot be read is reported as such. Exit status: 0, or 2 after a last line that says
+why tests cannot run here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def told(read: Callable[[], str]) -> str:
 
 
 def what_is_missing() -> str | None:
-    """One line on why this machine cannot run the check; None if it can."""
+    """Return one line that says why this machine cannot run the check; None if it can."""
     try:
         import torch
     except ImportError:

@@ -26,7 +26,7 @@ STACKS = ".stacks-"  # between the journal's name and the id of a process that w
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One command and the longest it may take, its end included.
+    """A command of the check and its time limit, which includes ending its processes.
 
     has_tests: it is pytest's, and writes the journal. only: node ids of the tests that it runs.
     pages: files that it leaves in $OUT. takes_spare_time: its limit grows by what others left.
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a part's last process ended; `exit_status` is None where it could not be reaped."""
+    """End of a part's last process; `exit_status` is None if it could not be reaped."""
 
     exit_status: int | None
     is_late: bool
@@ -188,7 +188,7 @@ def kill(group: int, token: str) -> None:
 
 
 def described(exit_status: int | None) -> str:
-    """How a process ended, in words."""
+    """Return in words how a process ended."""
     if exit_status is None:
         return "its process could not be ended"
     if exit_status < 0:

@@ -1,4 +1,4 @@
-"""The results of gpu-check: what became of each part, the files in $OUT, and the summary."""
+"""Results of gpu-check: the outcome of each part, the files in $OUT, and the printed summary."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def outcome_of(part: Part, ended: Ended, journal: Path, log: Path, num_compiled:
 
 
 def failure_in(log: Path, ended: Ended) -> Failure:
-    """How the process ended, its last error, and the innermost frame of ours that its log has."""
+    """Return how the process ended, its last error, and the innermost own frame in its log."""
     text = tail_of(log).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in lines if not STACK_LINE.match(line)]
@@ -177,7 +177,7 @@ class Results:
         print(line_of(outcome), flush=True)
 
     def summary(self) -> str:
-        """All that the caller needs, in at most SUMMARY_CHARACTERS."""
+        """Return the summary for the caller, in at most SUMMARY_CHARACTERS."""
         page = self._out / "gpu.md"
         table = page.read_text(encoding="utf-8", errors="replace") if page.exists() else ""
         known = {line.get("test") for line in lines_of(self.journal)}
@@ -237,7 +237,7 @@ def failure_lines(outcome: Outcome, num_characters: int) -> list[str]:
 
 
 def shortened(text: str, width: int) -> str:
-    """One line of at most `width` characters: both ends of a longer one."""
+    """Return a line of at most `width` characters, with the middle of a longer one left out."""
     line = " ".join(text.split())
     if len(line) <= width:
         return line

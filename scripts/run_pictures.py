@@ -1,4 +1,4 @@
-"""Makes the docs' pictures of a run: the demo in a terminal, its report in a browser.
+"""Make the docs' pictures of a run: the demo in a terminal, its report in a browser.
 
 python scripts/run_pictures.py [overrides of the demo]
 

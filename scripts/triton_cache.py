@@ -48,7 +48,7 @@ def entries(cache: Path) -> set[str]:
 
 
 def num_kernels(cache: Path) -> int:
-    """How many compiled kernels a cache holds, packed or not."""
+    """Return the number of compiled kernels in a cache, packed or not."""
     return sum(1 for _ in cache.glob("*/*.cubin"))
 
 

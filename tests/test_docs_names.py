@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("rollout", "rollout_verl", "trainer_hooks", "conf", "examples", "benchmarks", "scripts")
-# A column of this page has the names of other projects.
-COMPARED_PAGE = ROOT / "docs" / "names.md"
+# Columns of these pages have the names of other projects.
+COMPARED_PAGES = [ROOT / "docs" / name for name in ("names.md", "metrics.md")]
 # Of the reader's shell and of other projects, and parts of names.
 OTHER_NAMES = {
     *("GLOO_SOCKET_IFNAME", "RAY_USE_TLS", "VLLM_API_KEY", "curl"),
@@ -98,7 +99,7 @@ def names_in_class(node: ast.ClassDef) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_what_the_sources_have(page: Path) -> None:
-    if page == COMPARED_PAGE:
+    if page in COMPARED_PAGES:
         pytest.skip("names of other projects")
     known = known_words() | OTHER_NAMES
     words = {word for span in code_spans(page) for word in WORD.findall(span) if len(word) > 3}
@@ -107,11 +108,11 @@ def test_a_page_names_only_what_the_sources_have(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_files_that_exist(page: Path) -> None:
-    missing = []
+    known, missing = source_files(), []
     for span in code_spans(page):
-        for path in re.findall(rf"(?:{'|'.join((*FOLDERS, 'docs', 'tests'))})/[\w./-]+\.\w+", span):
-            if span.startswith(path) and not (ROOT / path).exists():
-                missing.append(path)
+        is_path = re.fullmatch(r"[\w.*-]+/[\w./*-]+\.(py|pyi|c|h|sh|yaml)", span)
+        if is_path and not any(fnmatch("/" + path, "*/" + span) for path in known):
+            missing.append(span)
         for module in re.findall(r"python -m ((?:benchmarks|scripts|trainer_hooks)[\w.]*)", span):
             if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
                 missing.append(module)
@@ -120,7 +121,7 @@ def test_a_page_names_only_files_that_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_members_that_classes_have(page: Path) -> None:
-    if page == COMPARED_PAGE:
+    if page in COMPARED_PAGES:
         pytest.skip("names of other projects")
     wrong = []
     for span in code_spans(page):

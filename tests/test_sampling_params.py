@@ -20,6 +20,8 @@ from rollout.sampling_params import (
 
 OUT_OF_RANGE = [
     ("temperature", -0.1, "finite and at least"),
+    ("temperature", 1e-39, "finite and at least"),
+    ("temperature", 9e-6, "finite and at least"),
     ("temperature", math.nan, "finite and at least"),
     ("temperature", math.inf, "finite and at least"),
     ("temperature", "hot", "finite and at least"),

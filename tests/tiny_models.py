@@ -146,6 +146,14 @@ def drain(engine: DynamicInferenceEngine, max_steps: int = 20_000) -> Finished:
     raise AssertionError(f"unfinished after {max_steps} steps: {engine.stats()}")
 
 
+def suspend_and_resume(engine: DynamicInferenceEngine, mode: str | None = None) -> None:
+    """Pause, suspend under `mode` (None: the config's), resume and unpause."""
+    engine.pause()
+    engine.suspend(mode)
+    engine.resume()
+    engine.unpause()
+
+
 def generate_all(
     engine: DynamicInferenceEngine, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> list[DynamicInferenceRequest]:

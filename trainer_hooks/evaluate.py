@@ -20,9 +20,7 @@ from rollout.text import Tokenizer
 from trainer_hooks.producer.groups import (
     GeneratesAsync,
     RolloutFunction,
-    RolloutLLM,
-    encoded_for,
-    sample_turns,
+    sample_rollouts,
     tokenizer_for,
 )
 from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptRows
@@ -35,7 +33,7 @@ from trainer_hooks.rewards import (
 )
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rewards.scoring import completion_of
-from trainer_hooks.rollouts import Rollout, as_rollout
+from trainer_hooks.rollouts import Rollout
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -67,7 +65,6 @@ async def evaluate(
     pass_at: Sequence[int] = (),
     success_reward: float = 1.0,
     answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
-    source_column: str = "data_source",
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times. Returns metrics whose names begin with `prefix`.
 
@@ -83,8 +80,8 @@ async def evaluate(
     `success_reward`.
     `answer_fn`: returns the answer in a completion, or None. `maj@n` is the reward of the most
     frequent answer.
-    `source_column`: where rows have this column, all metrics but the versions also come per value,
-    as `<prefix>/<source>/*`.
+    Where rows have the column `data_source`, as verl's do, all metrics but the versions also come
+    per source, as `<prefix>/<source>/*`.
     Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
     function that never succeeds, and TimeoutError after `timeout_s` seconds, with all requests
     aborted.
@@ -97,9 +94,8 @@ async def evaluate(
 
     async def score(index: int, item: PromptItem) -> _Scored:
         params = _of_prompt(sampling_params, seed, index)
-        scoped = [RolloutLLM(llm, params, item, i, text) for i in range(n)]
         async with places:
-            rollouts = await _sample(llm, scoped, rollout_fn)
+            rollouts = await sample_rollouts(llm, item, params, n, rollout_fn, text)
         answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
         rewards = await _rewards_or_nan(reward, item, rollouts, text)
         return _Scored(item=item, rollouts=rollouts, rewards=rewards, answers=answers)
@@ -115,7 +111,7 @@ async def evaluate(
         await asyncio.gather(*tasks, return_exceptions=True)
         if reward is not None and owns_reward:
             reward.close()
-    metrics = _metrics_by_source(scored, pass_at, success_reward, source_column)
+    metrics = _metrics_by_source(scored, pass_at, success_reward)
     metrics |= {**_versions(scored), "seconds": loop.time() - start_s}
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
@@ -149,18 +145,6 @@ def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
     return items
 
 
-async def _sample(
-    llm: GeneratesAsync, scoped: Sequence[RolloutLLM], rollout_fn: RolloutFunction | None
-) -> list[Rollout]:
-    first = scoped[0]
-    prompt = encoded_for(llm, first.item.prompt, first.tokenizer)
-    if rollout_fn is not None:
-        return await sample_turns(rollout_fn, scoped, prompt)
-    requests = await llm.generate(prompt, first.sampling_params, len(scoped))
-    # For one sample the llm returns a request, not a list.
-    return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
-
-
 async def _rewards_or_nan(
     reward: RewardRunner | None,
     item: PromptItem,
@@ -174,11 +158,11 @@ async def _rewards_or_nan(
 
 
 def _metrics_by_source(
-    scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float, column: str
+    scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float
 ) -> dict[str, float]:
     """Return the metrics of all prompts, and of the prompts of each source under its name."""
     metrics = _metrics(scored, pass_at, success_reward)
-    sources = [each.item.columns.get(column) for each in scored]
+    sources = [each.item.columns.get("data_source") for each in scored]
     for source in dict.fromkeys(sources):
         if source is not None:
             own = [each for each, of in zip(scored, sources, strict=True) if of == source]

@@ -31,21 +31,23 @@ class Suspendable(Protocol):
         ...
 
     def pause(self) -> Any:
-        """RUNNING -> PAUSED."""
+        """Stop the engine's steps: RUNNING -> PAUSED."""
         ...
 
     def suspend(
         self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ...
     ) -> Any:
-        """PAUSED -> SUSPENDED; returns a SuspendReport."""
+        """Release memory: PAUSED -> SUSPENDED. Returns a SuspendReport."""
         ...
 
     def resume(self, only: str | None = None) -> Any:
-        """SUSPENDED -> PAUSED; with `only`, restore this memory alone. Returns a ResumeReport."""
+        """Restore memory: SUSPENDED -> PAUSED, or with `only` this resource alone. Returns a
+        ResumeReport.
+        """
         ...
 
     def unpause(self) -> Any:
-        """PAUSED -> RUNNING."""
+        """Continue the engine's steps: PAUSED -> RUNNING."""
         ...
 
 

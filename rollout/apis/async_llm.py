@@ -226,7 +226,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     # ---- the end of pending calls
 
     def _lose(self, error: CoordinatorLostError) -> None:
-        """Fail all pending calls: the fleet's processes have ended. Another thread calls this."""
+        """Fail all pending calls, because the fleet's processes have ended. Another thread calls
+        this."""
         self._lost = error
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
@@ -286,8 +287,10 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         return list(self.client.completion_futures.values())
 
     async def lost(self) -> RolloutError:
-        """Wait until the client has ended, as it does when this process stood still for longer than
-        its lease: a client does not come back. Returns the reason.
+        """Wait until the client has ended, and return the reason.
+
+        A client ends when this process stood still for longer than the client's lease, and does not
+        come back.
         """
         listener = self.client.listener_task
         assert listener is not None, "this AsyncLLM is started"
@@ -325,9 +328,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     ) -> WeightUpdateReport:
         """Replace the weights of all engines, or of none, through the `weight_transport`.
 
-        Takes what LLM.update_weights does. The tensors must not change until this returns. An
-        update that has begun goes on when its caller is cancelled, who then does not learn whether
-        it succeeded.
+        Takes the arguments of LLM.update_weights. The tensors must not change until this returns.
+        If the caller is cancelled, an update that has begun goes on, and the caller does not learn
+        whether it succeeded.
         """
         await self.start()
         update = asyncio.ensure_future(

@@ -235,7 +235,7 @@ class LLM(ControlCalls):
                 ids = self._runtime.submit(groups, priority)
                 group_ids = [self._groups.open(request_ids) for request_ids in ids]
             yield group_ids
-        except BaseException:  # after Ctrl-C, too, nobody has the ids
+        except BaseException:  # after Ctrl-C, too, the ids are not returned
             left = [i for group_id in group_ids for i in self._groups.forget(group_id)]
             with suppress(RolloutError):  # an engine that has ended has no requests
                 self._runtime.drop(left)
@@ -391,9 +391,8 @@ class LLM(ControlCalls):
 
 
 def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
-    """Return what steps the engine of `llm` in this process, for `user`. Raises ConfigError if the
-    engine is in other processes, or has ranks there.
-    """
+    """Return the runtime of an LLM whose engine is in this process, for `user`. Raises
+    ConfigError if the engine is in other processes, or has ranks there."""
     require_one_process(llm._ranks, user)
     if not isinstance(llm._runtime, InProcessRuntime):
         raise ConfigError(

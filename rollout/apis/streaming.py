@@ -215,8 +215,8 @@ class AsyncGeneration(Protocol):
     async def abort(self, request_ids: Iterable[int] | None = None) -> int:
         """End unfinished requests of this object now, in any state; None ends all of them.
 
-        Returns how many there were. Whoever waits for one gets it with the tokens so far, FAILED
-        with the finish reason "abort". Ids of other requests are ignored.
+        Returns how many there were. Their callers get them with the tokens so far, FAILED with the
+        finish reason "abort". Ids of other requests are ignored.
         """
         await self._connect()
         wanted = None if request_ids is None else set(request_ids)

@@ -104,11 +104,11 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
         """Queue groups, each a prompt and the parameters of its samples: all or none. Returns a
-        future per sample, whose `request_id` is -1 until the engine has it.
+        future per sample, whose `request_id` is -1 until the engine has the request.
 
-        After `deadline_s` seconds the rest is aborted; cancelling a future aborts its request, too.
-        The futures fail with InvalidRequestError if a group is malformed. Raises EngineStateError
-        after the end.
+        After `deadline_s` seconds unfinished requests are aborted. Cancelling a future aborts its
+        request, too. The futures fail with InvalidRequestError if a group is malformed. Raises
+        EngineStateError after the end.
         """
         submitted = self._submit(groups, priority, deadline_s, is_streamed=False)
         return [[sample.future for sample in each] for each in submitted]

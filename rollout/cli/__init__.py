@@ -1,1 +1,1 @@
-"""The command line: `rollout serve`, `generate`, `bench`, `explain` and `top`."""
+"""The `rollout` command: `main`, and a module for each subcommand."""

@@ -1,4 +1,7 @@
-"""rollout bench: measures throughput and latency of an engine here, or of a server."""
+"""rollout bench: measures throughput and latency of an engine here, or of a server.
+
+`main` calls `run`.
+"""
 
 from __future__ import annotations
 

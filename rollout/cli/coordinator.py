@@ -1,4 +1,7 @@
-"""rollout coordinator: distributes the requests of clients to engines that join by its address."""
+"""rollout coordinator: runs a coordinator, which distributes clients' requests to engines.
+
+`main` calls `run`. Engines join by `rollout engine`, clients by AsyncLLM.connect.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ _KINDS: Kinds = {
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the address, and serve until a client's SHUTDOWN, SIGTERM or Ctrl-C."""
+    """Print the address and serve until a client sends SHUTDOWN, or until SIGTERM or Ctrl-C.
+    Returns 0."""
     parser = Parser(
         "coordinator",
         "Distribute the requests of clients to engines, until a client shuts the fleet down.\n"
@@ -51,7 +55,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--keys", metavar="DIR", help="folder made by `rollout keys`")
     given = parser.parse(words)
     options, limits = read_settings(given.settings, _KINDS, _LIMITS)
-    host, port = (None, None) if given.listen is None else place_of(given.listen)
+    host, port = (None, None) if given.listen is None else address_of(given.listen)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     coordinator = DataParallelInferenceCoordinator(
         None,
@@ -71,10 +75,9 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def place_of(listen: str) -> tuple[str, int | None]:
-    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT. Port 0 gives None, a free one.
-
-    Raises UsageError.
+def address_of(listen: str) -> tuple[str, int | None]:
+    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT. Port 0 becomes None, for a free
+    port. Raises UsageError.
     """
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"

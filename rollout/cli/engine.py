@@ -1,4 +1,7 @@
-"""rollout engine: one engine that joins a coordinator by its address."""
+"""rollout engine: runs one engine, which joins a coordinator by its address.
+
+`main` calls `run`. The engine is in this process.
+"""
 
 from __future__ import annotations
 

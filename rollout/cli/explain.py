@@ -1,4 +1,7 @@
-"""rollout explain: shows what a config resolves to on this machine, and why."""
+"""rollout explain: shows what a config resolves to on this machine, and why.
+
+`main` calls `run`. The engine is built, and nothing is generated.
+"""
 
 from __future__ import annotations
 

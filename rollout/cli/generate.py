@@ -1,4 +1,7 @@
-"""rollout generate: completes prompts of a file or of stdin, as JSON lines."""
+"""rollout generate: completes prompts of a file or of stdin, as JSON lines.
+
+`main` calls `run`. The engine is in this process, or a fleet if a setting asks for one.
+"""
 
 from __future__ import annotations
 

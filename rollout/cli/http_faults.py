@@ -1,4 +1,7 @@
-"""named_http_faults: turns aiohttp's errors into errors that `main` reports."""
+"""named_http_faults: turns aiohttp's errors into errors that `main` reports.
+
+Used by `rollout top` and `rollout bench serving`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rollout.errors import RolloutError
 
 @contextmanager
 def named_http_faults(url: str) -> Iterator[None]:
-    """Raise aiohttp's errors as RolloutError, except those that are OSErrors."""
+    """Turn aiohttp's errors into RolloutError. An error that is an OSError passes unchanged."""
     try:
         yield
     except aiohttp.ClientError as error:

@@ -1,4 +1,4 @@
-"""The measurements of a benchmark, as percentiles, JSON and a table."""
+"""The measurements of `rollout bench`, as percentiles, JSON and a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The settings of an LLM on the command line, and the LLM made from them."""
+"""The settings of an LLM on the command line, and the LLM made from them.
+
+Used by the commands that take a model: serve, generate, bench, explain and engine.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ FLEET_KINDS: Kinds = keywords_of(AsyncLLM.__init__, without=("use_coordinator", 
 
 
 def llm_kinds() -> Kinds:
-    """Return names and types of all settings that `make_llm` takes."""
+    """Return names and types of all settings of `make_llm`."""
     return {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
 
 
 def with_model(words: Sequence[str]) -> list[str]:
-    """Return the settings with the first word without "=", as in `rollout serve DIR`, as model."""
+    """Return the settings, with model= before the first word without "=", as in `serve DIR`."""
     alone = next((index for index, word in enumerate(words) if "=" not in word), None)
     return [f"model={word}" if index == alone else word for index, word in enumerate(words)]
 

@@ -1,4 +1,7 @@
-"""rollout serve: serves a model over HTTP until SIGTERM or Ctrl-C."""
+"""rollout serve: serves a model over HTTP until SIGTERM or Ctrl-C.
+
+`main` calls `run`. The model is served by an AsyncLLM, whose engines are child processes.
+"""
 
 from __future__ import annotations
 

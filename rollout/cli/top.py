@@ -1,4 +1,7 @@
-"""rollout top: shows engines, queues, KV blocks and throughput of a fleet, live in a terminal."""
+"""rollout top: shows engines, queues, KV blocks and throughput of a fleet, live in a terminal.
+
+`main` calls `run`. It reads counters of a coordinator or a server and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _BAR_WIDTH = 20
 
 
 def run(words: Sequence[str]) -> int:
-    """Show snapshots until Ctrl-C, or `count` of them."""
+    """Show snapshots until Ctrl-C, or `count` of them. Returns 0."""
     parser = Parser(
         "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
     )
@@ -74,7 +77,7 @@ async def of_coordinator(
 
 
 async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield the snapshots that a server sends to its page, one a second."""
+    """Yield the snapshots that a server sends to its page, one per second. Raises RolloutError."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with (
         aiohttp.ClientSession(

@@ -185,7 +185,7 @@ class DataParallelInferenceCoordinator:
                     self.stop("the coordinator's parent has ended")
                 if self._waker.fileno() in ready:
                     self._waker.drain()
-                self._turn()
+                self._run_once()
         except Exception:
             logger.exception("the coordinator failed")
             raise
@@ -228,7 +228,7 @@ class DataParallelInferenceCoordinator:
     def _is_orphaned(self) -> bool:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Handle the frames that have arrived and the timers that are due; send the results."""
         self._router.flush()
         self._receive()

@@ -305,8 +305,7 @@ class OutputProcessor:
             if prefilled.num_tokens == len(segment.prompt_tokens):
                 segment.add_event_add_context()
         self._append_tokens(update, now)
-        if samples.logprobs_S is not None or samples.ranks_S is not None:
-            self._append_requested(update, samples)
+        self._append_requested(update, samples)
         if self._track_generated_tokens:
             for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
                 self._unfinished[request_id].segment.add_event_generated_token(token_id)
@@ -343,19 +342,23 @@ class OutputProcessor:
 
     def _append_requested(self, update: StepUpdate, samples: SampleResult) -> None:
         """Append log-probs, ranks and top-n dictionaries to the requests that asked for them."""
-        arrays = {"log_probs": samples.logprobs_S, "ranks": samples.ranks_S}
-        values = {name: own.tolist() for name, own in arrays.items() if own is not None}
-        top_ids_SN, top_logprobs_SN = samples.top_ids_SN, samples.top_logprobs_SN
+        unfinished = self._unfinished
+        for name, values_S in (("log_probs", samples.logprobs_S), ("ranks", samples.ranks_S)):
+            if values_S is None:
+                continue
+            values = values_S.tolist()
+            for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
+                column = unfinished[request_id].requested.get(name)
+                if column is not None:
+                    column.append(values[index])
+        if samples.top_ids_SN is None or samples.top_logprobs_SN is None:
+            return
         for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
-            state = self._unfinished[request_id]
-            for name, column in state.requested.items():
-                if name in values:
-                    column.append(values[name][index])
-                    continue
-                assert top_ids_SN is not None
-                assert top_logprobs_SN is not None
+            state = unfinished[request_id]
+            if (column := state.requested.get("top_n")) is not None:
                 top_n = _params(state.segment).top_n_logprobs
-                column.append(_top_n(top_ids_SN[index], top_logprobs_SN[index], top_n))
+                ids_N, logprobs_N = samples.top_ids_SN[index], samples.top_logprobs_SN[index]
+                column.append(_top_n(ids_N, logprobs_N, top_n))
 
     def _append_prompt_scores(self, scored: ScoredPrompt, scores: ScoreResult) -> None:
         segment = segment_of_prompt(self._unfinished[scored.request_id].record.requests)

@@ -53,7 +53,8 @@ class LaunchedEngine(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the engine runs now, for messages, such as "process 123"."""
+        """Name of the process or job that runs the engine now, for messages, such as "process
+        123"."""
 
     def end_restarts(self) -> None:
         """Disable restarts from now on."""

@@ -127,7 +127,8 @@ class RayLauncher:
         return bundle
 
     def _reserve(self, bundle: Mapping[str, float], num_engines: int, timeout_s: float) -> None:
-        """Reserve resources for each engine. Raises ConfigError if there are none in time."""
+        """Reserve resources for each engine. Raises ConfigError if Ray cannot within
+        `timeout_s`."""
         try:
             self._group = self._ray.util.placement_group(
                 [dict(bundle)] * num_engines, strategy=self._strategy

@@ -245,7 +245,7 @@ class RepackedSlot:
 
 
 class CutSlot:
-    """The slot of a weight of which this rank keeps a part. `kept`: the slot of that part."""
+    """The slot of a weight that this rank keeps in part. `kept`: the slot of the part."""
 
     __slots__ = ("_kept", "cut")
 

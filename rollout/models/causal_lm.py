@@ -83,7 +83,7 @@ class CausalLM(nn.Module):
         return model
 
     def randomize(self, seed: int) -> None:
-        """Draw all weights anew, on the host in float32: matrices of standard deviation 0.02, norms
+        """Draw all weights, on the host in float32: matrices of standard deviation 0.02, norms
         that multiply by 1, biases, corrections and sinks 0.
         """
         generator = torch.Generator().manual_seed(seed)

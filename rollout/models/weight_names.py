@@ -21,10 +21,10 @@ def table_of(
     saved_name: Callable[[str], str],
     unserved: tuple[str, ...],
 ) -> WeightTable:
-    """Return the table of the weights of `model`, whose paths of modules are those of live ones.
+    """Return the table of the weights of `model`, whose module paths are those of live modules.
 
-    `buffers`: the persistent ones by their live names. `saved_name` turns a live name into that of
-    the family's directories. `unserved` is the table's.
+    `buffers`: persistent buffers by their live names. `saved_name` turns a live name into the name
+    in the family's directories. `unserved`: see WeightTable.
     """
     slots: dict[str, WeightSlot] = {}
     aliases: dict[str, WeightAlias] = {}

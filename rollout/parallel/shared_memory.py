@@ -34,8 +34,8 @@ class MappedFile:
     """
 
     def __init__(self, descriptor: int, capacity: int) -> None:
-        """`capacity`: the largest size, in bytes, that the file may get; capped by this process's
-        limit on file sizes. No memory is taken now. Raises OSError."""
+        """Map an empty file. `capacity`: the largest size, in bytes, that the file may get;
+        capped by this process's limit on file sizes. No memory is taken now. Raises OSError."""
         self._descriptor = descriptor
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit != resource.RLIM_INFINITY:

@@ -22,7 +22,7 @@ _RANK = struct.Struct("<I")
 
 
 class WireClosedError(Exception):
-    """The other end is gone."""
+    """The other end is closed."""
 
 
 class Wire(Protocol):
@@ -43,11 +43,11 @@ class Wire(Protocol):
         ...
 
     def is_closed(self) -> bool:
-        """Return whether the other end is gone and all its messages are received."""
+        """Return whether the other end is closed and all its messages are received."""
         ...
 
     def close(self) -> None:
-        """Close this end, so that the other end is lost. A second call does nothing."""
+        """Close this end; the other end gets WireClosedError. A second call does nothing."""
         ...
 
 
@@ -138,8 +138,9 @@ def this_machine() -> str:
 
 
 class RankListener:
-    """Accepts the other ranks at rank 0. `address` is an abstract unix socket: only processes of
-    this machine can connect, and only those of the same user are accepted."""
+    """Accepts the connections of the other ranks at rank 0. `address` is an abstract unix
+    socket: only processes of this machine can connect, and only those of the same user are
+    accepted."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)

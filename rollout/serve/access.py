@@ -1,4 +1,4 @@
-"""Who may send a request: the keys of routes, and the check of a browser's headers.
+"""Checks of a request's sender: the keys of routes, and the headers of browsers.
 
 Used by the application for each request. Both classes only read the config.
 """

@@ -43,7 +43,7 @@ class SamplingDefaults:
 
 
 def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
-    """Return neutral defaults for "vllm", for "auto" those of generation_config.json in
+    """Return neutral defaults for "vllm"; for "auto" the values of generation_config.json in
     `directory`.
 
     Raises ConfigError for a file with a value out of range.

@@ -115,7 +115,7 @@ class StreamOptions(Fields, kw_only=True):
 
 
 class ReplyFields(SamplingFields, kw_only=True):
-    """Fields of completions and chats besides those of the draw. rid, extra_key: SGLang's names of
+    """Further fields that completions and chats have in common. rid, extra_key: SGLang's names of
     request_id and of a second cache_salt.
     """
 

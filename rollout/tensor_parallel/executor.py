@@ -58,7 +58,7 @@ class TensorParallelExecutor(WorkerExecutor):
         self._channel, self._staging = channel, staging
         channel.on_failure = staging.on_failure = self._on_failure
         self._processes = processes
-        weakref.finalize(self, end_processes, processes)  # if nobody calls `close`
+        weakref.finalize(self, end_processes, processes)  # if `close` is never called
         self._staging_lock = threading.Lock()
         self._num_staged, self._is_closed = 0, False
         self._to_drop: deque[int] = deque()
@@ -150,7 +150,7 @@ class TensorParallelExecutor(WorkerExecutor):
                 shares = self._staging.results(sent)
                 self.weights.verify(staged, [staged.share, *shares], source_checksum)
             except BaseException:
-                # Also cancels the staging of the others: nobody reads the weights after this.
+                # Also cancels the staging of the others: the weights are not read after this.
                 self._staging.answers(self._staging.send(Follower.drop_staged, key))
                 raise
         staged.elsewhere = _StagedElsewhere(key, self._drop)

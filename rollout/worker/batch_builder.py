@@ -61,7 +61,7 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
         """Apply the plan's changes to rows and block tables, and return the inputs of its step.
 
-        The next plan may be built while the step runs; nobody writes to the arrays.
+        The next plan may be built while the step runs: the returned arrays are not written again.
         """
         self._apply_changes(plan)
         rows, block_size = self._rows_of(plan), self.block_size

@@ -30,8 +30,8 @@ MAX_COPIED_BYTES = 256 << 20  # of a temporary that blocks are copied through
 class KVCache:
     """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
 
-    States: resident -> [offload] -> release -> restore -> [onload] -> resident. Blocks that were
-    not offloaded are lost by `release`. Each call may be repeated after an exception.
+    States: resident -> [offload] -> release -> restore -> [onload] -> resident. `release` discards
+    blocks that were not offloaded. Each call may be repeated after an exception.
     """
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:

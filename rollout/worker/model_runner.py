@@ -103,7 +103,7 @@ class ModelRunner:
     def after_resume(self) -> int:
         """Check addresses after memory was released and restored.
 
-        Returns how many captured steps are lost for that reason.
+        Returns how many captured steps must be captured again.
         """
         before, self._addresses = self._addresses, self._addresses_now()
         backend, has_moved = self._backend, self._addresses != before

@@ -109,7 +109,8 @@ class Worker:
 
     @_on_the_device
     def after_resume(self) -> int:
-        """Check captured steps once all memory is restored. Returns how many are lost."""
+        """Check captured steps once all memory is restored. Returns how many must be captured
+        again."""
         return self._runner.after_resume()
 
     # ---- the KV cache; see KVCache
@@ -131,7 +132,7 @@ class Worker:
 
     @_on_the_device
     def release_kv(self) -> int:
-        """Release the KV cache's memory and lose its contents. Returns the bytes released."""
+        """Release the KV cache's memory and its contents. Returns the bytes released."""
         return self.kv.release()
 
     @_on_the_device

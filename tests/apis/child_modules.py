@@ -1,4 +1,5 @@
-"""What a child of a test does: `python -m tests.apis.child_modules --child`. No torch here."""
+"""The program of a child process in tests: `python -m tests.apis.child_modules --child`. It does
+not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Engine processes of a test's own, run by `run_engine`, which tell what they do and may die of it.
+"""Engine processes of a test, run by `run_engine`. They report what they do, and can be killed by
+it.
 
-No transformers here: each process imports this.
+Each process imports this module, so it does not import transformers.
 """
 
 from __future__ import annotations

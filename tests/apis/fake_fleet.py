@@ -1,4 +1,4 @@
-"""A fleet without processes: AsyncLLM and LLM on top of it are the real ones."""
+"""A fleet without processes, under a real AsyncLLM and LLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each token must be after any history of weight updates, by the trainer's own models.
+"""HistoryOracle: the expected tokens after any history of weight updates, by the trainer's own
+models.
 
 Shape letters: T tokens, V vocabulary.
 """

@@ -1,4 +1,5 @@
-"""What processes with a mark in their environment hold, by /proc: also those nobody waits for."""
+"""Descriptors, sockets and shared memory of processes with a mark in their environment, found in
+/proc, to test that none is left."""
 
 from __future__ import annotations
 

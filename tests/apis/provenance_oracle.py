@@ -1,4 +1,5 @@
-"""Checks tokens by what a request says of itself: which weights drew them, which wrote its KV."""
+"""`check_provenance`: checks each token against the weights that drew it and those that wrote
+its KV, by the versions in the request."""
 
 from __future__ import annotations
 

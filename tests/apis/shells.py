@@ -1,4 +1,4 @@
-"""The commands of a shell that a fleet of several processes is made of."""
+"""Commands of a shell that start the coordinator and engines of a fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes of a made-up trainer in a group of gloo, whose LLMs are the ranks of one engine."""
+"""Two processes of a made-up trainer in a gloo group, whose LLMs are the ranks of one engine."""
 
 from __future__ import annotations
 

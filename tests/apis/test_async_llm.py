@@ -1,4 +1,4 @@
-"""AsyncLLM: what it returns, what streams, and what becomes of what its end cuts short."""
+"""AsyncLLM: generate, stream, abort, start and shutdown of a fleet of processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def num_running(llm: AsyncLLM) -> int:
     return stats.num_running + stats.num_waiting
 
 
-def test_two_engines_give_the_trainers_models_tokens() -> None:
+def test_async_llm_generate_gives_the_tokens_of_the_trainers_model() -> None:
     async def work(llm: AsyncLLM) -> None:
         prompts = [prompt_of(n) for n in (1, 9, 30)]
         requests = await llm.generate(prompts, [params(i) for i in range(3)], n=2)
@@ -79,7 +79,7 @@ def test_two_engines_give_the_trainers_models_tokens() -> None:
     with_fleet(2, work)
 
 
-def test_tokens_stream_as_they_come_and_what_nobody_waits_for_is_aborted() -> None:
+def test_stream_yields_tokens_and_aborts_when_cancelled() -> None:
     async def work(llm: AsyncLLM) -> None:
         pieces = [piece async for piece in llm.stream(prompt_of(9), params(1, 40))]
         *parts, request = pieces
@@ -107,7 +107,7 @@ def test_tokens_stream_as_they_come_and_what_nobody_waits_for_is_aborted() -> No
     with_fleet(1, work)
 
 
-def test_aborted_requests_come_back_at_once_with_their_tokens() -> None:
+def test_abort_returns_requests_with_their_tokens_in_every_state() -> None:
     """Two run, others wait in the engine, in the coordinator and in the client."""
 
     async def work() -> None:
@@ -170,7 +170,7 @@ class LetterTokenizer:
 
 
 @pytest.mark.slow
-def test_an_idle_fleet_leaves_the_processor_alone() -> None:
+def test_idle_fleet_uses_no_processor_time() -> None:
     async def work(llm: AsyncLLM) -> None:
         request = await llm.generate("abc", params(1))
         assert request.generated_text == llm.tokenizer.decode(request.generated_tokens)
@@ -188,7 +188,7 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_stream_comes_in_pieces_of_the_interval() -> None:
+def test_stream_yields_pieces_of_streaming_interval() -> None:
     async def work(llm: AsyncLLM) -> None:
         for interval in (1, 5, 40):
             own = params(1, 200, streaming_interval=interval)
@@ -202,7 +202,7 @@ def test_a_stream_comes_in_pieces_of_the_interval() -> None:
     with_fleet(1, work)
 
 
-def test_what_a_shutdown_cuts_short_says_so_and_nothing_else_is_said(
+def test_shutdown_fails_pending_calls_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def collect(llm: AsyncLLM) -> None:
@@ -244,7 +244,7 @@ def test_what_a_shutdown_cuts_short_says_so_and_nothing_else_is_said(
 
 
 @pytest.mark.slow
-def test_each_engine_has_weights_of_its_own() -> None:
+def test_async_llm_of_a_live_model_leaves_its_weights_alone() -> None:
     """Also where a model of ours is given, which an engine in this process would take as it is."""
 
     async def work() -> None:
@@ -262,7 +262,7 @@ def test_each_engine_has_weights_of_its_own() -> None:
     assert not any(tensor.is_shared() for tensor in given.read_weights().values())
 
 
-def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
+def test_async_llm_that_cannot_start_names_the_setting() -> None:
     with pytest.raises(ConfigError, match="use LLM"):
         AsyncLLM(directory(), use_coordinator=False)
     with pytest.raises(ConfigError, match="data_parallel_size=0"):
@@ -271,7 +271,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing() -> None:
         AsyncLLM(directory(), None, CONFIG.replace(device="tpu"))
 
 
-def test_a_slow_start_is_told_about_and_has_a_deadline(
+def test_async_llm_logs_a_slow_start_and_ends_at_start_timeout_s(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_processes, "REMIND_S", 0.01)
@@ -285,14 +285,14 @@ def test_a_slow_start_is_told_about_and_has_a_deadline(
     )
 
 
-def test_requests_wait_for_an_engine_as_long_as_one_may_take_to_start() -> None:
+def test_orphan_deadline_s_is_start_timeout_s_by_default() -> None:
     options = {"data_parallel_size": 1, "host": None, "port": None}
     for own, expected in (({}, 77.0), ({"limits": CoordinatorLimits(orphan_deadline_s=5)}, 5)):
         arguments = coordinator_arguments(CONFIG, own, orphan_deadline_s=77.0, **options)
         assert arguments["limits"].orphan_deadline_s == expected
 
 
-def test_a_verb_whose_caller_is_cancelled_runs_to_its_end_and_the_state_follows() -> None:
+def test_control_call_of_a_cancelled_caller_runs_to_its_end() -> None:
     async def work(llm: AsyncLLM) -> None:
         for method, state in (
             (llm.pause, EngineState.PAUSED),

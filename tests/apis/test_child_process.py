@@ -1,4 +1,5 @@
-"""A child imports its parent's main module where it needs it, says what fails, ends with it."""
+"""ChildProcess: a child imports its parent's main module if needed, reports errors, and ends
+with its parent."""
 
 from __future__ import annotations
 
@@ -242,7 +243,7 @@ def run(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_an_unguarded_program_runs_engines_in_processes(tmp_path: Path) -> None:
+def test_fleet_starts_from_an_unguarded_program(tmp_path: Path) -> None:
     done = run(tmp_path, UNGUARDED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "4"

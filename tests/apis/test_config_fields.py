@@ -14,7 +14,7 @@ from tests.apis.fake_fleet import FakeProcesses, fake_fleet
 from tests.tiny_models import tiny_model
 
 
-def test_keywords_replace_fields_of_the_config_and_are_checked() -> None:
+def test_llm_keywords_replace_fields_of_the_config() -> None:
     config = InferenceConfig(block_size_tokens=8, seed=3)
     assert config_with(config, {"seed": 4}) == config.replace(seed=4)
     assert config_with(None, {}) == InferenceConfig()
@@ -31,7 +31,7 @@ def test_keywords_replace_fields_of_the_config_and_are_checked() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_an_unknown_keyword_is_refused_with_the_nearest_name(
+def test_llm_refuses_an_unknown_keyword_with_the_nearest_name(
     kind: Any, name: str, nearest: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name}=7 is unknown; did you mean {nearest}?"):
@@ -40,7 +40,7 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_name(
         kind("a model", zzz=7)
 
 
-def test_the_engine_of_an_llm_gets_the_fields() -> None:
+def test_llm_passes_config_fields_to_its_engine() -> None:
     config = InferenceConfig(block_size_tokens=16)
     with LLM(
         tiny_model(), inference_config=config, block_size_tokens=8, buffer_size_gb=0.001
@@ -49,7 +49,7 @@ def test_the_engine_of_an_llm_gets_the_fields() -> None:
         assert llm.stats().num_blocks_total == pytest.approx(0.001 * 2**30 / block_bytes, abs=2)
 
 
-def test_the_engines_and_the_coordinator_of_a_fleet_get_the_fields(
+def test_async_llm_passes_config_fields_to_engines_and_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_fleet(monkeypatch)
@@ -74,7 +74,7 @@ def test_the_engines_and_the_coordinator_of_a_fleet_get_the_fields(
         assert (config.block_size_tokens, config.seed) == (8, 3)
 
 
-def test_what_needs_a_coordinator_is_refused_without_one() -> None:
+def test_llm_refuses_coordinator_settings_without_a_coordinator() -> None:
     for options in ({"spawn": 0}, {"max_engine_restarts": 1}, {"start_timeout_s": 5.0}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))}=.* needs use_coordinator"):
             LLM("a model", **options)

@@ -1,4 +1,5 @@
-"""What an AsyncLLM hands on to its coordinator: a policy of one's own, the schedule, the order."""
+"""Settings that AsyncLLM passes to its coordinator: a registered routing policy, the schedule's
+output, prefix routing."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def routed(path: Path, policy: str, **config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_policy_that_this_process_registered_routes_in_the_coordinators(
+def test_registered_routing_policy_works_in_the_coordinators_process(
     tmp_path: Path,
 ) -> None:
     policies.register_policy("test_last_first")(LastFirst)
@@ -65,7 +66,7 @@ def test_a_policy_that_this_process_registered_routes_in_the_coordinators(
 
 
 @pytest.mark.slow
-def test_equal_prompts_go_to_the_engine_that_knows_them(tmp_path: Path) -> None:
+def test_prefix_policy_routes_equal_prompts_to_one_engine(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     schedule = routed(path, "longest_prefix", enable_prefix_caching=True)
     ranks = [record["rank_index"] for record in schedule["records"]]
@@ -74,7 +75,7 @@ def test_equal_prompts_go_to_the_engine_that_knows_them(tmp_path: Path) -> None:
     assert ranks[0::2] == ranks[1::2]
 
 
-def test_an_unknown_policy_is_refused_before_any_process_starts() -> None:
+def test_unknown_routing_policy_is_refused_before_any_process_starts() -> None:
     config = InferenceConfig(prefix_caching_coordinator_policy="longest")
     with pytest.raises(ConfigError, match="longest_prefix"):
         AsyncLLM(directory(), inference_config=config)

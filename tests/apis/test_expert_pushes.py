@@ -1,4 +1,4 @@
-"""A fleet of processes takes the weights of experts in both dialects, as one engine does."""
+"""A fleet of processes takes expert weights under both kinds of names, as one engine does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = InferenceConfig(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["glm4_moe", "mixtral", "gpt_oss"])
-def test_each_dialect_is_served_and_what_lacks_is_named(family: str, tmp_path: Path) -> None:
+def test_fleet_update_weights_takes_each_dialect_of_experts(family: str, tmp_path: Path) -> None:
     trainer(family, 0).save_pretrained(tmp_path)
     saved = dialects(family, 1).saved
     gone = last_of([*saved], "experts.2.up_proj.weight")

@@ -1,4 +1,5 @@
-"""The end of a fleet's LLM while others use it: nobody waits for ever, and nothing is left."""
+"""shutdown of an LLM over a fleet while other threads use it: every call returns, and nothing is
+left."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def updating(llm: LLM, weights: Any) -> Caller:
     return caller
 
 
-def test_an_update_that_is_being_published_hears_of_the_end_and_leaves_no_memory(
+def test_shutdown_ends_update_weights_while_it_publishes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet, weights, before = fake_fleet(monkeypatch), SlowWeights(), memory_files()
@@ -59,7 +60,7 @@ def test_an_update_that_is_being_published_hears_of_the_end_and_leaves_no_memory
     assert memory_files() == before
 
 
-def test_an_update_that_the_engines_do_not_answer_hears_of_the_end(
+def test_shutdown_ends_update_weights_that_engines_do_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet, weights, before = fake_fleet(monkeypatch), SlowWeights(), memory_files()
@@ -73,7 +74,7 @@ def test_an_update_that_the_engines_do_not_answer_hears_of_the_end(
     assert memory_files() == before
 
 
-def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
+def test_shutdown_does_not_wait_for_a_stuck_update_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weight_push, "PUBLISH_S", 0.02)
@@ -89,7 +90,7 @@ def test_an_update_that_cannot_be_awaited_does_not_keep_the_end_waiting(
     weights.may_go_on.set()
 
 
-def test_no_memory_of_weights_is_given_back_in_the_event_loop(
+def test_update_weights_releases_memory_outside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes as long as some steps do, and streams would stand still."""
@@ -120,7 +121,7 @@ def test_no_memory_of_weights_is_given_back_in_the_event_loop(
     assert threading.main_thread() not in closed_by
 
 
-def test_all_threads_that_shut_down_wait_for_the_processes_end(
+def test_shutdown_of_several_threads_waits_for_the_processes_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -140,7 +141,7 @@ def test_all_threads_that_shut_down_wait_for_the_processes_end(
     llm.shutdown()
 
 
-def test_a_verb_is_answered_whenever_the_end_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_call_is_answered_whenever_shutdown_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         llm = fake_fleet(monkeypatch).llm()
         has_begun = threading.Event()
@@ -157,7 +158,7 @@ def test_a_verb_is_answered_whenever_the_end_comes(monkeypatch: pytest.MonkeyPat
         assert {type(caller.error) for caller in callers} == {EngineStateError}
 
 
-def test_the_end_comes_also_when_the_first_that_awaits_it_is_cancelled(
+def test_shutdown_continues_when_its_first_caller_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -182,7 +183,9 @@ def test_the_end_comes_also_when_the_first_that_awaits_it_is_cancelled(
     assert fleet.processes.num_closed == 1
 
 
-def test_the_processes_end_whatever_their_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_ends_the_processes_when_the_client_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = fake_fleet(monkeypatch)
     llm = fleet.llm()
 

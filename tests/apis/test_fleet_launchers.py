@@ -1,4 +1,4 @@
-"""An AsyncLLM whose engines a launcher of the caller's own starts."""
+"""AsyncLLM with a launcher of the caller."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RefusingLauncher(LoopbackLauncher):
         raise ConfigError("no room")
 
 
-def test_remote_engines_dial_the_launchers_host_with_keys_of_the_fleet() -> None:
+def test_launcher_engines_connect_to_its_host_with_the_fleets_keys() -> None:
     launcher = LoopbackLauncher()
 
     async def work() -> None:
@@ -70,7 +70,7 @@ def test_remote_engines_dial_the_launchers_host_with_keys_of_the_fleet() -> None
 
 
 @pytest.mark.parametrize(("given", "ranks", "each"), [(None, 1, 3), (None, 2, 1), (2, 2, 2)])
-def test_the_ranks_of_an_engine_share_its_threads(given: int, ranks: int, each: int) -> None:
+def test_engine_ranks_share_num_threads(given: int, ranks: int, each: int) -> None:
     config = CONFIG.replace(num_threads=given, tensor_parallel_size=ranks)
     launcher = RefusingLauncher()
     with pytest.raises(ConfigError, match="no room"):
@@ -78,7 +78,7 @@ def test_the_ranks_of_an_engine_share_its_threads(given: int, ranks: int, each: 
     assert launcher.jobs[0].arguments["inference_config"].num_threads == each
 
 
-def test_engines_that_come_by_themselves_are_waited_for_by_requests_alone() -> None:
+def test_requests_wait_for_engines_that_join_by_themselves() -> None:
     launcher = UnseenLauncher()
 
     async def work() -> None:
@@ -95,7 +95,7 @@ def test_engines_that_come_by_themselves_are_waited_for_by_requests_alone() -> N
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_a_launch_that_is_refused_ends_the_coordinator() -> None:
+def test_refused_launch_ends_the_coordinator() -> None:
     launcher, others = RefusingLauncher(), fleet_pids()
     with pytest.raises(ConfigError, match="no room"):
         AsyncLLM(directory(), None, CONFIG, launcher=launcher)

@@ -1,4 +1,4 @@
-"""However the process of an AsyncLLM ends, nothing of it is left."""
+"""An AsyncLLM leaves no process, file or shared memory, however its own process ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WAIT_S = 120.0
 
 
 @pytest.mark.parametrize("end", list(islice(cycle(ENDS), 50 if IS_LONG else 3)))
-def test_nothing_is_left(end: str, tmp_path: Path) -> None:
+def test_fleet_leaves_no_process_and_no_file(end: str, tmp_path: Path) -> None:
     mark, log = uuid.uuid4().hex, tmp_path / "log"
     folder = tmp_path / "temporary"
     folder.mkdir()

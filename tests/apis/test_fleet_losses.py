@@ -1,4 +1,5 @@
-"""Processes of a fleet that die while it works: what goes on, what ends, and with which words."""
+"""Killed processes of a fleet: engines restart, requests move or fail at once, and errors name
+the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ async def served(llm: AsyncLLM) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, 1])
-def test_an_engine_that_is_killed_comes_back_and_no_token_changes(size: int) -> None:
+def test_killed_engine_restarts_and_no_token_changes(size: int) -> None:
     async def work() -> None:
         async with AsyncLLM(directory(), None, CONFIG, data_parallel_size=size) as llm:
             await llm.update_weights(weights(1).state_dict(), in_flight=True)
@@ -75,7 +76,7 @@ def check_same(
     margins.check()
 
 
-def test_an_engine_is_not_started_again_where_that_is_not_wanted(
+def test_max_engine_restarts_of_0_restarts_no_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work() -> None:
@@ -88,7 +89,7 @@ def test_an_engine_is_not_started_again_where_that_is_not_wanted(
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_requests_fail_at_once_when_the_last_engine_is_given_up() -> None:
+def test_requests_fail_at_once_when_no_engine_is_left() -> None:
     named = r"no engine is left: engine 0 has used up its restarts \(SIGKILL\)"
 
     async def work() -> None:
@@ -122,7 +123,7 @@ def test_requests_fail_at_once_when_the_last_engine_is_given_up() -> None:
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_a_coordinator_that_is_killed_fails_all_that_waits_at_once() -> None:
+def test_killed_coordinator_fails_all_pending_calls_at_once() -> None:
     async def work() -> None:
         llm = AsyncLLM(directory(), None, CONFIG)
         await llm.start()

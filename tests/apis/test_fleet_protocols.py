@@ -1,4 +1,5 @@
-"""Who can join an AsyncLLM: its own processes, those of its user, and over TCP known keys."""
+"""Access to an AsyncLLM: its own processes, processes of the same user, and over TCP clients
+with known keys."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.tiny_models import prompt_of
 pytestmark = pytest.mark.distributed
 
 
-def test_a_fleet_of_tcp_and_keys_serves_its_own_and_whose_keys_it_knows(tmp_path: Path) -> None:
+def test_tcp_fleet_with_curve_serves_clients_with_known_keys(tmp_path: Path) -> None:
     create_key_folder(tmp_path / "keys")
 
     async def use() -> None:

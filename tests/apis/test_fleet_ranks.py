@@ -1,4 +1,4 @@
-"""A fleet whose engines are several processes each: engines behind a coordinator like any other."""
+"""A fleet whose engines have several ranks, one process each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 NUM_REQUESTS = 6
 
 
-def test_a_rank_of_an_engine_that_is_killed_moves_its_requests_and_the_engine_comes_back() -> None:
+def test_killed_rank_moves_requests_and_its_engine_restarts() -> None:
     jobs = [(prompt_of(9, seed=i), params(i, 250)) for i in range(NUM_REQUESTS)]
     with LLM(directory(), None, CONFIG) as one:
         one.update_weights(weights(1), in_flight=True)

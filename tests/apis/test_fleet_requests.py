@@ -1,4 +1,5 @@
-"""Requests of an LLM over a fleet: each submitted one ends once, whatever becomes of it."""
+"""Requests of an LLM over a fleet: each ends once, also after errors, Ctrl-C and the end of the
+coordinator."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def ends_of(groups: Sequence[RolloutGroup]) -> list[list[Ended]]:
     return [[(r.status, r.finish_reason) for r in group.requests] for group in groups]
 
 
-def test_a_priority_reaches_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_priority_reaches_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fake_fleet(monkeypatch)
     fleet.client.answers = True
 
@@ -48,7 +49,7 @@ def test_a_priority_reaches_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
         assert fleet.client.priorities == [-3]
 
 
-def test_what_had_ended_before_the_coordinator_was_lost_is_handed_out(
+def test_collect_returns_groups_that_ended_before_the_coordinator_did(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -65,7 +66,7 @@ def test_what_had_ended_before_the_coordinator_was_lost_is_handed_out(
         assert llm.collect() == []
 
 
-def test_a_coordinator_that_is_back_serves_as_if_it_had_never_been_lost(
+def test_reconnected_coordinator_serves_the_llm_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -98,7 +99,7 @@ class BrokenTokenizer:
     [([5, 6], [5, 6]), (np.array([6, 5])[::-1], [5, 6]), ("known", [7, 8]), ("new", [])],
     ids=str,
 )
-def test_a_lost_request_has_a_prompt_also_with_a_tokenizer_that_raises(
+def test_failed_request_has_its_prompt_when_the_tokenizer_raises(
     prompt: Any, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -112,7 +113,7 @@ def test_a_lost_request_has_a_prompt_also_with_a_tokenizer_that_raises(
         assert type(request.events[0].payload) is CoordinatorLostError
 
 
-def test_a_request_that_ended_keeps_its_tokens_where_its_tokenizer_raises(
+def test_finished_request_keeps_its_tokens_when_the_tokenizer_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -126,7 +127,7 @@ def test_a_request_that_ended_keeps_its_tokens_where_its_tokenizer_raises(
         assert [type(event.payload) for event in request.events] == [DetokenizeError]
 
 
-def test_streaming_is_refused_as_it_is_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_over_a_fleet_refuses_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fake_fleet(monkeypatch)
     with fleet.llm() as llm:
         for method in (llm.generate, llm.submit):
@@ -135,7 +136,7 @@ def test_streaming_is_refused_as_it_is_in_process(monkeypatch: pytest.MonkeyPatc
         assert not fleet.client.futures
 
 
-def test_an_interrupted_generate_aborts_its_own_requests_and_no_others(
+def test_interrupted_generate_aborts_only_its_own_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -172,7 +173,7 @@ def interrupt_amid(submission: FakeFleet) -> None:
 
 
 @pytest.mark.parametrize("method", ["generate", "submit"])
-def test_ctrl_c_amid_a_submission_leaves_none_of_its_requests(
+def test_ctrl_c_in_a_submission_leaves_none_of_its_requests(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -188,7 +189,7 @@ def test_ctrl_c_amid_a_submission_leaves_none_of_its_requests(
         assert [group.group_id for group in llm.collect()] == [mine]
 
 
-def test_a_second_ctrl_c_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_ctrl_c_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fake_fleet(monkeypatch)
     with fleet.llm() as llm:
 
@@ -204,7 +205,7 @@ def test_a_second_ctrl_c_is_not_deferred(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("prompts", [[[1], [2], [3]], [1]], ids=["batch", "single"])
-def test_a_request_that_no_engine_takes_fails_alone_in_an_async_llm(
+def test_async_llm_request_that_no_engine_takes_fails_alone(
     prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -225,7 +226,7 @@ def test_a_request_that_no_engine_takes_fails_alone_in_an_async_llm(
 
 
 @pytest.mark.parametrize("use", [lambda llm: llm.generate([1]), lambda llm: llm.update_weights({})])
-def test_the_end_of_the_coordinators_process_is_named_in_what_it_cuts_short(
+def test_pending_calls_name_the_end_of_the_coordinators_process(
     use: Callable[[AsyncLLM], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = fake_fleet(monkeypatch)
@@ -244,7 +245,7 @@ def test_the_end_of_the_coordinators_process_is_named_in_what_it_cuts_short(
     asyncio.run(work())
 
 
-def test_requests_of_an_llm_that_lose_their_coordinator_are_told_so(
+def test_llm_requests_name_the_lost_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = fake_fleet(monkeypatch)

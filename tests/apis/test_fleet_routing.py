@@ -1,4 +1,4 @@
-"""Routing crosses from the process of an engine to its caller."""
+"""Recorded routing travels from an engine's process to its caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny_models import prompt_of, tokens_of
 pytestmark = pytest.mark.slow
 
 
-def test_requests_of_a_fleet_have_their_rows(tmp_path: Path) -> None:
+def test_fleet_requests_have_routing_rows(tmp_path: Path) -> None:
     model = tiny_mixture()
     model.save_pretrained(tmp_path)
     config = replace(CONFIG, record_routing=True)

@@ -1,4 +1,4 @@
-"""Texts, stops and processed logits through a coordinator: as in one process."""
+"""Text, stop words and logits processing over a fleet equal those of one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ending_directory(path: Path) -> Path:
     return path
 
 
-def test_a_fleet_does_with_texts_and_logits_what_one_process_does(tmp_path: Path) -> None:
+def test_fleet_handles_text_and_logits_as_one_process(tmp_path: Path) -> None:
     model = ending_directory(tmp_path / "model")
     forced = [replace(PLAIN, logit_bias={end: 100.0}) for end in ENDS.values()]
     jobs = [PLAIN, *(replace(PLAIN, **changes) for changes in PROCESSED.values()), *forced]

@@ -1,4 +1,4 @@
-"""Fleets whose processes others have started: their coordinator, their engines, or both."""
+"""AsyncLLM.connect and fleets whose coordinator or engines other programs start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 WAIT_S = 120
 
 
-def test_engines_and_a_coordinator_from_a_shell_serve_several_who_connect() -> None:
+def test_connect_serves_several_clients_of_a_shells_fleet() -> None:
     async def work(address: str, engine: subprocess.Popen[str]) -> None:
         first, second = [await AsyncLLM.connect(address) for _ in range(2)]
         oracle = HistoryOracle(weights)
@@ -56,7 +56,7 @@ def with_nan() -> dict[str, torch.Tensor]:
     return {**state, name: torch.full_like(state[name], torch.nan)}
 
 
-def test_weights_that_are_not_finite_pass_where_the_engines_config_lets_them() -> None:
+def test_connected_update_weights_follows_reject_non_finite_weights_of_engines() -> None:
     async def work() -> None:
         async with AsyncLLM(directory(), None, CONFIG, reject_non_finite_weights=False) as llm:
             other = await AsyncLLM.connect(llm.address)
@@ -67,7 +67,7 @@ def test_weights_that_are_not_finite_pass_where_the_engines_config_lets_them() -
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> None:
+def test_async_llm_with_spawn_0_waits_for_joined_engines() -> None:
     async def work() -> None:
         async with AsyncLLM(directory(), None, CONFIG, data_parallel_size=2, spawn=0) as llm:
             assert len(fleet_pids()) == 1
@@ -80,7 +80,7 @@ def test_an_async_llm_without_engines_of_its_own_waits_for_those_of_others() -> 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_an_engine_that_would_answer_otherwise_is_refused_by_the_name_of_what_differs(
+def test_joining_engine_with_other_settings_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
     def directory_with(**changes: Any) -> Path:
@@ -110,7 +110,7 @@ def test_an_engine_that_would_answer_otherwise_is_refused_by_the_name_of_what_di
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
 
 
-def test_no_address_and_more_engines_than_there_are_to_be_are_refused() -> None:
+def test_connect_address_and_spawn_are_checked() -> None:
     with pytest.raises(ConfigError, match="tcp://"):
         asyncio.run(AsyncLLM.connect("nowhere"))
     for spawn in (3, -1):

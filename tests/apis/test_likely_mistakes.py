@@ -1,4 +1,4 @@
-"""Likely mistakes get one clear error of the project's tree, and numbers of numpy are numbers."""
+"""Likely mistakes get one clear error of the project, and numbers of numpy are accepted."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_n_is_a_positive_integer(n: Any) -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], 3, "greedy"])
-def test_sampling_params_are_no_dictionary(params: Any) -> None:
+def test_sampling_params_of_a_dictionary_are_refused(params: Any) -> None:
     with pytest.raises(InvalidRequestError, match="must be SamplingParams"):
         as_groups([[1]], params, 1)
 
 
-def test_a_config_is_no_dictionary() -> None:
+def test_inference_config_of_a_dictionary_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be an InferenceConfig"):
         LLM("nowhere", inference_config={"seed": 1})  # type: ignore[arg-type]
 
@@ -45,25 +45,25 @@ def test_a_config_is_no_dictionary() -> None:
 @pytest.mark.parametrize(
     "source", [lambda: torch.nn.Linear(3, 2).parameters(), lambda: None, lambda: {1: torch.ones(1)}]
 )
-def test_weights_without_names_are_refused_with_the_remedy(source: Any) -> None:
+def test_update_weights_without_names_is_refused_with_the_remedy(source: Any) -> None:
     with pytest.raises(WeightUpdateError, match="named_parameters"):
         by_name(source())
 
 
-def test_numbers_of_numpy_become_those_of_python() -> None:
+def test_sampling_params_convert_numbers_of_numpy() -> None:
     params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(1), top_k=np.int32(3))
     assert params == SamplingParams(temperature=0.5, seed=1, top_k=3)
     assert SamplingParams.deserialize(msgpack.unpackb(msgpack.packb(params.serialize()))) == params
 
 
-def test_a_device_of_torch_is_its_name() -> None:
+def test_device_of_torch_becomes_its_name() -> None:
     assert InferenceConfig(device=torch.device("cuda:1")).device == "cuda:1"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="device=1 "):
         InferenceConfig(device=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("junk", [None, b"junk"])
-def test_what_is_no_record_is_refused(junk: Any) -> None:
+def test_add_record_refuses_what_is_no_record(junk: Any) -> None:
     with pytest.raises(ProtocolError, match="not an encoded record"):
         DynamicInferenceRequestRecord.deserialize(junk)
 
@@ -73,7 +73,7 @@ def test_an_empty_record_has_nothing_to_merge() -> None:
         DynamicInferenceRequestRecord([]).merge()
 
 
-def test_integers_that_a_fleet_cannot_send_are_refused() -> None:
+def test_fleet_refuses_integers_that_it_cannot_send() -> None:
     engine, params = tiny_engine(tiny_model()), SamplingParams(num_tokens_to_generate=1)
     for wrong in ({"priority": 2**70}, {"request_id": 2**70}, {"priority": -(2**63) - 1}):
         with pytest.raises(InvalidRequestError, match="must be"):

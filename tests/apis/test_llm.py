@@ -84,10 +84,7 @@ def test_generate_returns_n_samples_flat_and_prompt_major() -> None:
         ([[1]], PARAMS, 0, "n=0"),
         ([[1], [2]], [PARAMS], 1, "1 sampling_params for 2 prompts"),
         (["text"], PARAMS, 1, "tokenizer"),
-        (5, PARAMS, 1, "5"),
         ([[1], 5], PARAMS, 1, r"prompts\[1\]=5"),
-        ([[1], b"ab"], PARAMS, 1, r"prompts\[1\]=b'ab'"),
-        ({"prompt": [1]}, PARAMS, 1, "{'prompt': "),
         ([[1]], SamplingParams(streaming=True), 1, "streaming"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What counts as one prompt, as a batch of them, and as neither."""
+"""as_batch: which values are one prompt, a batch of prompts, or neither."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollout.apis.arguments import as_batch
     "prompt",
     [[4, 5], (4, 5), range(4, 6), array("i", [4, 5]), np.array([4, 5]), torch.arange(4, 6)],
 )
-def test_a_flat_list_of_ids_is_one_prompt(prompt: Any) -> None:
+def test_as_batch_of_a_flat_list_of_ids_is_one_prompt(prompt: Any) -> None:
     assert as_batch(prompt) == ([[4, 5]], True)
 
 
-def test_a_list_of_texts_and_lists_is_a_batch() -> None:
+def test_as_batch_of_texts_and_lists_is_a_batch() -> None:
     ids = np.array([4, 5])
     batch = ["text", [1], (2, 3), ids, []]
     assert as_batch(batch) == (batch, False)
@@ -48,7 +48,7 @@ def test_a_list_of_texts_and_lists_is_a_batch() -> None:
     ],
     ids=lambda wrong: type(wrong).__name__,
 )
-def test_what_has_no_order_or_no_ids_is_refused_by_its_name(wrong: Any) -> None:
+def test_as_batch_refuses_values_without_order_or_ids(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match="prompts="):
         as_batch(wrong)
     for batch in (["text", wrong], [[1], wrong]):
@@ -57,6 +57,6 @@ def test_what_has_no_order_or_no_ids_is_refused_by_its_name(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [b"ab", {"prompt": [1]}, {1, 2}, torch.tensor(5)], ids=str)
-def test_a_batch_that_begins_with_none_is_refused(wrong: Any) -> None:
+def test_as_batch_refuses_a_batch_that_begins_with_none(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompts\[0\]="):
         as_batch([wrong, [1]])

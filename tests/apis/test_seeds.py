@@ -1,4 +1,4 @@
-"""Seeds of requests without one: no two engines draw the same noise, and a seed given repeats a
+"""Requests without a seed: each engine draws other noise, and the `seed` of an LLM repeats a
 run."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def drawn(options: dict[str, Any], *, num_calls: int = 1) -> tuple[int, list[lis
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_llms_without_a_seed_draw_different_tokens_and_tell_the_seed_that_repeats_them(
+def test_llm_without_a_seed_draws_one_and_seed_repeats_it(
     options: dict[str, Any],
 ) -> None:
     runs = [drawn(options, num_calls=2) for _ in range(2)]
@@ -42,9 +42,7 @@ def test_llms_without_a_seed_draw_different_tokens_and_tell_the_seed_that_repeat
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_the_seed_that_was_drawn_is_logged(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drawn_seed_is_logged(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rollout")
     seed, _ = drawn(options)
     assert f"seed={seed} was drawn" in caplog.text
@@ -53,7 +51,7 @@ def test_the_seed_that_was_drawn_is_logged(
     assert "was drawn" not in caplog.text
 
 
-def test_an_llm_that_is_served_repeats_no_request_that_it_has_had() -> None:
+def test_served_llm_repeats_no_earlier_request() -> None:
     def served(llm: LLM) -> list[list[int]]:
         llm.serve(ServeConfig(port=0), blocking=False)
         try:

@@ -1,4 +1,5 @@
-"""Processes of a trainer that make the same calls are one engine, and none waits without end."""
+"""LLM with `pg_collection`: processes of a trainer that make the same calls are one engine, and
+none waits for ever."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_ranks_of_a_trainer_do_what_one_process_does_and_all_return_it(
+def test_pg_collection_ranks_return_the_results_of_one_process(
     ranks: TrainerRanks, mode: str
 ) -> None:
     def life(call: Callable[..., list[Any]]) -> list[list[Any]]:
@@ -140,7 +141,7 @@ def test_ranks_of_a_trainer_do_what_one_process_does_and_all_return_it(
         assert_alike([own_request], [request])
 
 
-def test_sharded_weights_are_gathered_by_all_ranks_and_become_those_of_the_engine(
+def test_pg_collection_update_weights_gathers_sharded_weights(
     ranks: TrainerRanks,
 ) -> None:
     with one_process() as llm:
@@ -152,7 +153,7 @@ def test_sharded_weights_are_gathered_by_all_ranks_and_become_those_of_the_engin
     assert ranks.call("read") == [("paused", 1)] * 2
 
 
-def test_an_abort_ends_a_group_on_all_ranks(ranks: TrainerRanks) -> None:
+def test_pg_collection_abort_ends_a_group_on_all_ranks(ranks: TrainerRanks) -> None:
     (first, second, third), _ = ranks.call("submit", PROMPTS, PARAMS)
     aborted = ranks.call("abort", [second])
     assert [[group.group_id for group in groups] for groups in aborted] == [[second]] * 2
@@ -161,7 +162,7 @@ def test_an_abort_ends_a_group_on_all_ranks(ranks: TrainerRanks) -> None:
     assert [{group.group_id for group in groups} for groups in collected] == [{first, third}] * 2
 
 
-def test_a_group_of_one_rank_is_an_engine_of_one_process() -> None:
+def test_pg_collection_of_one_rank_is_an_engine_of_one_process() -> None:
     alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     with one_process() as expected, one_process(pg_collection=alone) as llm:
         assert_alike(llm.generate(PROMPTS, PARAMS), expected.generate(PROMPTS, PARAMS))
@@ -171,7 +172,7 @@ def test_a_group_of_one_rank_is_an_engine_of_one_process() -> None:
 # ---- errors, after which the ranks go on
 
 
-def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_engine_goes_on(
+def test_pg_collection_raises_an_error_of_rank_0_on_all_ranks(
     ranks: TrainerRanks,
 ) -> None:
     for refused, kind in (
@@ -189,7 +190,7 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_engine_goes_on(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_source_that_fails_on_one_rank_changes_nothing_on_any(
+def test_pg_collection_update_weights_that_fails_on_one_rank_changes_nothing(
     ranks: TrainerRanks, failing: int
 ) -> None:
     before = ranks.call("weights_checksum")
@@ -207,7 +208,7 @@ def test_a_source_that_fails_on_one_rank_changes_nothing_on_any(
         assert not any(e.type.name == "ERROR_TRANSIENT" for r in requests for e in r.events)
 
 
-def test_different_methods_and_arguments_are_refused_by_name_on_all_ranks(
+def test_pg_collection_refuses_different_methods_and_arguments(
     ranks: TrainerRanks,
 ) -> None:
     for error in ranks.call_each([("generate", PROMPTS, PARAMS), ("pause",)]):
@@ -225,7 +226,7 @@ def test_different_methods_and_arguments_are_refused_by_name_on_all_ranks(
 # ---- a rank that ends
 
 
-def test_a_rank_that_is_killed_ends_the_call_of_rank_0_by_name(mortal_ranks: TrainerRanks) -> None:
+def test_pg_collection_call_of_rank_0_names_a_killed_rank(mortal_ranks: TrainerRanks) -> None:
     own, killed = mortal_ranks.ranks
     mortal_ranks.call("pause")
     for rank in mortal_ranks.ranks:
@@ -239,7 +240,9 @@ def test_a_rank_that_is_killed_ends_the_call_of_rank_0_by_name(mortal_ranks: Tra
     assert own.call("shutdown") is None
 
 
-def test_a_rank_0_that_is_killed_ends_the_call_of_the_others(mortal_ranks: TrainerRanks) -> None:
+def test_pg_collection_call_of_other_ranks_ends_with_a_killed_rank_0(
+    mortal_ranks: TrainerRanks,
+) -> None:
     lead, other = mortal_ranks.ranks
     other.begin("generate", PROMPTS, PARAMS)
     os.kill(lead.pid, signal.SIGKILL)
@@ -249,7 +252,7 @@ def test_a_rank_0_that_is_killed_ends_the_call_of_the_others(mortal_ranks: Train
     assert other.call("shutdown") is None
 
 
-def test_a_rank_that_is_interrupted_ends_the_engine_for_all(ranks: TrainerRanks) -> None:
+def test_pg_collection_interrupted_rank_ends_the_engine_for_all(ranks: TrainerRanks) -> None:
     ranks.call("pause")
     own, interrupted = ranks.call("push_or_fail", weights_of(1), 1, "interrupt")
     assert isinstance(own, LockstepError)
@@ -261,7 +264,7 @@ def test_a_rank_that_is_interrupted_ends_the_engine_for_all(ranks: TrainerRanks)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_is_given_up_at_the_deadline(
+def test_pg_collection_stopped_rank_ends_the_engine_at_the_deadline(
     ranks: TrainerRanks, stopped: int
 ) -> None:
     ranks.call("hurry", 1.0)
@@ -279,7 +282,7 @@ def test_a_rank_that_is_stopped_is_given_up_at_the_deadline(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_shuts_down_does_not_keep_the_other_waiting(
+def test_pg_collection_shutdown_of_one_rank_ends_calls_of_the_other(
     ranks: TrainerRanks, first: int
 ) -> None:
     calls: list[Any] = [("generate", PROMPTS, PARAMS)] * 2
@@ -293,7 +296,7 @@ def test_a_rank_that_shuts_down_does_not_keep_the_other_waiting(
 # ---- the start
 
 
-def test_an_llm_that_cannot_be_made_on_one_rank_is_made_on_none(processes: TrainerRanks) -> None:
+def test_pg_collection_llm_that_fails_on_one_rank_fails_on_all(processes: TrainerRanks) -> None:
     model = build_model(deepcopy(model_of(0)))
     for error in processes.make(model, {"max_requests": 3}, **config_of()):
         assert isinstance(error, ConfigError)
@@ -301,7 +304,7 @@ def test_an_llm_that_cannot_be_made_on_one_rank_is_made_on_none(processes: Train
         assert "3 on rank 1" in str(error)
 
 
-def test_a_model_that_does_not_fit_the_ranks_is_refused_on_all_of_them(
+def test_pg_collection_refuses_a_model_that_ranks_cannot_divide(
     processes: TrainerRanks,
 ) -> None:
     model = tiny_model("qwen3", vocab_size=VOCAB, num_attention_heads=3, num_key_value_heads=3)
@@ -310,7 +313,7 @@ def test_a_model_that_does_not_fit_the_ranks_is_refused_on_all_of_them(
         assert "tensor_parallel_size=2" in str(error)
 
 
-def test_pg_collection_is_refused_without_an_llm_on_every_rank() -> None:
+def test_pg_collection_needs_an_llm_on_every_rank() -> None:
     of_two = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     model = build_model(deepcopy(model_of(0)))
     with pytest.raises(ConfigError, match="needs an LLM, whose methods all ranks call"):

@@ -1,4 +1,4 @@
-"""Text in and out through LLM, with a tokenizer trained on the spot."""
+"""Text in and out of LLM, with a tokenizer trained in the test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def params(num_tokens: int = 30, **changes: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("text", TEXT)
-def test_a_text_prompt_is_its_ids_and_the_output_has_text(text: str) -> None:
+def test_generate_of_a_text_prompt_has_generated_text(text: str) -> None:
     llm = llm_of()
     request = llm.generate(text, params())
     ids = bpe().encode(text).ids
@@ -66,7 +66,7 @@ def test_a_text_prompt_is_its_ids_and_the_output_has_text(text: str) -> None:
     assert llm_of().generate(ids, params()).generated_tokens == request.generated_tokens
 
 
-def test_a_batch_may_mix_text_and_ids() -> None:
+def test_generate_takes_text_and_ids_in_one_batch() -> None:
     text, ids = llm_of().generate([TEXT[0], bpe().encode(TEXT[1]).ids], params())
     assert text.prompt == TEXT[0]
     assert ids.prompt is None
@@ -82,7 +82,7 @@ def test_add_bos_puts_the_tokenizers_token_first() -> None:
         llm_of(bos_id=1).generate([3, 4], params(add_BOS=True))
 
 
-def test_the_tokenizers_end_id_stops() -> None:
+def test_generate_stops_at_the_tokenizers_eos_id() -> None:
     tokens = llm_of().generate(TEXT[0], params()).generated_tokens
     end = tokens[9]
     request = llm_of(eos_id=end).generate(TEXT[0], params())
@@ -90,7 +90,7 @@ def test_the_tokenizers_end_id_stops() -> None:
     assert request.finish_reason == "stop"
 
 
-def test_the_models_end_ids_stop_beside_the_tokenizers_own() -> None:
+def test_generate_stops_at_end_ids_of_model_and_tokenizer() -> None:
     tokens = llm_of().generate(TEXT[0], params()).generated_tokens
     first, later = tokens[6], next(t for t in tokens[7:] if t not in tokens[:7])
     ending = tiny_model("llama", vocab_size=bpe().get_vocab_size(), seed=3, eos_token_id=[first])
@@ -101,7 +101,7 @@ def test_the_models_end_ids_stop_beside_the_tokenizers_own() -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_stop_word_ends_the_text_and_is_in_the_tokens(is_kept: bool) -> None:
+def test_stop_word_ends_generated_text_and_stays_in_the_tokens(is_kept: bool) -> None:
     tokens = llm_of().generate(TEXT[0], params()).generated_tokens
     start, word = next(
         (i, text)
@@ -115,7 +115,7 @@ def test_a_stop_word_ends_the_text_and_is_in_the_tokens(is_kept: bool) -> None:
     assert request.generated_text == bpe().decode(tokens[: start + 2 * is_kept])
 
 
-def test_a_stop_string_is_found_inside_of_tokens_and_across_them() -> None:
+def test_stop_word_is_found_inside_tokens_and_across_them() -> None:
     tokens = llm_of().generate(TEXT[0], params()).generated_tokens
     text = bpe().decode(tokens)
     ascii_runs = [text[i : i + 3] for i in range(len(text) - 3) if text[i : i + 3].isascii()]
@@ -142,7 +142,7 @@ class FaultyTokenizer(HFTokenizer):
         return super().decode(ids)
 
 
-def test_a_text_that_cannot_be_made_is_missing_in_its_own_request_only() -> None:
+def test_decode_error_leaves_one_request_without_generated_text() -> None:
     tokenizer = FaultyTokenizer(bpe())
     config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 200))
     llm = LLM(model(), tokenizer, config)
@@ -164,19 +164,19 @@ def test_a_text_that_cannot_be_made_is_missing_in_its_own_request_only() -> None
     assert llm.stats().num_running == 0
 
 
-def test_a_stop_word_without_tokens_is_refused() -> None:
+def test_stop_word_without_tokens_is_refused() -> None:
     letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))  # leaves out what it does not know
     llm = LLM(model(), HFTokenizer(letters), InferenceConfig(buffer_size_gb=0.01))
     with pytest.raises(InvalidRequestError, match=r"'\?' has no token"):
         llm.generate([[1]], params(stop_words=["?"]))
 
 
-def test_an_empty_text_is_an_empty_prompt() -> None:
+def test_empty_text_is_refused_as_an_empty_prompt() -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         llm_of().generate("", params())
 
 
-def test_a_directory_brings_its_own_tokenizer(tmp_path: Path) -> None:
+def test_llm_of_a_directory_loads_its_tokenizer(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     bpe().save(str(tmp_path / "tokenizer.json"))
     config = InferenceConfig(block_size_tokens=8, buffer_size_gb=pool_gb(model(), 200))

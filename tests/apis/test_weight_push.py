@@ -1,4 +1,4 @@
-"""Weights pushed by another thread during generation; memory commands pass through."""
+"""update_weights, suspend and resume of another thread while `generate` steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = InferenceConfig(block_size_tokens=8, max_sequence_length=MAX_LENGTH, bu
 NUM_PUSHES = 5
 
 
-def test_another_thread_pushes_weights_while_generate_steps() -> None:
+def test_update_weights_of_another_thread_while_generate_steps() -> None:
     model, errors = tiny_model(), []
     source = dict(model.named_parameters())
     with LLM(model, inference_config=CONFIG) as llm:
@@ -44,7 +44,7 @@ def test_another_thread_pushes_weights_while_generate_steps() -> None:
         assert request.policy_versions.tolist() == sorted(request.policy_versions.tolist())
 
 
-def test_a_refused_push_of_another_thread_does_not_disturb_generate() -> None:
+def test_refused_update_weights_of_another_thread_leaves_generate_alone() -> None:
     model, errors = tiny_model(), []
     with LLM(model, inference_config=CONFIG) as llm:
         expected = llm.generate(prompt_of(9), PARAMS).generated_tokens
@@ -67,7 +67,7 @@ def test_a_refused_push_of_another_thread_does_not_disturb_generate() -> None:
 @pytest.mark.parametrize("kind", ["device", "reserved"])
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
 @pytest.mark.parametrize("discard", [False, True])
-def test_weights_are_released_and_come_back_in_stages(
+def test_suspend_and_resume_weights_in_stages(
     kind: str, order: tuple[str, str], discard: bool
 ) -> None:
     model: Any = tiny_model()

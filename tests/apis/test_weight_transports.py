@@ -1,4 +1,4 @@
-"""Weights reach engine processes by each transport, also those that come late."""
+"""Weights reach engine processes by each transport, also processes that come late."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def checksum(version: int) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "shared"])
-def test_engine_processes_take_every_push_and_one_that_comes_back_catches_up(
-    kind: str, tmp_path: Path
-) -> None:
+def test_restarted_engine_fetches_the_committed_weights(kind: str, tmp_path: Path) -> None:
     async def work() -> None:
         transport = KINDS[kind](tmp_path)
         async with AsyncLLM(
@@ -76,7 +74,7 @@ def test_engine_processes_take_every_push_and_one_that_comes_back_catches_up(
 
 
 @pytest.mark.distributed
-def test_a_trainer_that_waits_for_rollouts_of_a_lost_fleet_learns_that_it_must_push() -> None:
+def test_generate_after_a_lost_collective_push_asks_for_another() -> None:
     params = SamplingParams(num_tokens_to_generate=4, seed=1)
 
     async def work() -> None:
@@ -105,9 +103,7 @@ async def served(llm: AsyncLLM) -> list[int]:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fleet_takes_pushes_by_every_transport_and_a_late_engine_gets_them(
-    kind: str, tmp_path: Path
-) -> None:
+def test_update_weights_by_every_transport_reaches_a_late_engine(kind: str, tmp_path: Path) -> None:
     async def work(fleet: LiveFleet) -> None:
         async with AsyncLLM.joined(fleet.address, weight_transport=KINDS[kind](tmp_path)) as llm:
             await llm.update_weights(tiny(21), in_flight=True)
@@ -140,6 +136,6 @@ def tiny(seed: int) -> Any:
 @pytest.mark.parametrize(
     "name", ["pigeon", "shared:here", "delta+shared", "directory", "directory:/dev/null/x"]
 )
-def test_a_transport_that_cannot_be_is_refused_before_anything_starts(name: str) -> None:
+def test_unknown_weight_transport_is_refused_before_any_process_starts(name: str) -> None:
     with pytest.raises(ConfigError, match=r"weight|directory"):
         AsyncLLM(directory(), None, CONFIG, weight_transport=name)

@@ -6,10 +6,14 @@ prints the table of docs/kernels.md. It must run where TRITON_INTERPRET is not s
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -17,6 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+ROOT = Path(__file__).parents[2]
 H100 = GPUTarget("cuda", 90, 32)
 # Of one multiprocessor of compute capability 9.0. Source: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability".
@@ -71,6 +76,17 @@ def usage(case: Configuration, odd: set[str]) -> Usage:
     registers, stack = (_largest(name, listing) for name in ("REG", "STACK"))
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return Usage(registers, stack, shared, warps, num_programs(registers, shared, warps))
+
+
+def compiled(module: str, share: str, cache: Path) -> dict[str, dict[str, int]]:
+    """Run `python -m tests.backends.<module> SHARE` with an empty cache; return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-m", f"tests.backends.{module}", share]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
 
 
 def _largest(name: str, listing: str) -> int:

@@ -13,11 +13,6 @@ from rollout.errors import ConfigError
 from tests.backends.fake_cuda import FakeRuntime
 
 
-@pytest.fixture
-def runtime() -> FakeRuntime:
-    return FakeRuntime()
-
-
 @pytest.mark.parametrize(("before", "after", "reported"), [(900, 0, 700), (900, 900, 0)])
 def test_a_dropped_device_buffer_reports_what_the_device_has_back(
     runtime: FakeRuntime, before: int, after: int, reported: int

@@ -16,11 +16,6 @@ from tests.backends.fake_cuda import FakeCudart, FakeRuntime
 from tests.backends.fake_driver import OUT_OF_MEMORY
 
 
-@pytest.fixture
-def runtime() -> FakeRuntime:
-    return FakeRuntime()
-
-
 def test_cuda_13_takes_locations_by_value() -> None:
     library = FakeCudart(13000)
     cudart = Cudart(library)

@@ -19,11 +19,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def runtime() -> FakeRuntime:
-    return FakeRuntime()
-
-
-@pytest.fixture
 def saver(monkeypatch: pytest.MonkeyPatch) -> FakeSaver:
     saver = FakeSaver()
     monkeypatch.setitem(sys.modules, "torch_memory_saver", saver.as_module())

@@ -17,11 +17,6 @@ from tests.backends.fake_cuda import FakeRuntime
 from tests.backends.fake_driver import OUT_OF_MEMORY
 
 
-@pytest.fixture
-def runtime() -> FakeRuntime:
-    return FakeRuntime()
-
-
 def test_an_arena_has_whole_chunks_and_locks_each_page_once(runtime: FakeRuntime) -> None:
     arena = PinnedHostArena(runtime, chunk_bytes=4096)
     first = arena.reserve(9000).fill_(3)

@@ -5,10 +5,6 @@ Against ReferenceAttention, 2e-5 in float32. Interpreted without a GPU, a second
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +30,7 @@ from rollout.backends.cuda.attention import (
     launch_choice,
     program_choice,
 )
+from tests.backends.aot_usage import compiled
 from tests.contracts.attention_on_device import device_attention
 from tests.run_kind import scaled
 
@@ -47,7 +44,6 @@ SPILLED_BYTES = {"fp32": 64}  # a register or two per thread, of float32 alone
 # runs at once, and the kernel that cuts tiles spills two.
 IS_OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 SPILLED_BYTES_OF_OLD_TRITON = 8
-ROOT = Path(__file__).parents[2]
 
 mixes = st.builds(
     Mix,
@@ -330,14 +326,7 @@ def test_a_captured_step_follows_what_its_tensors_hold() -> None:
     "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))]
 )
 def test_every_kernel_compiles_for_an_h100_within_its_memory(dtype: str, tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.backends.aot_attention", dtype]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    usage = json.loads(done.stdout)
+    usage = compiled("aot_attention", dtype, tmp_path)
     assert len(usage) > 20
     assert max(use["shared"] for use in usage.values()) <= SHARED_MEMORY_BYTES
     spilled = SPILLED_BYTES_OF_OLD_TRITON if IS_OLD_TRITON else 0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -25,12 +21,13 @@ from tests.run_kind import scaled
 
 pytest.importorskip("triton")
 
+from tests.backends.aot_usage import compiled
+
 CHUNK = 2048
 BOUNDARY = 1e-6
 LOGPROB = {"rtol": 1e-5, "atol": 2e-5}
 ALMOST_ONE = 1 - 2.0**-53
 MAX_SHARED_MEMORY_BYTES = 227 * 1024  # of one block on sm_90
-ROOT = Path(__file__).parents[2]
 
 draws = st.builds(
     Draw,
@@ -288,14 +285,7 @@ def test_a_captured_graph_samples_from_the_logits_of_its_replay(top_k: int) -> N
 def test_every_kernel_compiles_for_an_h100_within_its_memory(
     share: str, num_kernels: int, tmp_path: Path
 ) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.backends.aot_ops", share]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    usage = json.loads(done.stdout)
+    usage = compiled("aot_ops", share, tmp_path)
     assert len(usage) >= num_kernels
     assert max(used["shared"] for used in usage.values()) <= MAX_SHARED_MEMORY_BYTES
     assert not [name for name, used in usage.items() if used["stack"]], "registers spill"

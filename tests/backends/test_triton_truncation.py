@@ -1,4 +1,4 @@
-"""Top-k and top-p by histogram keep what sorting keeps, over many rows of every shape.
+"""Top-k and top-p by histogram keep the tokens that sorting keeps, over many rows of every shape.
 
 The kernels' thresholds are those of a model of them, to the last bit, in the interpreter; and the
 model's, which is a thousand times quicker, leave the tokens that `truncation.keep_mask` leaves by

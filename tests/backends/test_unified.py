@@ -17,11 +17,6 @@ from tests.backends.fake_driver import OUT_OF_MEMORY
 DEVICE, HOST_PLACE = (1, 0), (2, 0)  # cudaMemLocation of device 0, and of the host
 
 
-@pytest.fixture
-def runtime() -> FakeRuntime:
-    return FakeRuntime()
-
-
 def test_a_unified_buffer_moves_and_keeps_its_address(runtime: FakeRuntime) -> None:
     memory = UnifiedMemory(runtime)
     address = memory.allocate("a", 100).data_ptr()

@@ -1,4 +1,4 @@
-"""What the Triton kernels `append_kv` and `copy_tokens` compute, in plain torch."""
+"""References in plain torch for the Triton kernels `append_kv` and `copy_tokens`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def append_kv_reference(
     slots_T: Tensor,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """What `append_kv` computes, in plain torch."""
+    """Norm and rotate heads, store K and V in the cache, and return Q, as `append_kv`."""
     ops = ReferenceOps()
     if rotation is not None:
         first = rotation.rounds_norm_first
@@ -36,7 +36,7 @@ def append_kv_reference(
 def copy_tokens_reference(
     pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
 ) -> None:
-    """What `copy_tokens` does, in plain torch."""
+    """Copy tokens of blocks, as `copy_tokens`."""
     pool_BSTD = pool_BN.view(-1, strips.num_strips, strips.num_tokens, strips.bytes_per_token)
     for source, target, length in zip(source_K, target_K, length_K, strict=True):
         pool_BSTD[target, :, :length] = pool_BSTD[source, :, :length]

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lag_corrections import CONTESTANTS, ascend, gradient_figures, main
-from benchmarks.lag_problem import (
+from benchmarks.lag_corrections import (
+    CONTESTANTS,
     Parameters,
     all_sequences,
+    ascend,
     expected_rewards,
+    gradient_figures,
     lagged_logprobs,
     logprobs,
+    main,
     rewards,
     sample,
 )

@@ -88,16 +88,21 @@ def test_what_a_peer_prints_goes_to_its_log(start: Start, tmp_path: Path) -> Non
 
 def test_process_goes_on_after_a_request_that_failed(start: Start) -> None:
     contestant = start("rollout", "refuses")
-    load = {"verb": "load", "model": "m", "precision": "bfloat16", "num_threads": 1}
+    load = {"method": "load", "model": "m", "precision": "bfloat16", "num_threads": 1}
     with pytest.raises(PeerError, match="RuntimeError: no bfloat16 on this processor"):
         contestant.worker.ask(load, TIMEOUT_S)
-    with pytest.raises(PeerError, match="unknown verb 'sing'"):
-        contestant.worker.ask({"verb": "sing"}, TIMEOUT_S)
+    with pytest.raises(PeerError, match="unknown method 'sing'"):
+        contestant.worker.ask({"method": "sing"}, TIMEOUT_S)
     assert len(generate(contestant)) == 5
 
 
 def test_model_is_converted_in_the_precision_asked_for(start: Start, tmp_path: Path) -> None:
-    request = {"verb": "convert", "model": "/m/tiny", "target": str(tmp_path), "precision": "int8"}
+    request = {
+        "method": "convert",
+        "model": "/m/tiny",
+        "target": str(tmp_path),
+        "precision": "int8",
+    }
     assert start("rollout").worker.ask(request, TIMEOUT_S) == {}
     assert (tmp_path / "int8").read_text() == "tiny"
 
@@ -121,7 +126,7 @@ def test_peer_without_an_answer_is_given_up_and_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print(end='', flush=True); time.sleep(1000)"]
     worker = WorkerProcess(command, {}, tmp_path / "log")
     with pytest.raises(PeerError, match=r"no answer to load within 0.1 s"), worker:
-        worker.ask({"verb": "load"}, 0.1)
+        worker.ask({"method": "load"}, 0.1)
     assert worker.exit_code == -9
 
 

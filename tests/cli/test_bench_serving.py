@@ -80,7 +80,7 @@ def test_every_request_is_timed_within_the_concurrency(
     assert {body["model"] for body in fake.bodies} == {"tiny"}
 
 
-def test_what_the_server_refuses_is_told(
+def test_bench_serving_reports_refused_requests(
     served: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "serving", f"url={served[1]}"]) == 1
@@ -88,7 +88,7 @@ def test_what_the_server_refuses_is_told(
 
 
 @pytest.mark.parametrize("words", [["bench", "serving", "url={}"], ["top", "{}"]])
-def test_a_server_that_is_none_of_ours_is_one_line(
+def test_bench_serving_reports_a_foreign_server_in_one_line(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def page(request: web.Request) -> web.StreamResponse:
@@ -105,9 +105,9 @@ def test_a_server_that_is_none_of_ours_is_one_line(
     app.router.add_get("/{path:.*}", page)
     with serving(app) as url:
         assert main([word.format(url) for word in words]) == 1
-        told = capsys.readouterr().err
-        assert told.startswith(f"rollout: error: {url} did not answer")
-        assert told.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"rollout: error: {url} did not answer")
+        assert error.count("\n") == 1
 
 
 def test_a_rate_spreads_the_starts(served: tuple[FakeServer, str]) -> None:
@@ -122,6 +122,6 @@ def test_a_rate_spreads_the_starts(served: tuple[FakeServer, str]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("concurrency", 0), ("rate", 0.0), ("url", "localhost:1")]
 )
-def test_a_load_that_cannot_be_is_refused(field: str, value: Any) -> None:
+def test_an_impossible_load_is_refused(field: str, value: Any) -> None:
     with pytest.raises(UsageError, match=field):
         ServingLoad(**{"url": "http://x", field: value})

@@ -1,4 +1,4 @@
-"""The commands from their words to their output, errors and exit codes."""
+"""The commands of `rollout`: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_module_runs_as_a_program() -> None:
 # ---- generate
 
 
-def test_generate_gives_what_llm_gives(
+def test_generate_writes_the_samples_of_llm_generate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     give_stdin(monkeypatch, {"prompt": [1, 2, 3], "task": "a"}, {"prompt_token_ids": [7]})
@@ -175,7 +175,7 @@ def test_bad_prompts_are_named_before_anything_runs(
         (b'{"prompt": "\xed\xa0\xbd"}\n', "line 1 is not UTF-8: its byte 13 is 0xed"),
     ],
 )
-def test_generate_refuses_what_is_no_utf_8_with_the_line_and_the_remedy(
+def test_generate_refuses_bytes_that_are_not_utf_8(
     content: bytes,
     message: str,
     in_a_file: bool,
@@ -259,7 +259,7 @@ def test_bench_counts_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "time to first token" in capsys.readouterr().out
 
 
-def test_explain_says_what_is_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_values_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"model={directory()}", *SMALL, "max_requests=4", "--json"]) == 0
     (sections,) = lines_of(capsys.readouterr().out)
     facts = {
@@ -279,7 +279,7 @@ def test_explain_says_what_is_and_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert "as given" in shown
 
 
-def test_explain_knows_the_positions_that_a_rope_scaling_adds(
+def test_explain_shows_positions_of_a_rope_scaling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(directory(), tmp_path, dirs_exist_ok=True)
@@ -292,7 +292,7 @@ def test_explain_knows_the_positions_that_a_rope_scaling_adds(
     assert (fact["value"], fact["why"]) == (1024, "the model's longest")
 
 
-def test_explain_knows_of_experts_and_of_their_record(
+def test_explain_shows_experts_and_recorded_routing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_mixture("glm4_moe").save_pretrained(tmp_path)

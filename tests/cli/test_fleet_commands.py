@@ -84,7 +84,7 @@ def test_top_shows_what_the_engines_do(capsys: pytest.CaptureFixture[str]) -> No
     with_fleet(2, work)
 
 
-def test_top_wants_one_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_needs_one_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "interval_s=1"]) == 2
     assert "give one coordinator's address" in capsys.readouterr().err
     assert main(["top", "ipc:///nowhere", "interval_s=0"]) == 2
@@ -113,7 +113,7 @@ def test_rates_are_differences_over_time_and_never_negative() -> None:
     assert "refused" not in shown(snapshot)
 
 
-def test_who_was_refused_is_shown_by_reason() -> None:
+def test_top_shows_refused_peers_by_reason() -> None:
     refused = {"num_unknown_keys": 1_200, "num_malformed": 0, "num_unknown_peers": 1}
     snapshot = FleetView().snapshot(fleet_of({0: stats_of()}, refused=refused))
     assert "refused: 1,200 unknown keys, 1 unknown peers" in shown(snapshot)

@@ -1,4 +1,4 @@
-"""keys, coordinator and engine: the commands that a fleet over several hosts is made of."""
+"""rollout keys, coordinator and engine: the commands of a fleet over several hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout import AsyncLLM
-from rollout.cli.coordinator import place_of
+from rollout.cli.coordinator import address_of
 from rollout.cli.main import main
 from rollout.cli.settings import UsageError
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
@@ -66,13 +66,13 @@ def test_mistakes_are_refused_with_a_remedy_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_without_keys_of_its_own_is_told_how_to_make_them(
+def test_an_engine_without_keys_learns_how_to_make_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["keys", str(tmp_path / "keys"), "--json"]) == 0
     words = ["engine", "--join", "1", f"model={directory()}", "--keys", str(tmp_path / "keys")]
     assert main([*words, "--as", "other"]) == 2
-    assert "no keys of 'other'; there are client, engine. `rollout keys" in capsys.readouterr().err
+    assert "no keys of 'other', only of: client, engine. " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_an_engine_without_keys_of_its_own_is_told_how_to_make_them(
         ("tcp://0.0.0.0:0", "0.0.0.0", None),
     ],
 )
-def test_a_place_to_listen_is_a_host_and_a_port(listen: str, host: str, port: int | None) -> None:
-    assert place_of(listen) == (host, port)
+def test_listen_accepts_host_and_port(listen: str, host: str, port: int | None) -> None:
+    assert address_of(listen) == (host, port)
 
 
 @pytest.mark.parametrize("listen", ["", "tcp://", "node7", "node7:", "ipc:///tmp/x:1", "n:70000"])
-def test_what_is_no_place_to_listen_is_refused(listen: str) -> None:
+def test_listen_refuses_other_words(listen: str) -> None:
     with pytest.raises(UsageError, match="is not an address"):
-        place_of(listen)
+        address_of(listen)

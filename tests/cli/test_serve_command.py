@@ -1,4 +1,4 @@
-"""rollout serve: its help, and mistakes that are found before any engine starts."""
+"""rollout serve: its help, and mistakes that are reported before any engine starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "AsyncLLM", started)
 
 
-def test_help_tells_every_field_of_the_server_with_its_default(
+def test_help_lists_every_field_of_the_server_with_its_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -48,7 +48,7 @@ def test_help_tells_every_field_of_the_server_with_its_default(
     assert "  protocols=openai,vllm,sglang " in shown
 
 
-def test_help_is_that_of_the_docstring_of_any_dataclass() -> None:
+def test_help_of_reads_the_docstring_of_a_dataclass() -> None:
     lines = help_of(CoordinatorLimits).splitlines()
     (line,) = (line for line in lines if line.startswith("  heartbeat_s=1.0 "))
     assert line.endswith("how often peers send a heartbeat")

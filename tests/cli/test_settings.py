@@ -1,4 +1,4 @@
-"""Words of the form key=value: their types, and what is refused with which remedy."""
+"""read_settings: types of key=value words, and the remedies of refused ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_value_of_another_type_is_refused(text: str, kind: Any, wanted: str) -
         ("model", "'model' is not a setting: settings are written key=value"),
     ],
 )
-def test_a_word_that_is_no_setting_is_refused_with_the_remedy(word: str, message: str) -> None:
+def test_read_settings_refuses_a_word_that_is_not_a_setting(word: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_settings([word], llm_kinds(), hints=CONFIG_HINTS)
 
@@ -101,7 +101,7 @@ def test_every_field_of_the_config_can_be_set() -> None:
     assert InferenceConfig(**defaults[0]) == InferenceConfig()
 
 
-def test_an_option_that_is_meant_as_a_setting_is_named_in_its_form() -> None:
+def test_an_unknown_option_shows_the_form_of_a_setting() -> None:
     with pytest.raises(UsageError, match=r"--max-tokens=5 is unknown; .* written max_tokens=5"):
         Parser("x", "").parse(["--max-tokens=5"])
     given = Parser("x", "").parse(["a=1", "--json", "b=2"])

@@ -21,7 +21,7 @@ from rollout.launch.launcher import EngineJob, LaunchedEngine, Launcher
 from rollout.launch.local import LocalLauncher
 from tests.apis.test_child_process import is_alive
 from tests.launch.clusters import has_ray, has_submitit, ray_launcher, slurm_launcher
-from tests.launch.told_engine import Words
+from tests.launch.scripted_engine import Words
 from tests.waiting import until
 
 pytestmark = pytest.mark.distributed
@@ -52,7 +52,7 @@ class Place:
         address: Future[str] = Future()
         host, port = self._listener.address
         job = {
-            "module": "tests.launch.told_engine",
+            "module": "tests.launch.scripted_engine",
             "arguments": {"authkey": KEY, "words": self.words},
             "num_gpus": 0,
             "address": address,

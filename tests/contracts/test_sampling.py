@@ -181,7 +181,7 @@ def test_top_n_is_in_the_rows_mode(ops: Ops, mode: str) -> None:
 def test_sample_log_prob_equals_its_top_n_entry(
     name: str, rows: list[Draw], vocabulary: int, seed: int, levels: int
 ) -> None:
-    """They are equal to the last bit: clients recognise a greedy token by that."""
+    """Both are equal to the last bit, by which clients recognise a greedy token."""
     rows = rows[:2] if is_interpreted(name) else rows
     ops, top_n = OPS[name](), min(40, vocabulary)
     logits = (random_logits(len(rows), vocabulary, seed) * levels / 10).round() * 10 / levels

@@ -92,13 +92,13 @@ COMMANDS: Mapping[str, Callable[[CommandSender, float], CommandFuture]] = Mappin
         "suspend both": _suspend(mode="recompute", release=BOTH),
         "suspend nothing": _suspend(release=()),
         "suspend discarding": _suspend(release=BOTH, discard_weights=True),
-        "suspend badly": _suspend(release=("hair",)),
+        "suspend badly": _suspend(release=("no such resource",)),
         "suspend in no mode": _suspend(mode="sleepy"),
         "suspend discarding kept": _suspend(discard_weights=True),
         "resume": _resume(),
         "resume kv": _resume("kv_cache"),
         "resume weights": _resume("weights"),
-        "resume badly": _resume("hair"),
+        "resume badly": _resume("no such resource"),
         "epoch": lambda sender, s: sender.client.set_generation_epoch(next(_EPOCHS), deadline_s=s),
         "epoch backwards": _epoch(0),
         "epoch of words": _epoch("seven"),
@@ -120,7 +120,7 @@ _NAMES_STATE = re.compile(r"\b(RUNNING|PAUSED|SUSPENDED|STOPPED|STOPPING)\b")
 
 
 def kind_of(error: BaseException) -> str:
-    """Why an command was refused. Raises AssertionError for a reason that is not clear."""
+    """Return why a command was refused. Raises AssertionError for an unclear reason."""
     text = str(error)
     if isinstance(error, EngineStateError):
         if "legal commands" in text and _NAMES_STATE.search(text):
@@ -142,7 +142,7 @@ def kind_of(error: BaseException) -> str:
 
 @dataclass
 class Tally:
-    """What became of all commands."""
+    """The number of done commands, and of refused ones by reason."""
 
     num_done: int = 0
     refused: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""A client that checks whatever it gets against what its requests' seeds say."""
+"""FakeClient: checks the tokens that it gets against the seeds of its requests. For FakeFleet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = (1, 2, 3, 4)
 
 @dataclass
 class Asked:
-    """One request as its client sees it. `streamed`: the pieces joined by offset."""
+    """One request and all that its client got. `streamed`: the streamed tokens, by offset."""
 
     seed: int
     num_total: int
@@ -46,7 +46,7 @@ class Asked:
 
 @dataclass
 class FakeClient:
-    """Acknowledges replies unless `acknowledges` is off. Checks whatever it gets."""
+    """Acknowledges replies unless `acknowledges` is off, and checks all messages that it gets."""
 
     identity: bytes
     client_id: bytes
@@ -86,7 +86,7 @@ class FakeClient:
         return UpdateWeights(command_id=self.num_commands, source=source, **more)
 
     def answer(self, message: ControlMessage[Any]) -> Ack | Nack | None:
-        """The last answer to a command, None if there is none."""
+        """Return the latest answer to a command; None without an answer."""
         return self.answers.get(message.command_id, [None])[-1]
 
     def receive(self, message: Message) -> list[Message]:

@@ -1,4 +1,7 @@
-"""An engine that answers at once. Token k of a request is a pure function of its seed and k."""
+"""FakeEngine: an engine without a model, which answers at once. For FakeFleet.
+
+Token k of a request is a pure function of its seed and k.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def source_of(version: int) -> WeightsSource:
 
 
 def progress_of(request_id: int, attempt: int, run: TokenRun) -> Progress:
-    """Of one attempt alone."""
+    """Return the Progress of one attempt."""
     names = {"request_ids": np.array([request_id]), "attempts": np.array([attempt])}
     return Progress(runs=replace(joined([run]), **names))
 
@@ -92,8 +95,8 @@ class Held:
 
 @dataclass
 class FakeEngine:
-    """Does what it is asked; `refuses` names message types that it answers with Nack,
-    `ignores` those that it does not answer."""
+    """Executes messages. `refuses`: names of message types that it answers with Nack; `ignores`:
+    names of types that it does not answer."""
 
     identity: bytes
     engine_id: bytes
@@ -106,8 +109,8 @@ class FakeEngine:
     ended: dict[int, EngineReply] = field(default_factory=dict)
     prepared: Prepare | None = None
     has_entered: bool = False
-    is_in_step: bool = False  # its thread answers nothing, while heartbeats go on
-    to_answer: list[Message] = field(default_factory=list)  # what came amid the step
+    is_in_step: bool = False  # its thread answers nothing, while its link sends heartbeats
+    to_answer: list[Message] = field(default_factory=list)  # messages that came during the step
     num_steps: int = 0
     must_register: bool = False
     max_requests: int = 64
@@ -165,13 +168,13 @@ class FakeEngine:
         return [*out, *self.credit()]
 
     def end_step(self) -> list[Message]:
-        """End a step that has brought nothing; answers what came meanwhile."""
+        """End a step without new tokens; answers the messages that came meanwhile."""
         self.is_in_step, waiting = False, self.to_answer
         self.num_steps, self.to_answer = self.num_steps + 1, []
         return [answer for message in waiting for answer in self.receive(message)]
 
     def credit(self) -> list[Message]:
-        """What it accepts, if that is more than it has said."""
+        """Return a Credit if the engine accepts more requests than it has granted."""
         ahead = num_ahead(self.max_requests)
         room = min(ahead - self.num_waiting, self.max_requests + ahead - len(self.held))
         if self.num_received + max(0, room) <= self.num_granted:
@@ -197,7 +200,7 @@ class FakeEngine:
     def receive(self, message: Message) -> list[Message]:
         self.seen.append(message)
         if isinstance(message, Heartbeat):
-            return []  # a link keeps those to itself
+            return []  # a link handles heartbeats itself
         if self.is_in_step:
             self.to_answer.append(message)
             return []

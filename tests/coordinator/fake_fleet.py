@@ -84,11 +84,11 @@ class FakeFleet:
         self._ids = (number.to_bytes(16, "big") for number in itertools.count(1))
 
     def part(self, name: str) -> Any:
-        """The core's one part of this class."""
+        """Return the core's one part of this class."""
         (part,) = self.parts[name]
         return part
 
-    # ---- who is there
+    # ---- peers
 
     def client(self) -> FakeClient:
         client = FakeClient(next(self._identities), next(self._ids))
@@ -106,13 +106,13 @@ class FakeFleet:
         self.send(peer, handshake)
 
     def cut(self, peer: Peer) -> None:
-        """The connection is gone, with all that was on its way to the peer."""
+        """End the connection of a peer, with all messages that were on their way."""
         self.peers.pop(peer.identity, None)
         self.to_core.pop(peer.identity, None)
         self.to_peer.pop(peer.identity, None)
 
     def redial(self, peer: Peer) -> None:
-        """A fresh connection, and the handshake."""
+        """Connect again, with the handshake."""
         self.cut(peer)
         peer.identity = next(self._identities)
         if isinstance(peer, FakeEngine):
@@ -123,14 +123,14 @@ class FakeFleet:
     def is_attached(self, peer: Peer) -> bool:
         return self.peers.get(peer.identity) is peer
 
-    # ---- what moves
+    # ---- messages
 
     def send(self, peer: Peer, *messages: Message) -> None:
         if self.is_attached(peer):
             self.to_core[peer.identity].extend(encode(message) for message in messages)
 
     def route(self, outgoing: Iterable[tuple[bytes, Message]]) -> None:
-        """In order; what comes of a message that cannot be delivered comes last."""
+        """Deliver messages in order. Messages that follow from an undeliverable one come last."""
         waiting = deque(outgoing)
         while waiting:
             identity, message = waiting.popleft()
@@ -140,7 +140,7 @@ class FakeFleet:
                 waiting.extend(self.core.undelivered(identity, message, None, self.now))
 
     def move_one(self, peer: Peer) -> bool:
-        """One message each way, if there is one; returns whether there was."""
+        """Move one message each way. Returns whether there was one."""
         identity = peer.identity
         frames, messages = self.to_core.get(identity), self.to_peer.get(identity)
         moved = bool(frames or messages)
@@ -151,9 +151,10 @@ class FakeFleet:
         return moved
 
     def handle(self, identity: bytes, frame: bytes) -> None:
-        """Let the core take a frame. What it then holds true of all engines must be.
+        """Let the core handle a frame. Checks that a new state or version of the fleet is the state
+        or version of all engines.
 
-        An engine that registers with this frame learns it from the answer, before it does anything.
+        An engine that registers with this frame gets both in the answer, before it does anything.
         """
         core = self.core
         state, version, ranks = core.state, core.weights_version, core.ranks().items()
@@ -171,25 +172,25 @@ class FakeFleet:
         self.route(outgoing)
 
     def run(self, *only: Peer) -> None:
-        """Move all there is, of some peers or of all."""
+        """Move all messages, of some peers or of all."""
         self.route(self.core.tick(self.now))
         while any([self.move_one(peer) for peer in only or list(self.peers.values())]):
             self.route(self.core.tick(self.now))
 
     def run_to(self, peer: Peer) -> None:
-        """Let a peer see what waits for it, and drop what it answers."""
+        """Let a peer receive its waiting messages, and drop its answers."""
         messages = self.to_peer[peer.identity]
         while messages:
             peer.receive(messages.popleft())
 
     def give(self, client: FakeClient, message: Command | UpdateWeights) -> Ack | Nack | None:
-        """Send a command and move all; returns the answer if there is one."""
+        """Send a command and move all messages. Returns the answer, if there is one."""
         self.send(client, message)
         self.run()
         return client.answer(message)
 
     def pass_time(self, seconds: float, *, silent: Sequence[Peer] = ()) -> None:
-        """Time goes by; all but the silent peers send something each second."""
+        """Let time pass; all peers but the silent ones send a heartbeat each second."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + 1.0, end)
@@ -207,7 +208,7 @@ class FakeFleet:
         self.run()
 
     def finish(self, max_steps: int = 500) -> None:
-        """Step until no engine holds anything."""
+        """Step until no engine has a request."""
         for _ in range(max_steps):
             self.step_all()
             for peer in list(self.peers.values()):

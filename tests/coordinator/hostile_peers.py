@@ -40,7 +40,7 @@ from tests.coordinator.protocol.test_message_fields import EXAMPLES
 
 MiB = 2**20
 FRAMES = [encode(example) for example in EXAMPLES if type(example) in TYPES]
-# Orders that would be followed: whoever may connect may give them.
+# Valid commands: any peer that may connect may send them.
 _EFFECTIVE = (Pause, Shutdown, Stats)
 
 
@@ -176,8 +176,8 @@ class Frames:
 
 
 def is_harmless(message: Message, weights_version: int) -> bool:
-    """Not an order that is followed, and no engine's word that it has the fleet's weights: such an
-    engine is given work. Handshakes only with ids that none of the honest has, which are random.
+    """Return whether a message cannot harm the fleet: not an effective command, and no report of an
+    engine that it has the fleet's weights, which would get work. Handshakes have random ids.
     """
     if isinstance(message, Command):
         return not isinstance(message, _EFFECTIVE)
@@ -191,7 +191,7 @@ def is_harmless(message: Message, weights_version: int) -> bool:
 
 
 class HostilePeer:
-    """A DEALER that may have shaken hands, and never minds what it hears."""
+    """A DEALER, with or without a handshake, that ignores the messages that it gets."""
 
     def __init__(
         self, context: zmq.Context[Any], address: str, handshake: Message | None, *, reads: bool

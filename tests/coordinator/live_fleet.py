@@ -1,5 +1,5 @@
-"""A live fleet in one process: the coordinator, real small engines on real lines, their answers
-held back where a test wants to see what happens meanwhile."""
+"""LiveFleet: a coordinator and real small engines over real sockets, in threads of one process. A
+test can hold the engines back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def model() -> Any:
 
 
 class HeldLink:
-    """A line whose engine stands still while it is held: an order waits before it is done, or, if
-    `holds_answers`, is done and its answer waits. The link's own thread goes on all the time."""
+    """A link whose engine's thread stops while it is held: before it executes a command, or, if
+    `holds_answers`, before it answers. The link's own thread keeps running."""
 
     def __init__(self, link: Link, *, holds_answers: bool) -> None:
         self.link, self._holds_answers = link, holds_answers
@@ -62,19 +62,19 @@ class LiveEngine:
             fetch=WeightFetcher(),
         )
         self.link = Link(address, handshake=self.agent.registration, status=self.agent.status)
-        # Every second one has done an order when its answer is held back.
-        self.line = HeldLink(self.link, holds_answers=number % 2 == 1)
+        # Every second engine has executed a command when it is held.
+        self.held_link = HeldLink(self.link, holds_answers=number % 2 == 1)
         self._thread = threading.Thread(target=self._run, name=f"engine {number}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            serve(self.agent, self.line)  # type: ignore[arg-type]
+            serve(self.agent, self.held_link)  # type: ignore[arg-type]
         except LinkClosedError:
             return
 
     def close(self) -> None:
-        self.line.is_free.set()
+        self.held_link.is_free.set()
         self.link.close()
         self._thread.join(BOUND_S)
         assert not self._thread.is_alive()
@@ -108,13 +108,13 @@ class LiveFleet:
         assert not self._thread.is_alive()
 
     def hold(self) -> None:
-        """No engine does or answers anything until `free`."""
+        """Let no engine execute or answer a command until `free`."""
         for engine in self.engines:
-            engine.line.is_free.clear()
+            engine.held_link.is_free.clear()
 
     def free(self) -> None:
         for engine in self.engines:
-            engine.line.is_free.set()
+            engine.held_link.is_free.set()
 
     def engine_states(self) -> set[EngineState]:
         return {engine.engine.state for engine in self.engines}

@@ -1,6 +1,6 @@
 """ScriptedRouter: a coordinator's ROUTER in a thread, which answers as a test says.
 
-Who has not shaken hands since it came (back) is refused, as by a real one.
+Like a real coordinator it refuses peers that have not sent a handshake since it began.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COORDINATOR_ID = bytes(range(16))
 
 
 def connect_ack(**changes: object) -> ConnectAck:
-    """Of a coordinator that knows its clients again, after however long."""
+    """Answer like a coordinator that still knows its clients."""
     fields = {
         "protocol_version": PROTOCOL_VERSION,
         "coordinator_id": COORDINATOR_ID,
@@ -67,7 +67,7 @@ def register_ack(**changes: object) -> RegisterAck:
 
 
 def polite(message: Message) -> Answers:
-    """Greets, registers and answers heartbeats; says nothing else."""
+    """Answer handshakes and heartbeats, and no other message."""
     if isinstance(message, Connect):
         return [connect_ack()]
     if isinstance(message, Register):
@@ -94,7 +94,7 @@ class ScriptedRouter:
         self.script = script
         self.received: list[Message] = []
         self.port = self.num_frames = 0
-        self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._actions: queue.Queue[Callable[[], None]] = queue.Queue()
         self._latest = b""
         self._known: set[bytes] = set()
         self._news = threading.Condition()
@@ -123,7 +123,7 @@ class ScriptedRouter:
     def address(self) -> str:
         return f"tcp://127.0.0.1:{self.port}"
 
-    # ---- what a test may order
+    # ---- for tests
 
     def send(self, *messages: Message | bytes) -> None:
         """To the peer of the last message."""
@@ -171,16 +171,16 @@ class ScriptedRouter:
 
     # ---- its thread
 
-    def _do(self, order: Callable[[], None]) -> None:
+    def _do(self, action: Callable[[], None]) -> None:
         is_done = threading.Event()
-        self._orders.put(lambda: (order(), is_done.set()))
+        self._actions.put(lambda: (action(), is_done.set()))
         assert is_done.wait(BOUND_S)
 
     def _run(self) -> None:
         try:
             while not self._is_done:
-                while not self._orders.empty():
-                    self._orders.get()()
+                while not self._actions.empty():
+                    self._actions.get()()
                 if self._router is None or self._router.closed:
                     time.sleep(0.002)
                 elif self._router.poll(2):

@@ -27,6 +27,7 @@ from tests.coordinator.client_commands import (
 from tests.coordinator.live_fleet import LiveFleet
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, prompt_of
+from tests.waiting import until_async
 
 DEADLINE_S = 20.0
 NUM_PAIRS = 10_000 if IS_LONG else 60
@@ -43,8 +44,8 @@ QUIET = {"stats", "epoch", "increment", "update", "update in flight"}
 SUSPENDS = {name for name in COMMANDS if name.startswith("suspend")}
 RESUMES = {name for name in COMMANDS if name.startswith("resume")}
 GOOD_SUSPENDS = SUSPENDS - {"suspend badly", "suspend in no mode", "suspend discarding kept"}
-# What is done in which state; all else must be refused. Where an command leads to is done without a
-# look at its arguments, but for a suspend's.
+# The commands that are done in each state; all others must be refused. A command whose target state
+# is reached already is done without a look at its arguments, except for a suspend.
 DONE = {
     RUNNING: {"pause", "unpause", "update in flight", "stats", "shutdown"},
     PAUSED: {"pause", "unpause", *RESUMES, *GOOD_SUSPENDS, *QUIET, *FINAL},
@@ -71,18 +72,18 @@ def run(work: Callable[[], Awaitable[None]], bound_s: float) -> None:
 
 
 async def bring_to(state: CoordinatorState, fleet: LiveFleet, sender: CommandSender) -> None:
-    """From wherever it is, also if engines differ after an command that failed."""
+    """Bring the fleet into `state`, even if its engines are in different states."""
     for name in ("resume", "pause", "resume", "unpause", *PATHS[state]):
         if name == "unpause" and fleet.coordinator.state is PAUSED:
             await updates(sender)  # weights may have been discarded
-        # The first two are refused where they are not needed.
+        # Commands that are not needed are refused.
         with suppress(RolloutError):
             await sender.send(name, DEADLINE_S)
     await comes_to(state, fleet)
 
 
 async def updates(sender: CommandSender) -> None:
-    """An update is refused while no engine is there: those that were removed come back."""
+    """Wait until removed engines have registered again: without engines an update is refused."""
     end = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -95,11 +96,8 @@ async def updates(sender: CommandSender) -> None:
 
 
 async def comes_to(state: CoordinatorState, fleet: LiveFleet) -> None:
-    """All engines are in the coordinator's state, once those that were removed are back."""
-    end = time.monotonic() + DEADLINE_S
-    while fleet.engine_states() != {state.engine_state}:
-        assert time.monotonic() < end, (state, fleet.engine_states())
-        await asyncio.sleep(0.01)
+    """Wait until all engines, including removed ones, are in the coordinator's state."""
+    await until_async(lambda: fleet.engine_states() == {state.engine_state}, f"engines {state}")
     assert fleet.coordinator.state is state
 
 
@@ -138,7 +136,9 @@ def test_each_command_is_done_or_refused_as_the_table_says(state: CoordinatorSta
 
 @pytest.mark.parametrize("final", FINAL)
 @pytest.mark.parametrize("state", [RUNNING, PAUSED, SUSPENDED])
-def test_the_end_comes_or_is_refused_as_the_table_says(state: CoordinatorState, final: str) -> None:
+def test_stop_and_shutdown_are_done_or_refused_by_the_legality_table(
+    state: CoordinatorState, final: str
+) -> None:
     """After a stop each command is answered still, and so is a request: by its failure."""
     tally = Tally()
 
@@ -226,7 +226,7 @@ def test_commands_to_engines_that_hold_their_answers_back_end_by_their_deadlines
 
 
 @pytest.mark.parametrize("final", FINAL)
-def test_the_end_comes_among_commands_that_are_held_back(final: str) -> None:
+def test_stop_and_shutdown_are_answered_among_held_commands(final: str) -> None:
     tally, chance = Tally(), random.Random(run_seed() + 2)
 
     async def work() -> None:

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,7 +218,7 @@ def engine_alone(address: str, pipe: Connection) -> None:
                 pipe.send("a request")
 
 
-def test_a_stop_fails_what_is_unfinished_and_writes_the_schedule(tmp_path: Path) -> None:
+def test_stop_fails_unfinished_requests_and_writes_the_schedule(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     coordinator = DataParallelInferenceCoordinator(
         None, 1, None, schedule_output_path=str(path), limits=CoordinatorLimits(heartbeat_s=0.2)
@@ -240,7 +242,7 @@ def test_a_stop_fails_what_is_unfinished_and_writes_the_schedule(tmp_path: Path)
     assert json.loads(path.read_text())["num_requests"] == 1
 
 
-def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() -> None:
+def test_an_oversized_frame_ends_only_the_connection_of_its_sender() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1, None, max_frame_bytes=10_000)
     thread = threading.Thread(target=coordinator.start)
     thread.start()
@@ -260,7 +262,7 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else() ->
         thread.join(WAIT_S)
 
 
-def test_it_ends_when_its_parent_is_killed() -> None:
+def test_a_coordinator_process_ends_when_its_parent_is_killed() -> None:
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     parent = spawn.Process(target=parent_of_a_coordinator, args=(there,))
@@ -344,7 +346,7 @@ def test_a_peer_of_another_protocol_version_learns_so() -> None:
         thread.join(WAIT_S)
 
 
-def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
+def test_a_coordinator_process_continues_with_its_peers_after_sigstop() -> None:
     limits = CoordinatorLimits(client_lease_s=2, engine_lease_s=2, heartbeat_s=0.1)
     with (
         coordinator_process(limits=limits) as (process, address),
@@ -362,7 +364,7 @@ def test_a_coordinator_that_was_stopped_goes_on_with_its_peers() -> None:
         until(lambda: any(isinstance(m, Disconnect) for m in fake.seen), client, *engines)
 
 
-def test_with_keys_only_those_whose_keys_are_known_are_received() -> None:
+def test_with_keys_only_peers_with_known_keys_are_accepted() -> None:
     public, secret = zmq.curve_keypair()
     keys = CurveServerKeys(public=public, secret=secret, clients=frozenset())
     _, unknown = keys.with_client()
@@ -394,3 +396,15 @@ def test_with_keys_only_those_whose_keys_are_known_are_received() -> None:
         context.destroy()
         coordinator.stop()
         thread.join(WAIT_S)
+
+
+def test_a_coordinator_loads_no_torch() -> None:
+    program = (
+        "import sys, rollout.coordinator.coordinator as module; "
+        "module.DataParallelInferenceCoordinator(None, 1, None).stop(); "
+        "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert ended.stdout.split() == []

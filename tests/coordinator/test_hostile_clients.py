@@ -1,4 +1,4 @@
-"""Clients that do only what is legal, to the coordinator's harm."""
+"""Clients that send only legal messages, in ways that could harm the coordinator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def submit(request_id: int) -> SubmitRequest:
 
 
 def answered_s(line: Line, sequence: int) -> float:
-    """How long a heartbeat of an honest client takes."""
+    """Return the seconds until a heartbeat of an honest client is answered."""
     start = time.monotonic()
     line.send(Heartbeat(sequence=sequence))
     until(lambda: Heartbeat(sequence=sequence) in line.peer.seen, line)
@@ -48,7 +48,7 @@ def answered_s(line: Line, sequence: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_client_that_does_not_read_delays_nobody() -> None:
+def test_a_client_that_does_not_read_delays_no_other_peer() -> None:
     """It has many kept replies, does not read them, and asks for them again and again."""
     limits = CoordinatorLimits(heartbeat_s=0.2, client_lease_s=60.0)
     num_kept, num_asked = 2000, 150

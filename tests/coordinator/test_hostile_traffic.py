@@ -99,7 +99,7 @@ class Honest:
             self.requests.append(record.merge())
 
     def finish(self) -> None:
-        """Raises what went wrong; all answers must be those of an engine that nobody disturbs."""
+        """End the thread. Raises its error; all answers must be those of an undisturbed engine."""
         self._is_over.set()
         self._thread.join(WAIT_S)
         for engine in self._engines:
@@ -117,7 +117,7 @@ class Honest:
 
 @contextmanager
 def beset(**options: object) -> Iterator[tuple[int, str]]:
-    """Pid and address of a coordinator process, which must still be there at the end."""
+    """Yield pid and address of a coordinator process, which must still run at the end."""
     options = {"tokenizer": None, "limits": LIMITS, "max_frame_bytes": MAX_FRAME_BYTES} | options
     with coordinator_process(**options) as (process, address):
         yield process.pid, address

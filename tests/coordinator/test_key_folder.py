@@ -1,4 +1,4 @@
-"""The folder of a fleet's keys: who gets what, and who may come in."""
+"""create_key_folder: the files of each peer, and the peers that may connect with them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_peer_is_let_in_and_kept_out_while_the_coordinator_runs(tmp_path: Path
         assert made.refusals.num_unknown_keys == 1
 
 
-def test_a_bad_file_in_the_allow_list_keeps_nobody_else_out(tmp_path: Path) -> None:
+def test_allow_list_ignores_a_malformed_file(tmp_path: Path) -> None:
     create_key_folder(tmp_path, [ENGINE])
     (tmp_path / "allowed" / "a.key").write_bytes(b"\xff")
     with (

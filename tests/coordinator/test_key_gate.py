@@ -1,4 +1,4 @@
-"""Refusals of a coordinator with keys: counted by their reason, logged once each."""
+"""KeyGate counts refused connections by reason, and logs each reason once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("another coordinator", "num_wrong_server_keys", "public key of another coordinator"),
     ],
 )
-def test_a_peer_that_may_not_come_in_is_counted_each_time_and_logged_once(
+def test_a_refused_peer_is_counted_each_time_and_logged_once(
     whose: str, counter: str, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys, known = server_keys().with_client()
@@ -74,7 +74,7 @@ def test_a_peer_that_may_not_come_in_is_counted_each_time_and_logged_once(
             assert received_by(made) == [b"hello"], "and nothing of the unknown peers"
 
 
-def test_a_frame_that_comes_a_second_time_is_not_received_and_ends_its_connection(
+def test_a_replayed_frame_is_not_received_and_ends_its_connection(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_gate, "PING_INTERVAL_MS", 100)

@@ -1,4 +1,4 @@
-"""An engine's Link against a scripted coordinator: handshake, heartbeats, lease, what waits."""
+"""Link against a scripted coordinator: handshake, heartbeats, lease, queued messages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import find, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.control.commands import COMMANDS, Pause
@@ -47,7 +46,8 @@ from rollout.coordinator.protocol.messages import (
 )
 from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
 from rollout.wire import Message
-from tests.coordinator.message_strategies import FROM_COORDINATORS, TYPES, messages
+from tests.coordinator.message_examples import MESSAGES
+from tests.coordinator.message_strategies import FROM_COORDINATORS
 from tests.coordinator.scripted_router import (
     BOUND_S,
     ScriptedRouter,
@@ -56,6 +56,7 @@ from tests.coordinator.scripted_router import (
     politely,
     register_ack,
 )
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,13 +101,6 @@ def received(link: Link, num: int = 1) -> list[Message]:
     return messages
 
 
-def becomes(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + BOUND_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
-
-
 def acks(num: int, start: int = 0) -> list[Ack]:
     return [Ack(command_id=i) for i in range(start, start + num)]
 
@@ -117,7 +111,7 @@ PAUSES = [Pause(command_id=i) for i in range(3)]
 # ---- registration
 
 
-def test_an_engine_registers_and_may_step_once_it_has_taken_the_answer():
+def test_may_step_is_true_once_register_ack_is_received():
     with ScriptedRouter() as router, link_to(router) as link:
         assert not link.may_step()
         link.wait_registered(BOUND_S)
@@ -127,7 +121,7 @@ def test_an_engine_registers_and_may_step_once_it_has_taken_the_answer():
         assert router.received[0] == registration()
 
 
-def test_nobody_at_the_address_is_said_clearly():
+def test_an_address_without_a_coordinator_is_named_in_the_error():
     with ScriptedRouter() as router:
         router.vanish()
         with link_to(router) as link:
@@ -207,7 +201,7 @@ def test_every_message_of_a_coordinator_is_for_clients_engines_or_the_session():
 
 
 @pytest.mark.parametrize(
-    ("handed_on", "options"),
+    ("received_kinds", "options"),
     [
         (FOR_ENGINES, {}),
         (
@@ -222,16 +216,18 @@ def test_every_message_of_a_coordinator_is_for_clients_engines_or_the_session():
     ],
     ids=["engine", "client"],
 )
-def test_a_link_hands_on_what_is_for_its_kind_of_peer_and_refuses_all_else(handed_on, options):
-    sent = [find(messages(cls), lambda _: True) for cls in TYPES if cls not in FOR_THE_SESSION]
-    # Without an id a Nack refuses the handshake itself.
-    sent = [nack_of(1, ProtocolError("no")) if isinstance(m, Nack) else m for m in sent]
+def test_link_receives_the_messages_for_its_kind_of_peer_and_refuses_others(
+    received_kinds, options
+):
+    sent = [message for message in MESSAGES if type(message) not in FOR_THE_SESSION]
     with ScriptedRouter() as router, link_to(router, **options) as link:
         received(link)
         router.send(*sent)
-        kinds = {type(message) for message in received(link, num=len(handed_on))}
-        assert kinds == handed_on
-        assert becomes(lambda: link.num_malformed == len(sent) - len(handed_on))
+        kinds = {type(message) for message in received(link, num=len(received_kinds))}
+        assert kinds == received_kinds
+        until(
+            lambda: link.num_malformed == len(sent) - len(received_kinds), "all others are refused"
+        )
 
 
 def test_a_malformed_message_does_not_hurt_those_that_came_with_it():
@@ -244,7 +240,7 @@ def test_a_malformed_message_does_not_hurt_those_that_came_with_it():
         router.send(b"\x93\x28\x07\xff")  # a PAUSE that names its command
         (failure,) = received(link)
         assert (type(failure), failure.command_id) == (Nack, 7)
-        assert becomes(lambda: link.num_malformed == 4)
+        until(lambda: link.num_malformed == 4, "4 malformed messages")
 
 
 def test_messages_that_are_queued_together_are_one_frame():
@@ -294,10 +290,10 @@ def test_an_engine_stops_making_more_while_half_of_the_queue_waits():
         send(link, Ack(command_id=4))
         assert not link.may_step()
         is_deaf.clear()
-        assert becomes(link.may_step)
+        until(link.may_step, "the lease is valid")
 
 
-def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
+def test_a_full_inbox_receives_the_rest_once_it_is_emptied():
     commands = [Pause(command_id=i) for i in range(20)]
     with ScriptedRouter() as router, link_to(router, max_queued=4) as link:
         router.wait_for(Register)
@@ -314,13 +310,13 @@ def test_an_inbox_that_was_full_takes_the_rest_when_it_is_emptied():
 # ---- heartbeats and the lease
 
 
-def test_heartbeats_carry_the_status_and_go_on_while_the_engine_is_stuck():
+def test_heartbeats_have_the_status_and_continue_while_the_engine_is_blocked():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
         ends_at = link._lease.until
         # The engine's thread does nothing at all.
         beats = router.wait_for(Heartbeat, len(router.wait_for(Heartbeat)) + 10)
-        assert becomes(lambda: link._lease.until > ends_at)
+        until(lambda: link._lease.until > ends_at, "the lease is renewed")
         assert all(beat.status == status() for beat in beats)
         assert [beat.sequence for beat in beats] == list(range(1, len(beats) + 1))
 
@@ -366,14 +362,14 @@ def test_an_engine_that_is_no_longer_known_stops_at_once_and_registers_again():
         received(link)
         router.script = lambda m: []
         router.send(nack_of(None, ProtocolError("who are you?")))
-        assert becomes(lambda: not link.may_step())
+        until(lambda: not link.may_step(), "the lease ends")
         router.wait_for(Register, 2)
         router.script = polite
         assert received(link) == [register_ack()]
         assert link.may_step()
 
 
-def test_a_disconnect_of_the_coordinator_ends_the_link_behind_its_last_words():
+def test_messages_before_a_disconnect_are_received_before_the_end_of_the_link():
     with ScriptedRouter() as router, link_to(router) as link:
         received(link)
         router.send(ReplyAck(attempts=()), Disconnect(reason="done"))
@@ -449,7 +445,7 @@ def test_an_engine_that_has_to_wait_is_patient(monkeypatch: pytest.MonkeyPatch):
         assert link.may_step()
 
 
-def test_an_engine_waits_for_its_first_coordinator_for_as_long_as_it_is_asked_to():
+def test_an_engine_waits_for_a_coordinator_for_register_timeout_s():
     with ScriptedRouter() as router:
         router.vanish()
         with link_to(router, give_up_s=0.05) as link:
@@ -459,7 +455,7 @@ def test_an_engine_waits_for_its_first_coordinator_for_as_long_as_it_is_asked_to
             assert received(link) == [register_ack()]
 
 
-def test_what_an_engine_takes_at_once_is_of_one_session():
+def test_receive_returns_messages_of_one_session():
     inbox = Inbox(10, lambda: None, lambda: None)
     pause = Pause(command_id=1)
     for message in (pause, register_ack(), pause, pause, register_ack()):
@@ -480,11 +476,14 @@ def test_a_connection_that_breaks_at_any_time_loses_no_message():
                 send(link, message)
             router.come_back()
         expected = {ack.command_id for ack in [*acks(400), *acks(50, start=1000)]}
-        assert becomes(lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected)
-        assert becomes(lambda: link.outbox.num_kept == 0)
+        until(
+            lambda: {ack.command_id for ack in router.wait_for(Ack)} == expected,
+            "all answers have arrived",
+        )
+        until(lambda: link.outbox.num_kept == 0, "all frames are confirmed")
 
 
-def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
+def test_messages_are_received_after_their_connection_is_lost():
     """The link's thread stands still until both are there: the message and the loss."""
     stands_still, may_go_on = threading.Event(), threading.Event()
 
@@ -498,9 +497,10 @@ def test_what_came_over_a_connection_is_received_also_after_that_is_lost():
         assert stands_still.wait(BOUND_S)
         router.send(ReplyAck(attempts=()))
         router.vanish()
-        is_lost = becomes(lambda: link._dealer._monitor.poll(0) != 0)
-        may_go_on.set()
-        assert is_lost
+        try:
+            until(lambda: link._dealer._monitor.poll(0) != 0, "the connection is lost")
+        finally:
+            may_go_on.set()
         assert received(link) == [ReplyAck(attempts=())]
 
 
@@ -543,7 +543,7 @@ def test_the_lease_ends_no_later_than_a_lease_after_something_that_was_sent(even
 
 
 @given(st.lists(st.sampled_from(["put", "send", "beat", "receive", "break"]), max_size=60))
-def test_what_is_sent_is_kept_until_it_has_arrived(events):
+def test_sent_frames_are_kept_until_a_heartbeat_confirms_them(events):
     outbox, lease, arrived, num_put = Outbox(1000, 2**20, lambda: None), Lease(), [], 0
     lease.begin(1.0, 0.0)
     connection: list[object] = []  # frames and heartbeats on their way
@@ -602,7 +602,7 @@ CHILD = """
 """
 
 
-def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on():
+def test_may_step_is_false_after_the_process_was_stopped_past_its_lease():
     lease_s = 1.0
 
     def script(message: Message) -> list[Message] | None:
@@ -642,7 +642,7 @@ def test_a_process_that_stood_still_past_its_lease_may_not_step_when_it_goes_on(
 # ---- the end
 
 
-def test_an_engine_that_fails_says_so_when_it_goes():
+def test_a_failed_engine_disconnects_with_is_fault():
     with ScriptedRouter() as router:
         with contextlib.suppress(ZeroDivisionError), link_to(router) as link:
             received(link)
@@ -652,7 +652,7 @@ def test_an_engine_that_fails_says_so_when_it_goes():
         assert "ZeroDivisionError('in a step')" in disconnect.reason
 
 
-def test_closing_sends_what_waits_disconnects_and_leaves_no_thread():
+def test_close_sends_queued_messages_disconnects_and_ends_the_thread():
     num_threads = threading.active_count()
     with ScriptedRouter() as router:
         link = link_to(router)
@@ -713,7 +713,7 @@ def test_a_callable_that_fails_ends_the_link_and_is_named():
         assert not link.may_step()
 
 
-def test_what_a_connection_does_not_take_waits_and_ends_nothing() -> None:
+def test_frames_without_room_wait_and_do_not_end_the_session() -> None:
     with contextlib.ExitStack() as last:
         router = RouterSocket("127.0.0.1", None, max_frame_bytes=2**20)
         context, waker = zmq.Context(), SelfPipe()

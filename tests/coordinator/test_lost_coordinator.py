@@ -1,4 +1,4 @@
-"""A coordinator whose process is killed: its clients and engines learn of it."""
+"""A killed coordinator process: its clients and engines get CoordinatorLostError."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def coordinator() -> Iterator[tuple[BaseProcess, str]]:
         here.close()
 
 
-def test_what_is_pending_fails_at_once_when_the_coordinator_is_killed() -> None:
+def test_pending_futures_fail_at_once_when_the_coordinator_is_killed() -> None:
     async def work(process: BaseProcess, address: str) -> None:
         async with InferenceClient(address) as client:
             # Without an engine nothing of it ends.

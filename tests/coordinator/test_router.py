@@ -1,4 +1,4 @@
-"""The coordinator's socket towards peers that read slowly, or not at all."""
+"""RouterSocket towards peers that read slowly, or not at all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_all_that_a_slow_engine_is_sent_arrives_in_order() -> None:
         assert peer.recv() == frame_of(NUM_FRAMES)
 
 
-def test_what_a_slow_client_is_sent_is_not_kept() -> None:
+def test_frames_for_a_slow_client_are_not_kept() -> None:
     with router_and_peer() as (router, identity, _):
         assert not all(router.send(identity, frame_of(i), keeps=nobody) for i in range(NUM_FRAMES))
 
@@ -91,7 +91,7 @@ def test_an_engine_that_reads_nothing_cannot_be_reached_in_the_end(
         assert not sent[-1]
 
 
-def test_what_is_kept_for_an_engine_counts_the_messages_of_a_batch(
+def test_frames_kept_for_an_engine_count_the_messages_of_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def num_kept(num_messages: int) -> int:
@@ -109,7 +109,7 @@ def test_what_is_kept_for_an_engine_counts_the_messages_of_a_batch(
     assert num_kept(32) == 2
 
 
-def test_what_waits_for_an_engine_that_has_gone_is_dropped() -> None:
+def test_frames_kept_for_a_disconnected_engine_are_dropped() -> None:
     with router_and_peer() as (router, identity, peer):
         for number in range(NUM_FRAMES):
             router.send(identity, frame_of(number), keeps=everybody)
@@ -121,7 +121,7 @@ def test_what_waits_for_an_engine_that_has_gone_is_dropped() -> None:
             router.flush()
 
 
-def test_the_frames_of_a_batch_come_one_by_one_and_what_is_none_of_ours_is_empty() -> None:
+def test_receive_yields_the_frames_of_a_batch_and_an_empty_frame_for_malformed_ones() -> None:
     with router_and_peer() as (router, identity, peer):
         ((together, num),) = batched([b"first", b"\xc1", b"last"])
         assert num == 3

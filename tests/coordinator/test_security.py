@@ -1,4 +1,4 @@
-"""Who may come in: one user's processes over a private socket, known keys over TCP, nobody else."""
+"""Access to a fleet: processes of one user over a private socket, known keys over TCP."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def peer(address: str, keys: CurveKeys | None = None) -> Iterator[DealerSocket]:
 
 
 def received_by(made: RouterSocket) -> list[bytes]:
-    """What comes first."""
+    """Return the first message."""
     assert made.socket.poll(WAIT_S * 1000)
     return [frame for _, frame in made.receive(9)]
 
@@ -226,14 +226,14 @@ def test_keys_work_on_a_private_socket_too() -> None:
         assert received_by(made) == [b"hello"]
 
 
-def test_secret_keys_are_shown_to_nobody() -> None:
+def test_secret_keys_are_not_in_repr() -> None:
     keys, own = server_keys().with_client()
     assert keys.secret.decode() not in repr(keys)
     assert own.secret.decode() not in repr(own)
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * 41, "e" * 39, b"\xff" * 40, None])
-def test_what_is_no_key_is_refused(key: Any) -> None:
+def test_a_malformed_curve_key_is_refused(key: Any) -> None:
     public, secret = zmq.curve_keypair()
     with pytest.raises(ConfigError, match="Z85"):
         CurveServerKeys(public=public, secret=secret, clients=frozenset({key}))
@@ -315,7 +315,7 @@ def test_a_host_may_be_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["no such name", "", "a" * 300, "é" * 70, "tcp://127.0.0.1"])
-def test_a_host_that_nobody_knows_is_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_is_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -337,7 +337,7 @@ def test_others_learn_the_advertised_host() -> None:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 @pytest.mark.parametrize("host", ["::1", "::"])
-def test_an_ipv6_host_can_be_dialled(host: str) -> None:
+def test_peers_connect_to_an_ipv6_host(host: str) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""An engine process that is stopped for longer than its lease, and comes back late."""
+"""An engine process that is stopped for longer than its lease, and registers again late."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def fleet(
 
 
 class Received:
-    """All that comes to a client of its requests, before the client looks at it."""
+    """Counts all tokens and replies that a client's link receives, before the client reads them."""
 
     def __init__(self) -> None:
         self.tokens: Counter[tuple[int, int]] = Counter()  # by request id and position
@@ -158,7 +158,7 @@ class Received:
 
 
 async def read(stream: RequestStream, has_begun: asyncio.Event) -> DynamicInferenceRequest:
-    """The record, which must say what was streamed."""
+    """Return the record, whose tokens must be the streamed ones."""
     streamed: list[int] = []
     async for item in stream:
         if not isinstance(item, TokenRun):
@@ -187,7 +187,7 @@ def work_of(round_number: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins) -> None:
-    """The tokens of a run of one engine that nobody stops, and those of the model itself."""
+    """Return the tokens of one engine that is never stopped, and of the model itself."""
     model = tiny_model("qwen3", seed=MODEL_SEED)
     inputs = [(r.prompt_tokens.tolist(), r.sampling_params) for r in requests]
     for request, expected in zip(requests, generate_all(tiny_engine(model), inputs), strict=True):
@@ -200,7 +200,7 @@ def assert_undisturbed(requests: list[DynamicInferenceRequest], margins: Margins
 
 
 @pytest.mark.slow
-def test_an_engine_stopped_past_its_lease_disturbs_nobody_and_gets_work_again(
+def test_an_engine_process_stopped_past_its_lease_registers_again_and_gets_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule, may_hurry, margins = tmp_path / "schedule.json", tmp_path / "may_hurry", Margins()

@@ -103,30 +103,6 @@ def test_add_request_with_a_malformed_request_raises_and_queues_nothing(case: st
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": -0.1},
-        {"temperature": 1e-39},
-        {"temperature": 9e-6},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"temperature": "1"},
-        {"top_p": 1.5},
-        {"top_k": -1},
-        {"min_p": -0.2},
-        {"num_tokens_to_generate": 0},
-        {"seed": 1.5},
-        {"logprobs_mode": "row"},
-    ],
-)
-def test_bad_sampling_params_name_field_and_value(params: dict[str, Any]) -> None:
-    (name, value) = next(iter(params.items()))
-    with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(**params)
-    assert f"{name}={value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "arguments",
     [
         {"request_id": "a"},

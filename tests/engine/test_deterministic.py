@@ -15,7 +15,7 @@ from rollout import DynamicInferenceRequest, SamplingParams
 from rollout.backends.cpu.library import load_library
 from rollout.errors import ConfigError
 from tests.family_cases import family_model
-from tests.tiny_models import drain, prompt_of, tiny_engine, tiny_model
+from tests.tiny_models import drain, prompt_of, suspend_and_resume, tiny_engine, tiny_model
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C compiler")
 NUM_TOKENS = 24
@@ -105,10 +105,7 @@ def test_a_suspend_changes_no_bit(mode: str) -> None:
     while engine.has_unfinished_requests():
         for _ in range(5):
             finished |= {record.request_id: record.merge() for record in engine.step()}
-        engine.pause()
-        engine.suspend()
-        engine.resume()
-        engine.unpause()
+        suspend_and_resume(engine)
     assert [bits(finished[i]) for i in ids] == alone("qwen3")
 
 

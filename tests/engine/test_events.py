@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -23,7 +22,15 @@ from rollout import (
     Status,
 )
 from rollout.version_spans import VersionSpans
-from tests.tiny_models import drain, generate_all, pool_gb, prompt_of, tiny_engine, tiny_model
+from tests.tiny_models import (
+    drain,
+    generate_all,
+    pool_gb,
+    prompt_of,
+    suspend_and_resume,
+    tiny_engine,
+    tiny_model,
+)
 
 
 @cache
@@ -152,10 +159,7 @@ def test_get_record_of_a_running_request_has_lists_of_its_own() -> None:
     for num_tokens in (1, 2, 3):
         engine.step()
         if num_tokens == 3:
-            engine.pause()
-            engine.suspend()
-            engine.resume()
-            engine.unpause()
+            suspend_and_resume(engine)
         record = engine.get_record(0)
         segment = record[0]
         assert segment.generated_tokens == expected.generated_tokens[:num_tokens]
@@ -222,10 +226,7 @@ def test_suspend_adds_no_second_add_engine_event_and_keeps_ttft() -> None:
     engine.add_request(prompt_of(9), params())
     engine.step()
     ttft = engine.get_record(0).merge().ttft
-    engine.pause()
-    engine.suspend()
-    engine.resume()
-    engine.unpause()
+    suspend_and_resume(engine)
     request = drain(engine)[0]
     assert names(request) == ["ADD_ENGINE", "ADD_CONTEXT", "ADD_CONTEXT", "FINISH"]
     assert request.ttft == ttft
@@ -287,10 +288,7 @@ def test_no_end_token_is_sampled_before_min_tokens(changes: dict[str, Any]) -> N
     for num_steps in (3, 4):
         for _ in range(num_steps):
             assert engine.step() == []
-        engine.pause()
-        engine.suspend()
-        engine.resume()
-        engine.unpause()
+        suspend_and_resume(engine)
     request = drain(engine)[0]
     assert len(request.generated_tokens) == 10
     assert request.generated_tokens.index(7) == 9
@@ -327,10 +325,7 @@ def test_stop_words_of_several_tokens_stop_across_a_checkpoint() -> None:
     engine.add_request(prompt_of(9), params(40, stop_words=["nowhere to be seen", word]))
     for _ in range(12):
         assert engine.step() == []
-    engine.pause()
-    engine.suspend()
-    engine.resume()
-    engine.unpause()
+    suspend_and_resume(engine)
     request = drain(engine)[0]
     assert request.generated_tokens == tokens[:13]
     assert request.finish_reason == "stop"
@@ -467,27 +462,6 @@ def test_a_group_survives_a_failed_fork() -> None:
         for i, request in expected.items():
             assert finished[i].generated_tokens == request.generated_tokens
         assert engine.stats().num_blocks_used == 0
-
-
-class FullDisk:
-    """A metrics writer that fails at one row."""
-
-    def __init__(self, at_row: int) -> None:
-        self.at_row, self.num_rows = at_row, 0
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        self.num_rows += 1
-        if self.num_rows == self.at_row:
-            raise OSError("disk full")
-
-
-def test_no_record_is_lost_if_the_metrics_writer_raises() -> None:
-    engine = tiny_engine(model(), metrics_writer=FullDisk(at_row=3), logging_step_interval=1)
-    engine.add_request(prompt_of(9), params(3))
-    engine.add_request(prompt_of(9), params(6))
-    finished = drain(engine)
-    assert [finished[i].generated_length for i in (0, 1)] == [3, 6]
-    assert engine.stats().num_finished == 2
 
 
 def test_get_record_copies_top_n_logprobs() -> None:

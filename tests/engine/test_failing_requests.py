@@ -14,6 +14,7 @@ from tests.tiny_models import (
     drain,
     generate_all,
     prompt_of,
+    suspend_and_resume,
     tiny_engine,
     tiny_model,
 )
@@ -172,10 +173,7 @@ def test_pause_succeeds_if_the_step_in_flight_fails() -> None:
     engine = engine_failing(is_poisoned)
     culprit = engine.add_request([4, POISON, 5], params(6))
     engine.step()
-    engine.pause()
-    engine.suspend("recompute")
-    engine.resume()
-    engine.unpause()
+    suspend_and_resume(engine, "recompute")
     assert_failed(drain(engine, MAX_STEPS)[culprit])
 
 

@@ -29,6 +29,7 @@ from tests.tiny_models import (
     expected_logprobs,
     full_logits,
     prompt_of,
+    suspend_and_resume,
     tiny_engine,
     tokens_of,
 )
@@ -133,10 +134,7 @@ def test_suspends_and_evictions_change_no_number(family: str, mode: str) -> None
         if not engine.has_unfinished_requests():
             break
         if step % 16 == 15:
-            engine.pause()
-            engine.suspend()
-            engine.resume()
-            engine.unpause()
+            suspend_and_resume(engine)
     assert engine.stats().num_evictions > 0
     assert_like_the_trainer(model_of(family), list(finished.values()))
 

@@ -17,7 +17,15 @@ from rollout.coordinator.protocol.packed import pack_record, unpack_record
 from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.inspected_engine import running_ahead
 from tests.tiny_mixtures import MIXTURES, corrections_of, own_routing, perturb_routers, tiny_mixture
-from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model, tokens_of
+from tests.tiny_models import (
+    drain,
+    generate_all,
+    prompt_of,
+    suspend_and_resume,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
 from trainer_hooks import collate_rollouts, token_logprobs
 from trainer_hooks.losses.replay_routing import replay_routing
 
@@ -132,10 +140,7 @@ def test_routing_survives_the_wire() -> None:
     engine = tiny_engine(model, record_routing=True)
     request_id = engine.add_request(prompt_of(5), PARAMS)
     engine.step()
-    engine.pause()
-    engine.suspend("recompute")
-    engine.resume()
-    engine.unpause()
+    suspend_and_resume(engine, "recompute")
     records = [record for _ in range(PARAMS.num_tokens_to_generate) for record in engine.step()]
     (record,) = records
     assert record.request_id == request_id

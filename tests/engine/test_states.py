@@ -1,4 +1,4 @@
-"""Aborts in every state, checks of updates, and legal commands."""
+"""Aborts in every state, checks of updates, and partial resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rollout import (
     Status,
     WeightUpdateError,
 )
-from rollout.control.state import legal_commands
 from rollout.telemetry import RANK_FIELDS
 from tests.engine.faulty_backend import failing_steps
 from tests.tiny_models import drain, generate_all, prompt_of, tiny_engine, tiny_model
@@ -181,22 +180,6 @@ def test_abort_of_a_group_member_leaves_the_shared_blocks_to_the_others(victim: 
     for request in finished.values():
         assert request.generated_tokens == expected.generated_tokens
     assert engine.stats().num_blocks_used == 0
-
-
-QUIET = ("set_generation_epoch", "increment_staleness", "update_weights")
-
-
-@pytest.mark.parametrize(
-    ("state", "commands"),
-    [
-        (S.RUNNING, ["pause", "unpause", "update_weights with in_flight=True"]),
-        (S.PAUSED, ["pause", "unpause", "suspend", "resume", "stop", *QUIET]),
-        (S.SUSPENDED, ["suspend", "resume", "stop", *QUIET]),
-        (S.STOPPED, ["stop"]),
-    ],
-)
-def test_commands_are_legal_from_their_sources_and_at_their_target(state, commands) -> None:
-    assert legal_commands(state) == [*commands, "stats", "weight_checksums", "shutdown"]
 
 
 def test_stats_of_a_new_engine_are_zero_and_an_update_counts_once() -> None:

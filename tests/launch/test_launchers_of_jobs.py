@@ -1,4 +1,4 @@
-"""What a job starts its engines by, and what of it is refused before anything starts."""
+"""The launcher that a training job's config names, and invalid ones, which are refused."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_a_launcher_is_made_with_its_options() -> None:
         ("rollout.launch.lan:Launcher", {}, "there is no module rollout.launch.lan"),
     ],
 )
-def test_what_makes_no_launcher_is_named(path: str, options: Any, message: str) -> None:
+def test_an_invalid_launcher_is_refused_by_name(path: str, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_object(path, options, "launcher")
 
 
-def test_without_ray_its_launcher_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_launcher_without_ray_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"RayLauncher needs Ray: pip install 'ray>=2.40'"):
         RayLauncher()

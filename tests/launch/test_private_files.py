@@ -1,4 +1,4 @@
-"""What a launcher gives engines is read only from files that nobody else could have written."""
+"""PrivateFolder: arguments of engines are read only from files that no other user can write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.launch.slurm import run_job
 from tests.unpickled_code import RunsCode
 
 
-def test_a_private_folder_and_its_files_are_for_this_user_alone(tmp_path: Path) -> None:
+def test_private_folder_is_for_this_user_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = PrivateFolder(tmp_path / "a" / "b")
@@ -48,7 +48,7 @@ def replace_by_a_link(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [give_away, let_the_group_write, replace_by_a_link])
 @pytest.mark.parametrize("what", ["folder", "file"])
-def test_what_others_could_have_written_is_not_read(
+def test_private_folder_refuses_files_that_others_can_write(
     tmp_path: Path, what: str, change: Callable[[Path], None]
 ) -> None:
     folder = PrivateFolder(tmp_path / "own")
@@ -58,7 +58,7 @@ def test_what_others_could_have_written_is_not_read(
         folder.read(name)
 
 
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_private_folder_refuses_files_that_others_can_read(tmp_path: Path) -> None:
     folder = PrivateFolder(tmp_path / "own")
     name = folder.write("engine", b"arguments")
     (folder.path / name).chmod(0o644)
@@ -66,7 +66,9 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         folder.read(name)
 
 
-def test_what_another_user_owns_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_folder_refuses_files_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = PrivateFolder(tmp_path / "own")
     name = folder.write("engine", b"arguments")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -76,7 +78,7 @@ def test_what_another_user_owns_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["../engine", "/etc/passwd", "engine", "", "engine-" + "g" * 32])
-def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+def test_private_folder_refuses_names_outside_of_it(tmp_path: Path, name: str) -> None:
     folder = PrivateFolder(tmp_path / "own")
     (tmp_path / "engine").write_bytes(b"")
     with pytest.raises(ConfigError, match="not the name of a file that a launcher has written"):

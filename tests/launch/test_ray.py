@@ -1,4 +1,4 @@
-"""Engines as actors of a Ray cluster on this machine: they do what processes do."""
+"""RayLauncher: engines as actors of a Ray cluster on this machine behave like processes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def trained(launcher: Launcher) -> dict[str, Tensor]:
 def test_the_async_example_gets_the_same_rewards_from_actors_as_from_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Only then each token's version does not depend on who is quicker.
+    # Only then each token's version does not depend on which is quicker.
     producer = partial(AsyncRolloutProducer, max_staleness_versions=0)
     monkeypatch.setattr(
         async_minimal,
@@ -130,9 +130,7 @@ def test_the_async_job_has_the_same_rollouts_on_actors_as_on_processes(tmp_path:
 
 
 @pytest.mark.parametrize("transport", ["shared", "directory"])
-def test_an_actor_that_ray_kills_comes_back_with_the_weights_and_no_token_changes(
-    transport: str, tmp_path: Path
-) -> None:
+def test_a_killed_ray_actor_restarts_with_the_weights(transport: str, tmp_path: Path) -> None:
     options = {"data_parallel_size": 2, "launcher": ray_launcher()}
     options["weight_transport"] = transport if transport == "shared" else f"directory:{tmp_path}"
 
@@ -175,7 +173,7 @@ def pid_of(actor: Any) -> int:
 # ---- the end
 
 
-def test_no_engine_and_no_coordinator_is_left_when_the_process_of_the_trainer_is_killed() -> None:
+def test_a_killed_trainer_leaves_no_ray_actor() -> None:
     mark = uuid.uuid4().hex
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-ray-"))
@@ -214,7 +212,7 @@ def kill_all(mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_what_the_cluster_has_no_room_for_is_refused_and_leaves_nothing() -> None:
+def test_ray_launcher_refuses_more_than_the_cluster_has() -> None:
     launcher = ray_launcher(num_cpus=3)
     with pytest.raises(ConfigError, match=r"Ray has not found 1 places with {'CPU': 3}; it has"):
         AsyncLLM(directory(), None, CONFIG, launcher=launcher, start_timeout_s=1.0)

@@ -1,4 +1,4 @@
-"""A process that ends is started again, so often in a row and no oftener."""
+"""SupervisedProcess restarts a child that fails, at most `max_restarts` times in a row."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def end(process: SupervisedProcess) -> None:
     process.join()
 
 
-def test_a_killed_child_is_followed_by_another_which_is_begun_the_same_way() -> None:
+def test_supervised_process_restarts_a_killed_child() -> None:
     script = Script(("echo", "first"))
     process = supervised(script, max_restarts=1)
     try:
@@ -61,7 +61,7 @@ def test_a_killed_child_is_followed_by_another_which_is_begun_the_same_way() -> 
         end(process)
 
 
-def test_so_many_restarts_in_a_row_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_max_restarts_limits_restarts_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
     script, ends = Script(("echo", 0), *[("die", signal.SIGKILL)] * 5), []
     process = supervised(script, max_restarts=3, on_end=ends.append)
     process.started.result(WAIT_S)
@@ -73,7 +73,7 @@ def test_so_many_restarts_in_a_row_and_no_more(caplog: pytest.LogCaptureFixture)
     assert "has ended (SIGKILL), after 3 restarts in a row" in caplog.text
 
 
-def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steady_child_resets_max_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised_process, "STEADY_S", 0.0)
     script, ends = Script(), []
     process = supervised(script, max_restarts=1, on_end=ends.append)
@@ -88,7 +88,7 @@ def test_a_child_that_worked_long_begins_the_row_anew(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_what_a_child_is_sent_is_kept_for_restarts_alone(max_restarts: int) -> None:
+def test_arguments_of_a_child_are_kept_only_for_restarts(max_restarts: int) -> None:
     script = Script()
     kept = weakref.ref(script)
     process = supervised(script, max_restarts=max_restarts)
@@ -100,7 +100,7 @@ def test_what_a_child_is_sent_is_kept_for_restarts_alone(max_restarts: int) -> N
         end(process)
 
 
-def test_a_child_that_ends_by_itself_is_not_started_again() -> None:
+def test_a_child_that_exits_with_0_is_not_restarted() -> None:
     script, ends = Script(), []
     process = supervised(script, max_restarts=3, on_end=ends.append)
     process.started.result(WAIT_S)
@@ -109,7 +109,7 @@ def test_a_child_that_ends_by_itself_is_not_started_again() -> None:
     assert (len(script.children), ends) == (1, [0])
 
 
-def test_what_keeps_the_first_child_from_its_start_is_raised_and_not_tried_again() -> None:
+def test_an_error_of_the_first_start_is_raised_without_restart() -> None:
     script, ends = Script(("raise", ConfigError("no such model"))), []
     process = supervised(script, max_restarts=3, on_end=ends.append)
     with pytest.raises(ConfigError, match="no such model"):
@@ -118,7 +118,7 @@ def test_what_keeps_the_first_child_from_its_start_is_raised_and_not_tried_again
     assert (len(script.children), ends) == (1, [])
 
 
-def test_what_fails_before_the_child_hears_anything_is_raised() -> None:
+def test_an_error_before_the_child_gets_arguments_is_raised() -> None:
     def begin(child: ChildProcess) -> None:
         raise ZeroDivisionError
 
@@ -128,14 +128,14 @@ def test_what_fails_before_the_child_hears_anything_is_raised() -> None:
     process.join()
 
 
-def test_a_start_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_timeout_s_limits_a_start(caplog: pytest.LogCaptureFixture) -> None:
     process = supervised(Script(), start_timeout_s=0.01)
     with pytest.raises(ConfigError, match=r"did not start within 0.01 s"):
         process.started.result(WAIT_S)
     process.join()
 
 
-def test_the_end_does_not_wait_for_a_pause(
+def test_end_restarts_ends_a_backoff(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervised_process, "FIRST_BACKOFF_S", 10 * WAIT_S)

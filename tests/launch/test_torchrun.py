@@ -1,4 +1,4 @@
-"""Rank 0 of torchrun and the other ranks, which look after an engine each."""
+"""TorchrunLauncher on rank 0, and serve_engines on the other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollout.launch import torchrun
 from rollout.launch.launcher import EngineJob
 from rollout.launch.torchrun import TorchrunLauncher
 from tests.launch.ranks import KEY, serve_as_rank
-from tests.launch.told_engine import Words
+from tests.launch.scripted_engine import Words
 from tests.processes import PROCESSES
 from tests.unpickled_code import RunsCode
 
@@ -32,7 +32,7 @@ WAIT_S = 120.0
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mapping[str, str]:
-    """What torchrun tells this process, as rank 0 of three on one machine."""
+    """Set torchrun's environment of rank 0 of three on one machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {
@@ -75,7 +75,7 @@ def job(listener: Listener, **changes: Any) -> EngineJob:
     host, port = listener.address
     address.set_result(f"{host}:{port}")
     fields = {
-        "module": "tests.launch.told_engine",
+        "module": "tests.launch.scripted_engine",
         "arguments": {"authkey": KEY, "words": Words(["hello"])},
         "num_gpus": 0,
         "address": address,
@@ -114,7 +114,7 @@ def test_each_other_rank_is_an_engine_of_one_fleet_after_the_other(
         assert [end.poll(WAIT_S) and end.recv() for end in ends] == [True, True]
 
 
-def test_what_keeps_an_engine_from_starting_ends_its_rank(ranks: Mapping[str, str]) -> None:
+def test_a_failed_start_ends_the_torchrun_rank(ranks: Mapping[str, str]) -> None:
     launcher = TorchrunLauncher()
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener, others(ranks) as ends:
         launcher.launch(job(listener), 2)
@@ -125,7 +125,7 @@ def test_what_keeps_an_engine_from_starting_ends_its_rank(ranks: Mapping[str, st
         assert ["no such model" in end.recv() for end in ends] == [True, True]
 
 
-def test_torchruns_store_holds_neither_keys_nor_what_is_unpickled(ranks: Mapping[str, str]) -> None:
+def test_torchrun_store_holds_no_keys_and_no_pickles(ranks: Mapping[str, str]) -> None:
     launcher = TorchrunLauncher()
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
         launcher.launch(job(listener), 2)
@@ -136,9 +136,7 @@ def test_torchruns_store_holds_neither_keys_nor_what_is_unpickled(ranks: Mapping
         launcher.close()
 
 
-def test_whoever_writes_to_torchruns_store_runs_no_code(
-    ranks: Mapping[str, str], tmp_path: Path
-) -> None:
+def test_a_forged_torchrun_command_runs_no_code(ranks: Mapping[str, str], tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     elsewhere = tmp_path / f"engine-{'0' * 32}"
     elsewhere.write_bytes(pickle.dumps(RunsCode(trap)))
@@ -171,7 +169,7 @@ def test_rank_0_serves_no_engine(ranks: Mapping[str, str]) -> None:
     assert not torchrun.serve_engines()
 
 
-def test_what_torchrun_has_no_rank_for_is_refused(
+def test_torchrun_launcher_refuses_more_engines_than_ranks(
     ranks: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:

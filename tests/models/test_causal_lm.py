@@ -21,7 +21,7 @@ def spec_of(family: str = "qwen3", **changes: object) -> ModelSpec:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_slots_have_the_names_and_values_of_the_transformers_model(family: str) -> None:
+def test_weight_slots_have_the_names_and_values_of_transformers(family: str) -> None:
     reference = hf_model(family, tie_word_embeddings=False)
     weights = build_model(reference).read_weights()
     assert weights.keys() == reference.state_dict().keys()
@@ -29,7 +29,7 @@ def test_slots_have_the_names_and_values_of_the_transformers_model(family: str) 
         assert torch.equal(weights[name], tensor), name
 
 
-def test_tied_weights_appear_under_both_names_in_the_same_memory() -> None:
+def test_weight_slots_have_tied_weights_under_both_names() -> None:
     slots = CausalLM.random(spec_of(tie_word_embeddings=True)).weight_slots()
     head, embedding = slots["lm_head.weight"], slots["model.embed_tokens.weight"]
     assert head.address == embedding.address
@@ -37,7 +37,7 @@ def test_tied_weights_appear_under_both_names_in_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_refreshed_model_serves_weights_written_to_its_slots(is_tied: bool) -> None:
+def test_refresh_serves_weights_written_to_slots(is_tied: bool) -> None:
     model = CausalLM.random(spec_of("qwen2", tie_word_embeddings=is_tied), seed=1)
     before_TV = logits_of(model, PROMPT)
     reference = hf_model("qwen2", tie_word_embeddings=is_tied)
@@ -51,14 +51,14 @@ def test_refreshed_model_serves_weights_written_to_its_slots(is_tied: bool) -> N
     assert_close(after_TV, hf_logits(reference, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-def test_no_parameter_has_a_gradient_and_tables_stay_out_of_the_state_dict() -> None:
+def test_causal_lm_has_no_gradients_and_no_tables_in_its_state_dict() -> None:
     model = CausalLM.random(spec_of())
     model.reserve_positions(8)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not any("rotary" in name for name in model.state_dict())
 
 
-def test_an_unprepared_model_says_so() -> None:
+def test_forward_of_an_unprepared_model_is_refused() -> None:
     model = CausalLM.random(spec_of())
     with pytest.raises(ModelError, match="prepare"):
         model(make_batch(make_cache(model, 1), [(0, PROMPT)]))
@@ -66,7 +66,7 @@ def test_an_unprepared_model_says_so() -> None:
         model.refresh()
 
 
-def test_random_weights_follow_the_seed_and_not_the_global_generator() -> None:
+def test_random_follows_its_seed_alone() -> None:
     torch.manual_seed(1)
     first = CausalLM.random(spec_of(), seed=5).read_weights()
     torch.manual_seed(2)
@@ -76,7 +76,7 @@ def test_random_weights_follow_the_seed_and_not_the_global_generator() -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_random_weights_have_the_documented_spread() -> None:
+def test_random_weights_have_the_documented_deviation() -> None:
     weights = CausalLM.random(spec_of("qwen2"), dtype=torch.bfloat16).read_weights()
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert weights["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.1)
@@ -84,7 +84,7 @@ def test_random_weights_have_the_documented_spread() -> None:
     assert (weights["model.layers.1.self_attn.q_proj.bias"] == 0).all()
 
 
-def test_random_experts_have_the_documented_spread_and_no_bias() -> None:
+def test_random_experts_have_the_documented_deviation_and_no_bias() -> None:
     for family in ("gpt_oss", "minimax_m2"):
         config = tiny_config(family, **FAMILY_CASES[family])
         model = CausalLM.random(ModelSpec.from_hf_config(config.to_dict()))

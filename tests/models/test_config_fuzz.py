@@ -1,4 +1,4 @@
-"""Configs in any key wrong, absent or new: refused, or the same model as transformers makes."""
+"""Configs with wrong, absent or new keys are refused, or give the logits of transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAMPLE = 60  # variants of each family; about one in eight is accepted, and comp
 @pytest.mark.drawn(20)
 @oracle
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_gives_the_logits_of_transformers(name: str) -> None:
+def test_published_config_gives_the_logits_of_transformers(name: str) -> None:
     assert outcome_of(PUBLISHED[name], run_seed()) == (ACCEPTED, "")
 
 
@@ -141,7 +141,7 @@ def changed(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         ("Qwen2.5-7B-Instruct with YaRN", {"rope_scaling": NO_RAMP}, "beta_fast=-1"),
     ],
 )
-def test_a_config_that_would_give_other_logits_than_transformers_is_refused(
+def test_config_with_other_logits_than_transformers_is_refused(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -180,13 +180,13 @@ WINDOW_ON_LATE_LAYERS = {"use_sliding_window": True, "sliding_window": 11}
         ("command-r7b-12-2024", {"use_qk_norm": False}),
     ],
 )
-def test_a_config_with_keys_absent_or_null_gives_the_logits_of_transformers(
+def test_config_with_absent_or_null_keys_gives_the_logits_of_transformers(
     name: str, changes: dict[str, Any]
 ) -> None:
     assert outcome_of(changed(name, changes), run_seed()) == (ACCEPTED, "")
 
 
-def test_a_fuzz_that_compares_finds_a_model_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_fuzz_finds_a_model_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where `is_causal` is taken to have no effect."""
     unsound = {**HARMLESS, "is_causal": (False,)}
     monkeypatch.setattr("rollout.models.config_keys.HARMLESS", unsound)

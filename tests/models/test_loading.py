@@ -1,4 +1,5 @@
-"""Models from directories, transformers models, specs and themselves."""
+"""build_model and open_model: models from directories, transformers models, specs and other
+CausalLMs."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def edit_tensors(directory: Path, edit: Callable[[Tensors], object]) -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
-def test_saved_directory_gives_the_logits_of_its_model(
+def test_build_model_of_a_saved_directory_gives_the_logits_of_its_model(
     tmp_path: Path, is_tied: bool, max_shard_size: str
 ) -> None:
     saved = hf_model("llama", tie_word_embeddings=is_tied)
@@ -56,7 +57,7 @@ def test_saved_directory_gives_the_logits_of_its_model(
     assert_close(logits_TV, hf_logits(saved, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-def test_a_scaling_added_to_a_saved_config_gives_the_logits_that_transformers_gives(
+def test_build_model_with_an_added_rope_scaling_gives_the_logits_of_transformers(
     directory: Path,
 ) -> None:
     """As the Qwen model card says; transformers 5 has saved `rope_parameters`, and they stay."""
@@ -75,7 +76,7 @@ def test_a_scaling_added_to_a_saved_config_gives_the_logits_that_transformers_gi
         ("qwen3", {"head_dim": 16}),
     ],
 )
-def test_transformers_loads_what_we_save(
+def test_save_hf_directory_writes_what_transformers_loads(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     spec = ModelSpec.from_hf_config(hf_config(family, **changes).to_dict())
@@ -87,7 +88,7 @@ def test_transformers_loads_what_we_save(
     assert all(torch.equal(again[name], view) for name, view in model.read_weights().items())
 
 
-def test_a_config_without_dtype_has_that_of_its_tensors(tmp_path: Path) -> None:
+def test_build_model_takes_the_dtype_of_tensors_without_one_in_the_config(tmp_path: Path) -> None:
     """As gpt-oss and MiniMax-M2 were published."""
     hf_model("qwen3").to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="50KB")
     edit_json(tmp_path / "config.json", dtype=None)
@@ -95,7 +96,7 @@ def test_a_config_without_dtype_has_that_of_its_tensors(tmp_path: Path) -> None:
     assert build_model(tmp_path, dtype="float32").spec.dtype == torch.float32
 
 
-def test_an_opened_model_is_filled_where_its_parameters_are_then(directory: Path) -> None:
+def test_open_model_fills_parameters_that_were_moved(directory: Path) -> None:
     spec = ModelSpec.from_hf_config(hf_config("llama", tie_word_embeddings=True).to_dict())
     for source in (directory, str(directory), spec, hf_model("qwen2")):
         model, fill = open_model(source)
@@ -109,12 +110,12 @@ def test_an_opened_model_is_filled_where_its_parameters_are_then(directory: Path
         assert all(torch.equal(expected[n], view) for n, view in model.read_weights().items())
 
 
-def test_a_model_that_has_its_values_is_opened_as_it_is() -> None:
+def test_open_model_returns_a_model_with_values_itself() -> None:
     model = CausalLM.random(ModelSpec.from_hf_config(hf_config("llama").to_dict()))
     assert open_model(model) == (model, None)
 
 
-def test_auto_dtype_is_the_configs_and_another_is_cast(reference: Any, tmp_path: Path) -> None:
+def test_build_model_uses_the_configs_dtype_or_casts(reference: Any, tmp_path: Path) -> None:
     build_half = build_model(reference, dtype="bfloat16")
     save_hf_directory(build_half, tmp_path)
     assert build_model(tmp_path).spec.dtype == torch.bfloat16
@@ -123,7 +124,7 @@ def test_auto_dtype_is_the_configs_and_another_is_cast(reference: Any, tmp_path:
     assert torch.equal(wide.read_weights()[NORM], build_half.read_weights()[NORM].float())
 
 
-def test_a_transformers_model_is_copied_not_kept(reference: Any) -> None:
+def test_build_model_copies_a_transformers_model(reference: Any) -> None:
     model = build_model(reference)
     assert model.spec.dtype == torch.float32
     before = reference.state_dict()[NORM].clone()
@@ -132,14 +133,14 @@ def test_a_transformers_model_is_copied_not_kept(reference: Any) -> None:
     assert torch.equal(reference.state_dict()[NORM], before)
 
 
-def test_a_double_precision_model_needs_a_dtype_and_takes_it() -> None:
+def test_build_model_of_float64_needs_a_dtype() -> None:
     double = hf_model("llama").double()
     with pytest.raises(ModelError, match=r"torch\.float64.*float32"):
         build_model(double)
     assert build_model(double, dtype="float32").spec.dtype == torch.float32
 
 
-def test_our_own_model_comes_back_itself_unless_cast() -> None:
+def test_build_model_returns_a_causal_lm_itself_unless_cast() -> None:
     model = CausalLM.random(ModelSpec.from_hf_config(hf_config("llama").to_dict()))
     assert build_model(model) is model
     cast = build_model(model, dtype="bfloat16")
@@ -148,32 +149,32 @@ def test_our_own_model_comes_back_itself_unless_cast() -> None:
     assert torch.equal(cast.read_weights()[NORM], model.read_weights()[NORM].bfloat16())
 
 
-def test_end_tokens_are_those_of_both_configs(directory: Path) -> None:
+def test_read_config_joins_end_tokens_of_both_configs(directory: Path) -> None:
     edit_json(directory / "config.json", eos_token_id=[5, 3])
     edit_json(directory / "generation_config.json", eos_token_id=[3, 4])
     assert build_model(directory).spec.eos_token_ids == (5, 3, 4)
 
 
-def test_an_end_token_that_is_none_is_named_with_its_file(directory: Path) -> None:
+def test_read_config_names_a_malformed_end_token_and_its_file(directory: Path) -> None:
     for name in ("generation_config.json", "config.json"):
         edit_json(directory / name, eos_token_id="x")
         with pytest.raises(ModelError, match=rf"eos_token_id='x' in .*/{name} must be a token id"):
             build_model(directory)
 
 
-def test_end_tokens_of_a_transformers_model_are_those_of_both_its_configs() -> None:
+def test_build_model_joins_end_tokens_of_both_transformers_configs() -> None:
     model = hf_model("llama", eos_token_id=7)
     model.generation_config.eos_token_id = 2
     assert build_model(model).spec.eos_token_ids == (7, 2)
 
 
-def test_stored_inverse_frequencies_are_ignored(directory: Path) -> None:
+def test_build_model_ignores_stored_inverse_frequencies(directory: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(directory, lambda tensors: tensors.update({name: torch.ones(4)}))
     assert name not in build_model(directory).read_weights()
 
 
-def test_tied_weights_may_be_stored_twice_if_equal(tmp_path: Path) -> None:
+def test_build_model_takes_tied_weights_stored_twice_if_equal(tmp_path: Path) -> None:
     hf_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     embedding = "model.embed_tokens.weight"
     edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
@@ -193,7 +194,7 @@ def test_tied_weights_may_be_stored_twice_if_equal(tmp_path: Path) -> None:
     ],
     ids=["missing", "extra", "misshaped", "quantized"],
 )
-def test_a_tensor_that_does_not_fit_is_named(
+def test_build_model_names_a_tensor_that_does_not_fit(
     directory: Path, edit: Callable[[Tensors], object], message: str
 ) -> None:
     edit_tensors(directory, edit)
@@ -202,7 +203,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     assert str(directory) in str(caught.value)
 
 
-def test_a_missing_directory_config_or_weight_file_is_named(directory: Path) -> None:
+def test_build_model_names_a_missing_file(directory: Path) -> None:
     with pytest.raises(ModelError, match="nowhere is not a directory"):
         build_model(directory / "nowhere")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
@@ -214,13 +215,13 @@ def test_a_missing_directory_config_or_weight_file_is_named(directory: Path) -> 
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_damaged_file_is_named(directory: Path, file: str) -> None:
+def test_build_model_names_a_damaged_file(directory: Path, file: str) -> None:
     (directory / file).write_bytes((directory / file).read_bytes()[:100])
     with pytest.raises(ModelError, match=file):
         build_model(directory)
 
 
-def test_a_missing_or_foreign_shard_is_named(reference: Any, tmp_path: Path) -> None:
+def test_build_model_names_a_missing_or_foreign_shard(reference: Any, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path, max_shard_size="50KB")
     index = tmp_path / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -236,6 +237,6 @@ def test_a_missing_or_foreign_shard_is_named(reference: Any, tmp_path: Path) -> 
         build_model(tmp_path)
 
 
-def test_a_module_of_unknown_kind_is_refused() -> None:
+def test_build_model_refuses_a_module_of_unknown_kind() -> None:
     with pytest.raises(ModelError, match=r"Linear.*ModelSpec"):
         build_model(torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""LoraAdapter: what PEFT's names and configs mean, and what is refused by name."""
+"""LoraAdapter: names and configs of PEFT are read, and unsupported ones refused by name."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def saved(directory: Path, config: dict[str, Any] = PEFT_CONFIG, **tensors: Tens
         "{}.lora_{}.default.weight",
     ],
 )
-def test_all_forms_of_a_name_mean_the_same_module(name: str) -> None:
+def test_lora_pairs_take_every_form_of_a_name(name: str) -> None:
     pairs = LoraAdapter(tensors=halves(name), rank=2, alpha=8).pairs()
     assert list(pairs) == [Q, UP]
     assert pairs[Q].names == (name.format(Q, "A"), name.format(Q, "B"))
     assert (pairs[Q].a_RK.shape, pairs[Q].b_NR.shape) == ((2, 6), (4, 2))
 
 
-def test_scales_follow_rank_and_alpha_of_each_module() -> None:
+def test_lora_scale_follows_rank_and_alpha_of_each_module() -> None:
     def scales(**fields: Any) -> list[float]:
         pairs = LoraAdapter(tensors=halves(), rank=2, alpha=8, **fields).pairs()
         return [pairs[Q].scale, pairs[UP].scale]
@@ -62,7 +62,7 @@ def test_scales_follow_rank_and_alpha_of_each_module() -> None:
     assert scales(alphas={UP: 3}) == [4.0, 1.5]
 
 
-def test_a_saved_adapter_is_read_with_its_patterns(tmp_path: Path) -> None:
+def test_from_directory_reads_rank_and_alpha_patterns(tmp_path: Path) -> None:
     tensors = halves() | {f"{UP}.lora_A.weight": torch.ones(5, 6)}
     tensors = {n: t for n, t in tensors.items() if not n.startswith(f"base_model.model.{UP}")}
     tensors[f"{UP}.lora_B.weight"] = torch.ones(4, 5)
@@ -76,12 +76,12 @@ def test_a_saved_adapter_is_read_with_its_patterns(tmp_path: Path) -> None:
     assert (pairs[Q].scale, pairs[UP].scale) == (10 / 2, 3 / 5)
 
 
-def test_a_pattern_must_begin_after_a_dot_and_reach_the_end(tmp_path: Path) -> None:
+def test_from_directory_matches_patterns_at_the_end_of_a_name(tmp_path: Path) -> None:
     config = PEFT_CONFIG | {"alpha_pattern": {"proj": 1, "self_attn": 2, "_proj": 3}}
     assert LoraAdapter.from_directory(saved(tmp_path, config)).alphas == {}
 
 
-def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_from_directory_names_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json is missing"):
         LoraAdapter.from_directory(tmp_path)
     (saved(tmp_path) / "adapter_model.safetensors").unlink()
@@ -109,14 +109,14 @@ def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
         ({"lora_alpha": float("nan")}, "alpha=nan"),
     ],
 )
-def test_settings_that_are_more_than_b_times_a_are_refused(
+def test_from_directory_refuses_settings_beyond_b_times_a(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(WeightUpdateError, match=named):
         LoraAdapter.from_directory(saved(tmp_path, PEFT_CONFIG | changes))
 
 
-def test_each_setting_of_peft_is_read_neutral_or_refused(tmp_path: Path) -> None:
+def test_from_directory_reads_ignores_or_refuses_every_peft_setting(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     known = READ_KEYS | TRAINING_KEYS | NEUTRAL_VALUES.keys()
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == known
@@ -145,7 +145,7 @@ A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weig
         (lambda t: t.clear(), "has no tensors"),
     ],
 )
-def test_tensors_that_are_no_pairs_are_refused_by_name(
+def test_lora_pairs_refuses_unpaired_tensors_by_name(
     edit: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     tensors: dict[str, Any] = halves()
@@ -157,7 +157,7 @@ def test_tensors_that_are_no_pairs_are_refused_by_name(
 # ---- a live model, as PEFT makes it
 
 
-def test_a_live_adapter_shares_memory_with_the_model() -> None:
+def test_from_peft_shares_memory_with_the_model() -> None:
     model = PeftLike("default")
     pair = LoraAdapter.from_peft(model).pairs()["q_proj"]
     layer = model.base_model.model.q_proj
@@ -167,7 +167,7 @@ def test_a_live_adapter_shares_memory_with_the_model() -> None:
     assert pair.scale == 4.0
 
 
-def test_one_of_several_adapters_is_taken() -> None:
+def test_from_peft_takes_one_of_several_adapters() -> None:
     model = PeftLike("old", "new")
     layer = model.base_model.model.q_proj
     for chosen, name in ((None, "old"), ("new", "new")):
@@ -180,7 +180,7 @@ def test_one_of_several_adapters_is_taken() -> None:
         LoraAdapter.from_peft(model, "newest")
 
 
-def test_a_model_without_adapters_and_a_changed_scale_are_refused() -> None:
+def test_from_peft_refuses_a_model_without_adapters_or_a_changed_scale() -> None:
     with pytest.raises(WeightUpdateError, match="Linear has no peft_config"):
         LoraAdapter.from_peft(nn.Linear(2, 2))
     model = PeftLike("default")

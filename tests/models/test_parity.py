@@ -1,4 +1,4 @@
-"""Our logits against transformers', family by family."""
+"""Logits of every family equal those of transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bfloat16_logits_are_float32_and_close_to_those_of_transformers() -> Non
     assert (logits_TV - expected_TV).abs().mean() < 0.02 * expected_TV.abs().mean()
 
 
-def test_sequences_longer_than_the_rotary_tables_grow_them() -> None:
+def test_forward_grows_rotary_tables_for_longer_sequences() -> None:
     reference = hf_model("llama")
     model, long_prompt = build_model(reference), PROMPT * 3
     logits_of(model, PROMPT)
@@ -65,7 +65,7 @@ def test_sequences_longer_than_the_rotary_tables_grow_them() -> None:
     assert_close(logits_TV, hf_logits(reference, long_prompt), rtol=1e-4, atol=1e-4)
 
 
-def test_decoding_token_by_token_equals_one_prefill(qwen3: CausalLM) -> None:
+def test_forward_token_by_token_equals_one_prefill(qwen3: CausalLM) -> None:
     expected_TV = logits_of(qwen3, PROMPT)
     kv = make_cache(qwen3, 1)
     steps = [(0, PROMPT[:30]), *((p, PROMPT[p : p + 1]) for p in range(30, len(PROMPT)))]
@@ -73,7 +73,7 @@ def test_decoding_token_by_token_equals_one_prefill(qwen3: CausalLM) -> None:
     assert_close(torch.cat(logits), expected_TV, rtol=1e-4, atol=1e-4)
 
 
-def test_sequences_of_one_batch_do_not_mix(qwen3: CausalLM) -> None:
+def test_forward_keeps_sequences_of_a_batch_apart(qwen3: CausalLM) -> None:
     first, second = PROMPT[:9], PROMPT[20:34]
     batch = make_batch(make_cache(qwen3, 2), [(0, first), (0, second)])
     logits_TV = qwen3.compute_logits(qwen3(batch))
@@ -81,14 +81,14 @@ def test_sequences_of_one_batch_do_not_mix(qwen3: CausalLM) -> None:
     assert_close(logits_TV, expected_TV, rtol=1e-4, atol=1e-4)
 
 
-def test_only_wanted_tokens_get_hidden_states_in_their_order(qwen3: CausalLM) -> None:
+def test_forward_returns_hidden_states_of_logit_indices_in_order(qwen3: CausalLM) -> None:
     kv = make_cache(qwen3, 1)
     every_TE = qwen3(make_batch(kv, [(0, PROMPT)]))
     wanted_LE = qwen3(make_batch(kv, [(0, PROMPT)], wanted=[39, 3, 3]))
     assert_close(wanted_LE, every_TE[[39, 3, 3]], rtol=1e-5, atol=1e-5)
 
 
-def test_a_chunk_without_wanted_tokens_still_fills_the_cache(qwen3: CausalLM) -> None:
+def test_forward_without_logit_indices_fills_the_cache(qwen3: CausalLM) -> None:
     kv = make_cache(qwen3, 1)
     assert qwen3(make_batch(kv, [(0, PROMPT[:30])], wanted=[])).shape == (0, 64)
     rest_TE = qwen3(make_batch(kv, [(30, PROMPT[30:])]))

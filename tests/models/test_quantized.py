@@ -1,4 +1,4 @@
-"""Quantised directories: their weights are, bit for bit, what transformers dequantises them to."""
+"""Quantised directories load, bit for bit, to the weights that transformers dequantises."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def bits(tensor: Tensor) -> Tensor:
 # ---- fp8
 
 
-def test_an_fp8_directory_loads_to_what_transformers_dequantizes(directory: Path) -> None:
+def test_fp8_directory_loads_to_transformers_dequantized_weights(directory: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").state_dict()
     model = build_model(directory)
     assert model.spec.dtype == torch.bfloat16
@@ -101,14 +101,14 @@ def test_an_fp8_directory_loads_to_what_transformers_dequantizes(directory: Path
         assert torch.equal(bits(values), bits(expected[name])), name
 
 
-def test_it_loads_in_another_dtype_with_one_rounding(directory: Path) -> None:
+def test_fp8_directory_loads_in_another_dtype_with_one_rounding(directory: Path) -> None:
     for dtype in (torch.float32, torch.float16):
         expected = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).state_dict()
         values = build_model(directory, dtype=dtype).read_weights()[Q_PROJ]
         assert torch.equal(bits(values), bits(expected[Q_PROJ]))
 
 
-def test_it_is_saved_plain(directory: Path, tmp_path: Path) -> None:
+def test_fp8_model_is_saved_without_quantization(directory: Path, tmp_path: Path) -> None:
     model = build_model(directory)
     save_hf_directory(model, tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
@@ -116,7 +116,7 @@ def test_it_is_saved_plain(directory: Path, tmp_path: Path) -> None:
     assert all(torch.equal(again[name], values) for name, values in model.read_weights().items())
 
 
-def test_a_live_model_that_was_dequantized_is_taken(directory: Path) -> None:
+def test_build_model_takes_a_dequantized_live_model(directory: Path) -> None:
     live = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     assert torch.equal(build_model(live).read_weights()[Q_PROJ], live.state_dict()[Q_PROJ])
 
@@ -144,7 +144,7 @@ def test_fp8_values_of_any_shape_are_scaled_by_their_block(
     )
 
 
-def test_scales_of_8_bits_are_powers_of_two(tmp_path: Path) -> None:
+def test_fp8_scales_of_8_bits_are_powers_of_two(tmp_path: Path) -> None:
     scales = torch.tensor([[0.25, 2.0**-20], [8.0, 1.0]])
     tensors = {
         "w": torch.randn(256, 256).to(torch.float8_e4m3fn),
@@ -162,7 +162,7 @@ def dequantized(directory: Path, tensors: Tensors, method: str, dtype: torch.dty
     return found
 
 
-def test_scales_may_lie_in_another_shard(directory: Path) -> None:
+def test_fp8_scales_may_lie_in_another_shard(directory: Path) -> None:
     expected = build_model(directory).read_weights()
     tensors = load_file(directory / "model.safetensors")
     shards: dict[str, Tensors] = {"model-1.safetensors": {}, "model-2.safetensors": {}}
@@ -198,7 +198,7 @@ SCALES = f"{Q_PROJ}_scale_inv"
     ],
     ids=["no scales", "no weight", "plain", "grid", "integer", "scalar", "stray", "static"],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
+def test_fp8_tensors_that_do_not_fit_are_refused_by_name(
     directory: Path, edit: Callable[[Tensors], object], message: str
 ) -> None:
     edit_tensors(directory, edit)
@@ -206,7 +206,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         build_model(directory)
 
 
-def test_experts_of_fp8_load_to_what_transformers_dequantizes(tmp_path: Path) -> None:
+def test_fp8_experts_load_to_transformers_dequantized_weights(tmp_path: Path) -> None:
     hf = tiny_model(
         "qwen3_moe",
         seed=1,
@@ -262,11 +262,11 @@ def gpt_oss(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_mxfp4_directory_loads_to_what_transformers_dequantizes(gpt_oss: Path) -> None:
+def test_mxfp4_directory_loads_to_transformers_dequantized_weights(gpt_oss: Path) -> None:
     assert_equal_to_transformers(gpt_oss)
 
 
-def test_it_generates_as_transformers_does_and_is_saved_plain(
+def test_mxfp4_model_generates_as_transformers_and_is_saved_without_quantization(
     gpt_oss: Path, tmp_path: Path
 ) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.float32)
@@ -286,7 +286,7 @@ def test_it_generates_as_transformers_does_and_is_saved_plain(
     assert_equal_to_transformers(tmp_path / "plain")
 
 
-def test_experts_without_their_scales_are_refused_by_name(gpt_oss: Path) -> None:
+def test_mxfp4_experts_without_scales_are_refused_by_name(gpt_oss: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     edit_tensors(gpt_oss, lambda tensors: tensors.pop(f"{name}_scales"))
     with pytest.raises(ModelError, match=f"'{name}_blocks' is there, but '{name}_scales'"):
@@ -295,7 +295,7 @@ def test_experts_without_their_scales_are_refused_by_name(gpt_oss: Path) -> None
 
 @settings(max_examples=scaled(40), deadline=None)
 @given(data=st.data())
-def test_mxfp4_values_are_what_transformers_unpacks(
+def test_mxfp4_values_equal_those_of_transformers(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Every byte, and every scale: those that leave the range of a dtype, too."""
@@ -324,7 +324,7 @@ def test_mxfp4_values_are_what_transformers_unpacks(
     ],
     ids=["no scales", "no blocks", "twice", "dtype", "bytes", "grid"],
 )
-def test_blocks_that_do_not_fit_are_refused_by_name(
+def test_mxfp4_blocks_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     tensors = {
@@ -355,12 +355,14 @@ def test_blocks_that_do_not_fit_are_refused_by_name(
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ],
 )
-def test_other_quantizations_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_quant_method_of_other_quantizations_is_refused_by_name(
+    changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ModelError, match=f"{named}.*save the model dequantised"):
         quant_method_of({"quantization_config": FP8_CONFIG | changes})
 
 
-def test_what_published_configs_say_is_known() -> None:
+def test_quant_method_of_published_configs_is_known() -> None:
     ignored = {"modules_to_not_convert": None, "ignored_layers": ["gate", "lm_head"]}
     for changes in ({}, {"scale_fmt": "ue8m0"}, {"fmt": "float8_e4m3fn", **ignored}):
         assert quant_method_of({"quantization_config": FP8_CONFIG | changes}) == FP8

@@ -133,7 +133,7 @@ def logits_on_ranks(source: Any, size: int, **how: Any) -> list[Tensor]:
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", FAMILY_CASES)
-def test_logits_of_all_ranks_are_those_of_one(case: str, size: int) -> None:
+def test_logits_of_all_ranks_equal_those_of_one(case: str, size: int) -> None:
     source = family_model(case, seed=3)
     assert_as_one(logits_on_ranks(source, size), logits_on_ranks(source, 1)[0])
 
@@ -142,7 +142,7 @@ def test_logits_of_all_ranks_are_those_of_one(case: str, size: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", FUSED_CASES)
-def test_logits_of_fused_decoders_are_those_of_the_layers_of_one(
+def test_logits_of_fused_decoders_on_ranks_equal_those_of_layers_on_one(
     case: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", "native")
@@ -161,7 +161,7 @@ def assert_as_one(logits: list[Tensor], expected_LV: Tensor) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("case", ["qwen3", "olmo2", "cohere2"])
-def test_a_fused_decoder_sums_the_same_bits_with_any_number_of_threads(
+def test_fused_decoder_sums_the_same_bits_with_any_number_of_threads(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", "native")
@@ -189,7 +189,7 @@ class BrokenAt(OneRank):
 
 
 @needs_compiler
-def test_a_sum_that_fails_within_a_fused_decoder_is_the_last_and_raises(
+def test_fused_decoder_raises_the_error_of_a_failed_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", "native")
@@ -205,12 +205,12 @@ def test_a_sum_that_fails_within_a_fused_decoder_is_the_last_and_raises(
     assert collectives.num_calls == 3 + num_sums
 
 
-def test_a_vocabulary_that_ranks_divide_evenly_is_gathered_in_its_order() -> None:
+def test_compute_logits_gathers_an_even_vocabulary_in_order() -> None:
     source = tiny_model("qwen2", seed=3, vocab_size=208, tie_word_embeddings=True)
     assert_as_one(logits_on_ranks(source, 4), logits_on_ranks(source, 1)[0])
 
 
-def test_bfloat16_ranks_are_as_near_to_float32_as_one() -> None:
+def test_bfloat16_logits_of_ranks_are_as_near_to_float32_as_those_of_one() -> None:
     source = family_model("qwen3", seed=3)
     expected_LV = logits_on_ranks(source, 1)[0]
     errors = [
@@ -220,7 +220,7 @@ def test_bfloat16_ranks_are_as_near_to_float32_as_one() -> None:
     assert max(errors[1:]) < 2 * errors[0]
 
 
-def test_all_ranks_record_the_experts_of_one() -> None:
+def test_routing_of_all_ranks_equals_that_of_one() -> None:
     source = family_model("qwen3_moe", seed=3)
     expected, first, second = (
         routing
@@ -255,7 +255,7 @@ def routing_of(source: Any, collectives: Collectives) -> Tensor:
         ({"num_heads": 16, "num_kv_heads": 16}, 16, "num_experts=8 is less than"),
     ],
 )
-def test_a_model_that_ranks_cannot_share_is_refused_by_name(
+def test_local_refuses_a_model_that_ranks_cannot_divide(
     changes: dict[str, Any], size: int, reason: str
 ) -> None:
     spec = replace(build_model(family_model("qwen3_moe")).spec, **changes)
@@ -263,7 +263,7 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_name(
         spec.local(0, size)
 
 
-def test_a_rank_of_another_group_and_its_weights_are_refused() -> None:
+def test_part_of_another_rank_is_refused_by_local_and_prepare() -> None:
     spec = build_model(family_model("qwen3")).spec
     with pytest.raises(ModelError, match=r"rank=2 must be in \[0, tensor_parallel_size=2\)"):
         spec.local(2, 2)
@@ -276,7 +276,7 @@ def test_a_rank_of_another_group_and_its_weights_are_refused() -> None:
         part.spec.to_hf_config()
 
 
-def test_the_cache_of_a_rank_has_the_heads_that_it_reads() -> None:
+def test_cache_spec_of_a_rank_has_the_heads_that_it_reads() -> None:
     spec = build_model(family_model("qwen3")).spec
     assert (spec.num_heads, spec.num_kv_heads) == (4, 2)
     heads = {size: CausalLM(spec.local(0, size)).cache_spec(8).num_kv_heads for size in (1, 2, 4)}

@@ -1,4 +1,4 @@
-"""ModelSpec from and to Hugging Face configs, and what it refuses."""
+"""ModelSpec from and to Hugging Face configs, and the configs that it refuses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ DEEPSEEK_YARN = {
 }
 
 
-def test_a_v4_config_gives_every_field() -> None:
+def test_from_hf_config_reads_every_field_of_v4() -> None:
     assert ModelSpec.from_hf_config(QWEN2_V4) == ModelSpec(
         family="qwen2",
         vocab_size=151936,
@@ -114,7 +114,7 @@ def test_a_v4_config_gives_every_field() -> None:
 
 @pytest.mark.parametrize("family", CONFIG_CLASSES)
 @pytest.mark.parametrize("scaling", [None, LLAMA3_ROPE, YARN_ROPE, {"type": "linear", "factor": 2}])
-def test_v4_and_v5_notation_of_rope_mean_the_same(
+def test_from_hf_config_reads_v4_and_v5_ropes_alike(
     family: str, scaling: dict[str, Any] | None
 ) -> None:
     v5 = hf_config(family, rope_theta=5e5, rope_scaling=scaling).to_dict()
@@ -126,14 +126,14 @@ def test_v4_and_v5_notation_of_rope_mean_the_same(
     assert spec.rope.kind == (scaling or {}).get("rope_type", "linear" if scaling else "default")
 
 
-def test_the_documented_table_of_families_is_theirs() -> None:
+def test_documented_table_of_families_is_true() -> None:
     """After a change: `python -m tests.family_table`."""
     assert family_table() in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", CONFIG_CLASSES)
 @pytest.mark.parametrize("scaling", [None, LLAMA3_ROPE, YARN_ROPE])
-def test_written_configs_read_back_the_same_through_transformers(
+def test_to_hf_config_reads_back_through_transformers(
     family: str, scaling: dict[str, Any] | None
 ) -> None:
     config = hf_config(family, rope_scaling=scaling, tie_word_embeddings=True, dtype="bfloat16")
@@ -152,7 +152,7 @@ def test_written_configs_read_back_the_same_through_transformers(
         ("phi3", {"rope_scaling": LONGROPE | {"attention_factor": 1.1}}),
     ],
 )
-def test_transformers_takes_no_default_for_what_is_written(
+def test_to_hf_config_leaves_no_default_to_transformers(
     family: str, changes: dict[str, Any]
 ) -> None:
     given = tiny_config(family, **(FAMILY_CASES[family] | changes))
@@ -163,7 +163,7 @@ def test_transformers_takes_no_default_for_what_is_written(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "ministral3"])
-def test_a_rope_scaling_of_none_means_what_transformers_takes_it_for(family: str) -> None:
+def test_rope_scaling_of_none_means_what_it_means_in_transformers(family: str) -> None:
     theirs = tiny_config(family, rope_scaling=None).to_dict()
     ours = {key: value for key, value in theirs.items() if key != "rope_parameters"}
     spec = ModelSpec.from_hf_config(ours | {"rope_scaling": None})
@@ -172,7 +172,7 @@ def test_a_rope_scaling_of_none_means_what_transformers_takes_it_for(family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("theta", [{}, {"rope_theta": 7e5}])
-def test_a_rope_scaling_beside_rope_parameters_means_what_transformers_takes_it_for(
+def test_rope_scaling_beside_rope_parameters_means_what_it_means_in_transformers(
     family: str, theta: dict[str, float]
 ) -> None:
     """As where somebody adds a scaling to a config that transformers 5 has saved."""
@@ -185,7 +185,7 @@ def test_a_rope_scaling_beside_rope_parameters_means_what_transformers_takes_it_
     assert (spec.rope.kind, spec.rope.factor) == (kind["rope_type"], 3.0)
 
 
-def test_a_rope_type_that_is_not_known_is_refused_wherever_it_stands() -> None:
+def test_unknown_rope_type_is_refused_in_every_key() -> None:
     magic = {"type": "magic"}
     plain = {"rope_type": "default", "rope_theta": 1e6}
     for rope in (
@@ -212,17 +212,17 @@ def test_yarn_attention_factor_follows_the_paper_unless_given() -> None:
     assert explicit.rope.attention_factor == 1.5
 
 
-def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
+def test_unused_sliding_window_is_ignored() -> None:
     config = QWEN2_V4 | {"use_sliding_window": True, "max_window_layers": 24}
     assert ModelSpec.from_hf_config(config) == ModelSpec.from_hf_config(QWEN2_V4)
 
 
-def test_a_window_on_some_layers_is_read() -> None:
+def test_layer_types_give_windows_to_some_layers() -> None:
     config = QWEN2_V4 | {"use_sliding_window": True, "max_window_layers": 22}
     assert ModelSpec.from_hf_config(config).windows == (*[None] * 22, 32768, 32768)
 
 
-def test_layers_without_types_have_the_windows_that_transformers_gives_them() -> None:
+def test_windows_without_layer_types_are_those_of_transformers() -> None:
     for family in ("ministral", "olmo3", "gemma2", "gemma3_text", "cohere2", "smollm3"):
         sizes = {"num_hidden_layers": 8, "sliding_window": 11}
         config = tiny_config(family, **(FAMILY_CASES[family] | sizes | {"layer_types": None}))
@@ -235,7 +235,7 @@ def test_layers_without_types_have_the_windows_that_transformers_gives_them() ->
         assert [window is not None for window in windows] == is_sliding, family
 
 
-def test_latent_attention_is_read_and_written() -> None:
+def test_latent_attention_config_is_read_and_written() -> None:
     spec = ModelSpec.from_hf_config(MOONLIGHT)
     assert spec.latent == LatentDims(
         q_lora_rank=None,
@@ -252,14 +252,14 @@ def test_latent_attention_is_read_and_written() -> None:
         assert ModelSpec.from_hf_config(each.to_hf_config()) == each
 
 
-def test_the_cache_of_latent_attention_keeps_576_numbers_of_a_token_and_layer() -> None:
+def test_cache_spec_of_latent_attention_has_576_numbers_per_token_and_layer() -> None:
     """Moonlight's heads would need 16 x (192 + 128), nine times as many."""
     spec = CausalLM(ModelSpec.from_hf_config(MOONLIGHT), "meta").cache_spec(64, torch.bfloat16)
     for attention in (ReferenceAttention(), TorchSdpaAttention()):
         assert bytes_per_block(attention, spec) == 27 * 64 * 576 * 2
 
 
-def test_yarns_scale_of_scores_follows_mscale_all_dim() -> None:
+def test_yarn_attention_scale_follows_mscale_all_dim() -> None:
     """As DeepSeek-V3's own code has it: 192^-0.5 (0.1 ln(40) + 1)^2; cosines have no factor."""
     spec = ModelSpec.from_hf_config(MOONLIGHT | {"rope_scaling": DEEPSEEK_YARN})
     assert spec.rope.attention_factor == 1.0
@@ -282,7 +282,7 @@ def test_yarns_scale_of_scores_follows_mscale_all_dim() -> None:
         ({"sliding_window": 8}, "sliding_window=8"),
     ],
 )
-def test_latent_attention_that_would_run_wrongly_is_refused(
+def test_latent_attention_config_that_would_run_wrongly_is_refused(
     change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -290,7 +290,7 @@ def test_latent_attention_that_would_run_wrongly_is_refused(
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_how_many_first_layers_have_no_experts_is_read_and_written(family: str) -> None:
+def test_first_k_dense_replace_is_read_and_written(family: str) -> None:
     for count in range(4):
         sizes = FAMILY_CASES[family] | {"first_k_dense_replace": count}
         spec = ModelSpec.from_hf_config(tiny_config(family, **sizes).to_dict())
@@ -298,7 +298,7 @@ def test_how_many_first_layers_have_no_experts_is_read_and_written(family: str) 
         assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
 
 
-def test_layers_are_named_dense_or_sparse() -> None:
+def test_mlp_layer_types_are_dense_or_sparse() -> None:
     config = tiny_config("glm4_moe_lite", **FAMILY_CASES["glm4_moe_lite"]).to_dict()
     spec = ModelSpec.from_hf_config(config)
     assert spec.moe_layers == (1,)
@@ -310,7 +310,7 @@ def test_layers_are_named_dense_or_sparse() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_that_a_config_lacks_have_the_values_that_transformers_gives_them(family: str) -> None:
+def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     """Of which only sizes are said, and what a release decides for itself."""
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 96, "max_position_embeddings": 256}
@@ -324,7 +324,7 @@ def test_keys_that_a_config_lacks_have_the_values_that_transformers_gives_them(f
     assert ModelSpec.from_hf_config(config) == ModelSpec.from_hf_config(theirs)
 
 
-def test_keys_that_ask_for_nothing_pass() -> None:
+def test_keys_with_neutral_values_are_accepted() -> None:
     unset = {"attn_logit_softcapping": None, "mlp_bias": False, "_name_or_path": "x"}
     assert ModelSpec.from_hf_config(QWEN2_V4 | unset) == ModelSpec.from_hf_config(QWEN2_V4)
 
@@ -344,12 +344,14 @@ def test_keys_that_ask_for_nothing_pass() -> None:
         ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
     ],
 )
-def test_keys_without_effect_of_published_configs_pass(family: str, keys: dict[str, Any]) -> None:
+def test_keys_without_effect_of_published_configs_are_accepted(
+    family: str, keys: dict[str, Any]
+) -> None:
     config = tiny_config(family, **FAMILY_CASES[family]).to_dict()
     assert ModelSpec.from_hf_config(config | keys) == ModelSpec.from_hf_config(config)
 
 
-def test_older_configs_of_windowed_families_give_the_same_layers() -> None:
+def test_older_configs_of_windowed_families_give_the_same_windows() -> None:
     """Gemma 3 as it was published: a pattern of layers, a local theta, a scaling of full layers."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 16}
     sizes |= {"vocab_size": 97, "intermediate_size": 96, "max_position_embeddings": 256}
@@ -398,13 +400,15 @@ def test_older_configs_of_windowed_families_give_the_same_layers() -> None:
         ({"eos_token_id": [1, "x"]}, r"eos_token_id=\[1, 'x'\] in the config"),
     ],
 )
-def test_configs_that_would_run_wrongly_are_refused(change: dict[str, Any], message: str) -> None:
+def test_from_hf_config_refuses_configs_that_would_run_wrongly(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_hf_config(QWEN2_V4 | change)
 
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
-def test_ropes_of_a_layer_type_are_refused_where_transformers_ignores_a_setting(
+def test_ropes_by_layer_type_refuse_settings_that_transformers_ignores(
     family: str,
 ) -> None:
     """Of yarn's ramp it reads `truncate` beside the layer types, where nothing else stands."""
@@ -439,7 +443,7 @@ def test_ropes_of_a_layer_type_are_refused_where_transformers_ignores_a_setting(
         ("glm4_moe", {"num_experts_per_tok": 5}, "experts_per_token=5 exceeds the 4"),
     ],
 )
-def test_mixtures_that_would_run_wrongly_are_refused(
+def test_from_hf_config_refuses_mixtures_that_would_run_wrongly(
     family: str, change: dict[str, Any], message: str
 ) -> None:
     config = tiny_config(family, **FAMILY_CASES[family]).to_dict() | change
@@ -450,7 +454,7 @@ def test_mixtures_that_would_run_wrongly_are_refused(
 
 
 @pytest.mark.parametrize(("changes", "layers"), [({}, (1, 3)), ({"mlp_only_layers": [3]}, (1,))])
-def test_every_nth_layer_has_experts_unless_it_is_listed(
+def test_decoder_sparse_step_gives_experts_to_every_nth_layer(
     changes: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
     sizes = FAMILY_CASES["qwen3_moe"] | {"num_hidden_layers": 4, "mlp_only_layers": []}
@@ -460,7 +464,7 @@ def test_every_nth_layer_has_experts_unless_it_is_listed(
     assert ModelSpec.from_hf_config(spec.to_hf_config()) == spec
 
 
-def test_a_spec_its_family_cannot_express_is_not_written() -> None:
+def test_to_hf_config_refuses_a_spec_that_the_family_cannot_express() -> None:
     spec = replace(ModelSpec.from_hf_config(QWEN2_V4), attention_bias=False)
     with pytest.raises(ModelError, match="attention_bias"):
         spec.to_hf_config()

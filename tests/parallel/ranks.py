@@ -1,4 +1,4 @@
-"""Ranks in real processes of their own, over each kind of collectives."""
+"""Ranks in processes of their own, over each kind of Collectives, for tests."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ CHILD = """
 """
 
 
-def test_a_limit_on_the_size_of_files_is_kept_and_refuses_nothing_below_it() -> None:
+def test_mapped_file_keeps_the_limit_on_file_sizes() -> None:
     source = textwrap.dedent(CHILD).format(limit=4 * MIB, capacity=100 * MIB)
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert run.stdout == f"{4 * MIB + 1} bytes are more than the file's capacity of {4 * MIB}\n", (

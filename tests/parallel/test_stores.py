@@ -1,4 +1,4 @@
-"""Stores listen at the address that is meant, and at no other one."""
+"""open_store and connect_store: a store listens at its own address only."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ def of_rank_0_without_an_agent() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("opened", [of_a_transport, of_a_rendezvous, of_rank_0_without_an_agent])
-def test_a_store_listens_at_loopback_alone(opened: Callable[[], Any]) -> None:
+def test_open_store_listens_at_loopback_alone(opened: Callable[[], Any]) -> None:
     with opened() as port:
         assert {address for address, number in listeners() if number == port} == {LOOPBACK}
 
 
-def test_torchs_own_store_listens_everywhere() -> None:
+def test_tcp_store_of_torch_listens_at_every_address() -> None:
     """Which is why it is not used; once this fails, `open_store` may go."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     addresses = {address for address, port in listeners() if port == store.port}
     assert addresses - {LOOPBACK}
 
 
-def test_a_store_is_reached_at_its_port() -> None:
+def test_connect_store_reaches_a_store_at_its_port() -> None:
     store, port = open_store("127.0.0.1", 60.0)
     connect_store("127.0.0.1", port, 60.0).set("key", "value")
     assert store.get("key") == b"value"

@@ -1,4 +1,4 @@
-"""Ranks connect to rank 0 on this machine, or raise the reason why they cannot."""
+"""RankListener and wire_to_lead: ranks connect to rank 0 on this machine, or raise the reason."""
 
 from __future__ import annotations
 

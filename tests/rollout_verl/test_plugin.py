@@ -108,7 +108,7 @@ def test_the_defaults_of_verls_rollout_config_are_accepted(verl: SimpleNamespace
     fields.check_config(SimpleNamespace(**(VERL_FIELDS | {"engine_kwargs": {"vllm": {}}})))
 
 
-# Wishes that the tables cannot tell by a refused value.
+# Values that check_config refuses by rules beyond its tables.
 PARTS: list[tuple[dict[str, Any], str]] = [
     ({"disaggregation": SimpleNamespace(enabled=True)}, r"disaggregation\.enabled=True"),
     ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, r"mtp\.enable_rollout=True"),
@@ -118,7 +118,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
         r"engine_kwargs\.vllm is for another backend",
     ),
 ]
-WISHES: dict[str, Any] = {
+REFUSED_VALUES: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "expert_parallel_size": 2,
     "moe_tensor_parallel_size": 2,
@@ -138,10 +138,10 @@ def test_every_refused_field_of_verls_rollout_config_is_named_with_a_remedy(
     verl: SimpleNamespace,
 ) -> None:
     fields = import_module("rollout_verl.fields")
-    assert set(WISHES) == set(fields.REFUSED)
+    assert set(REFUSED_VALUES) == set(fields.REFUSED)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({name: wish, "engine_kwargs": {}}, rf"rollout\.{name}=.* is not supported: \w")
-        for name, wish in WISHES.items()
+        ({name: value, "engine_kwargs": {}}, rf"rollout\.{name}=.* is not supported: \w")
+        for name, value in REFUSED_VALUES.items()
     ]
     for change, message in changes + PARTS:
         with pytest.raises(ConfigError, match=message):

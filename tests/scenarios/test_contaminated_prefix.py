@@ -20,6 +20,7 @@ from tests.tiny_models import (
     expected_logprobs,
     generated_logits,
     prompt_of,
+    suspend_and_resume,
     tiny_engine,
     tiny_model,
     tokens_of,
@@ -200,10 +201,7 @@ def test_unused_blocks_are_dropped_by_a_suspend_that_releases_their_memory(
     )
     engine.add_request(PROMPT, params(4))
     drain(engine)
-    engine.pause()
-    engine.suspend(mode)
-    engine.resume()
-    engine.unpause()
+    suspend_and_resume(engine, mode)
     request_id = engine.add_request(PROMPT, params(4))
     assert distance(drain(engine)[request_id], old_model()) < TOLERANCE
     assert engine.stats().num_prefix_hit_tokens == num_hits

@@ -24,6 +24,7 @@ from tests.tiny_models import (
     generate_all,
     pool_gb,
     prompt_of,
+    suspend_and_resume,
     tiny_engine,
     tiny_model,
 )
@@ -124,10 +125,7 @@ def test_suspend_finds_no_step_in_flight(mode: str) -> None:
     while engine.has_unfinished_requests():
         for _ in range(3):
             finished |= {record.request_id: record.merge() for record in engine.step()}
-        engine.pause()
-        engine.suspend(mode)
-        engine.resume()
-        engine.unpause()
+        suspend_and_resume(engine, mode)
     assert_as_step_by_step(finished)
 
 

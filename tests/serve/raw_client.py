@@ -1,4 +1,4 @@
-"""A client over bare sockets: it sends what it likes, reads as little as it likes, and goes."""
+"""A client over bare sockets, for requests that no HTTP library sends and for disconnects."""
 
 from __future__ import annotations
 

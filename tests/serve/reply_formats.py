@@ -1,4 +1,4 @@
-"""Each format of tool calls, as its models write it, written by hand: what readers are held to."""
+"""Hand-written replies of each tool-call format, with the expected readings."""
 
 from __future__ import annotations
 

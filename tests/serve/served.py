@@ -58,7 +58,7 @@ class OwnEngine(ThreadedLLM):
         self._llm.shutdown()
 
     def has_unfinished(self) -> bool:
-        return bool(self._unfinished)
+        return bool(self._unfinished())
 
 
 class Served:

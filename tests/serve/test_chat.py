@@ -29,7 +29,7 @@ def ids_of(text: str) -> list[int]:
     return chat_model.tokenizer().encode(text, add_special_tokens=False).ids
 
 
-def test_a_chat_is_generation_on_the_rendered_ids(served: Served) -> None:
+def test_chat_generates_from_the_rendered_ids(served: Served) -> None:
     with LLM(chat_model.directory(), None, CONFIG) as llm:
         expected = llm.generate(
             TEXT, SamplingParams(num_tokens_to_generate=20, seed=4, return_log_probs=True)
@@ -62,7 +62,7 @@ def test_a_chat_is_generation_on_the_rendered_ids(served: Served) -> None:
     assert reply["usage"]["prompt_tokens"] == len(ids_of(TEXT))
 
 
-def test_a_stream_gives_the_same_text_and_tokens(served: Served) -> None:
+def test_streamed_chat_equals_the_whole_reply(served: Served) -> None:
     body = {"messages": MESSAGES, "max_tokens": 24, "seed": 8, "n": 2, "return_token_ids": True}
     whole = served.post(PATH, body).json()["choices"]
     streamed = body | {"stream": True, "logprobs": True, "stream_options": {"include_usage": True}}

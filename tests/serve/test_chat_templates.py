@@ -129,9 +129,7 @@ def tokenizers_of(path: Path, template: Any) -> tuple[HFTokenizer, Any]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_of_templates_is_rendered_as_transformers_does(
-    feature: str, tmp_path: Path
-) -> None:
+def test_chat_template_renders_as_transformers(feature: str, tmp_path: Path) -> None:
     source, conversations, options = FEATURES[feature]
     ours, theirs = tokenizers_of(tmp_path, source)
     template = load_template(ours, None)
@@ -151,7 +149,7 @@ def test_a_feature_of_templates_is_rendered_as_transformers_does(
             assert template.render(messages, tools=tools, **given) == expected
 
 
-def test_templates_in_a_list_of_the_config_are_found_by_name(tmp_path: Path) -> None:
+def test_chat_template_by_name_is_found_in_the_tokenizer_config(tmp_path: Path) -> None:
     named = [{"name": "default", "template": _PLAIN}, {"name": "tool_use", "template": "tools!"}]
     ours, _ = tokenizers_of(tmp_path, named)
     template = load_template(ours, None)
@@ -164,7 +162,7 @@ def test_templates_in_a_list_of_the_config_are_found_by_name(tmp_path: Path) -> 
     assert chosen.render([USER]) == "tools!"
 
 
-def test_nulls_of_a_message_are_absent_keys(tmp_path: Path) -> None:
+def test_chat_template_sees_no_null_of_a_message(tmp_path: Path) -> None:
     source = """{% for m in messages %}{{ m.name if m.name is defined else '-' }}
 {{- m.content if m.content is defined else '-' }}{% for c in m.tool_calls or [] %}!{% endfor %}
 {%- endfor %}"""
@@ -174,7 +172,7 @@ def test_nulls_of_a_message_are_absent_keys(tmp_path: Path) -> None:
     assert template.render([USER, message]) == "-2 + 2?--"
 
 
-def test_parts_are_joined_for_a_template_that_reads_none() -> None:
+def test_parts_are_joined_for_a_chat_template_without_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"text": "b"}]
     assert (
         ChatTemplate(None, _PLAIN)
@@ -186,7 +184,7 @@ def test_parts_are_joined_for_a_template_that_reads_none() -> None:
     assert reads_parts(FEATURES["content as parts"][0])
 
 
-def test_arguments_of_calls_may_be_json(tmp_path: Path) -> None:
+def test_chat_template_decodes_json_arguments_of_calls(tmp_path: Path) -> None:
     source = FEATURES["tools in the system turn"][0]
     template = load_template(tokenizers_of(tmp_path, source)[0], None)
     assert template is not None
@@ -196,12 +194,12 @@ def test_arguments_of_calls_may_be_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "chat_template", "conversation"])
-def test_chat_template_kwargs_refuse_what_the_request_says_itself(name: str) -> None:
+def test_chat_template_kwargs_refuse_options_of_transformers(name: str) -> None:
     with pytest.raises(ApiError, match=f"chat_template_kwargs cannot set '{name}'"):
         ChatTemplate(None, _PLAIN).render([USER], variables={name: False})
 
 
-def test_a_named_template_with_a_fault_is_found_at_start(tmp_path: Path) -> None:
+def test_a_malformed_named_chat_template_is_refused_at_start(tmp_path: Path) -> None:
     ours, _ = tokenizers_of(tmp_path, {"default": _PLAIN, "tool_use": "{% for %}"})
     with pytest.raises(ConfigError, match="the chat template cannot be read"):
         load_template(ours, None)

@@ -32,7 +32,7 @@ def in_order(llm: LLM, prompts: Any, n: int = 1, **fields: Any) -> list[DynamicI
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_and_log_probs_are_those_of_generation_in_process(
+def test_completions_return_the_tokens_and_log_probs_of_generate(
     served: Served, in_process: LLM, temperature: float, stream: bool
 ) -> None:
     prompts = [PROMPT, prompt_of(5)]
@@ -90,12 +90,12 @@ def test_an_echo_scores_the_prompt(served: Served, in_process: LLM) -> None:
             expected.prompt_log_probs.tolist(), abs=1e-4
         )
         if max_tokens:
-            # A greedy token is bit-equal to the best one: clients tell greediness by that.
+            # A greedy token is bit-equal to the best one: clients detect a greedy token by that.
             assert logprobs["token_logprobs"][-1] == max(logprobs["top_logprobs"][-1].values())
         assert answer["usage"]["completion_tokens"] == max_tokens
 
 
-def test_a_streamed_echo_alone_counts_no_generated_tokens(served: Served) -> None:
+def test_usage_of_a_streamed_echo_counts_no_generated_tokens(served: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "stream": True}
     _, usage = served.completed(PATH, body | {"stream_options": {"include_usage": True}})
     assert usage["prompt_tokens"] == usage["total_tokens"] == len(PROMPT)
@@ -114,7 +114,7 @@ def test_prompt_logprobs_are_by_id_with_ranks(served: Served, in_process: LLM) -
         assert sorted(entry["rank"] for entry in row.values())[:2] == [1, 2]
 
 
-def test_a_score_alone_has_no_versions_of_generated_tokens(served: Served) -> None:
+def test_max_tokens_of_0_has_no_weight_versions(served: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0}
     asked = {"return_weight_versions": True, "return_provenance": True}
     for stream in ({}, {"stream": True, "logprobs": None}):
@@ -124,7 +124,7 @@ def test_a_score_alone_has_no_versions_of_generated_tokens(served: Served) -> No
         assert choice["weights_version"] == 0
 
 
-def test_streamed_samples_of_a_prompt_share_its_prefill(served: Served) -> None:
+def test_streamed_samples_share_a_prefill(served: Served) -> None:
     before = served.do(served.llm.stats())
     served.completed(PATH, {"prompt": PROMPT, "n": 4, "max_tokens": 2, "stream": True})
     after = served.do(served.llm.stats())
@@ -132,7 +132,7 @@ def test_streamed_samples_of_a_prompt_share_its_prefill(served: Served) -> None:
     assert after.num_prefill_tokens == before.num_prefill_tokens + len(PROMPT)
 
 
-def test_versions_and_staleness_come_on_request(served: Served) -> None:
+def test_return_weight_versions_and_return_provenance(served: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "return_weight_versions": True}
     (choice,), _ = served.completed(PATH, body | {"return_provenance": True})
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
@@ -203,7 +203,7 @@ def test_neutral_values_change_nothing(served: Served, fields: dict[str, Any]) -
         ({"model": "another"}, 404, "another"),
     ],
 )
-def test_bad_fields_are_answered_by_what_is_wrong(
+def test_completions_refuse_bad_fields_by_name(
     served: Served, fields: dict[str, Any], status: int, word: str
 ) -> None:
     answer = served.post(PATH, {"prompt": PROMPT, "max_tokens": 2} | fields)
@@ -213,16 +213,7 @@ def test_bad_fields_are_answered_by_what_is_wrong(
     assert word in error["message"]
 
 
-@pytest.mark.parametrize(
-    "body", [b"{", b"[1]", b'{"prompt": "\xff"}', b"null", b'{"prompt":' + b"[" * 9999, b"\x00"]
-)
-def test_bodies_that_are_no_json_objects_are_refused(served: Served, body: bytes) -> None:
-    answer = served.call("POST", PATH, body)
-    assert answer.status == 400
-    assert answer.json()["error"]["type"] == "BadRequestError"
-
-
-def test_a_stream_that_cannot_begin_is_answered_by_a_status(served: Served) -> None:
+def test_a_refused_stream_gets_a_status(served: Served) -> None:
     answer = served.post(PATH, {"prompt": [10**6], "stream": True})
     assert answer.status == 400
     assert "vocabulary" in answer.json()["error"]["message"]

@@ -1,5 +1,5 @@
-"""Clients of control routes that go away at any moment: each operation runs to its end, and what
-the server says of itself is the engines' state."""
+"""Clients of control routes that disconnect at any moment: each operation runs to its end, and the
+server reports the engines' state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.distributed
 
 NUM_CUTS = 200 if os.environ.get("ROLLOUT_TEST_LONG") == "1" else 30
-LONGEST_S = 0.2  # of what a client waits before it goes; most operations take some milliseconds
+LONGEST_S = 0.2  # that a client waits before it disconnects; most operations take some milliseconds
 WITHIN_S = 100.0
 COMPLETION = {"prompt": prompt_of(9), "max_tokens": 3, "seed": 1}
 
@@ -66,15 +66,15 @@ def operations(root: Path) -> list[tuple[str, Any]]:
 
 
 def cut(served: Served, path: str, body: Any, seconds: float) -> None:
-    """Send a request, and go away after so long."""
+    """Send a request, and disconnect after `seconds`."""
     client = connected((served.host, served.port))
     client.sendall(request_bytes(path, body))
     time.sleep(seconds)
     client.close()
 
 
-def told(served: Served) -> tuple[bool, bool, str]:
-    """Whether the server says that it is paused, and asleep, and the state in its metrics."""
+def reported(served: Served) -> tuple[bool, bool, str]:
+    """Return whether the server reports a pause, a sleep, and the state in its metrics."""
     metrics = served.get("/metrics").body.decode()
     found = re.search(r'rollout_engine_state\{state="(\w+)"\} 1.0', metrics)
     assert found is not None
@@ -86,9 +86,9 @@ def told(served: Served) -> tuple[bool, bool, str]:
 
 
 def is_true(served: Served) -> bool:
-    """Whether what the server says is the state of the engines, before and after."""
+    """Return whether the server reports the state of the engines, unless it has just changed."""
     before = served.do(served.llm.stats()).state
-    is_paused, is_sleeping, name = told(served)
+    is_paused, is_sleeping, name = reported(served)
     if served.do(served.llm.stats()).state is not before or name != before.name:
         return False
     if is_paused != (before is not EngineState.RUNNING):
@@ -99,7 +99,7 @@ def is_true(served: Served) -> bool:
 
 
 def recover(served: Served, root: Path) -> None:
-    """Do what a trainer does that does not know how its last request has ended."""
+    """Recover as a trainer does that does not know the result of its last request."""
     for path in ("/wake_up", "/resume"):
         assert served.post(path).status == 200
     answer = served.post("/v1/completions", COMPLETION)
@@ -144,13 +144,13 @@ def test_the_server_works_after_control_requests_that_are_cut_at_any_time(
             cut(served, path, body, seconds)
             what = f"cut {index} of {path} {body} after {seconds:.4f} s"
             if chance.random() < 0.5:  # else the next request comes while it runs
-                until(lambda: is_true(served), f"{what}: the server tells the engines' state")
+                until(lambda: is_true(served), f"{what}: the server reports the engines' state")
             try:
                 recover(served, root)
             except AssertionError as error:
                 raise AssertionError(what) from error
-            until(lambda: is_true(served), f"{what}: the server tells the engines' state")
-            assert told(served) == (False, False, "RUNNING"), what
+            until(lambda: is_true(served), f"{what}: the server reports the engines' state")
+            assert reported(served) == (False, False, "RUNNING"), what
             assert served.get("/health").status == 200, what
     finally:
         statuses = load.end()
@@ -172,13 +172,13 @@ def test_an_operation_whose_client_has_gone_runs_to_its_end(
 ) -> None:
     cut(served, path, {}, 0.01)
     until(lambda: served.do(served.llm.stats()).state is state, f"{path} has its effect")
-    until(lambda: is_true(served), "the server tells it")
+    until(lambda: is_true(served), "the server reports it")
     assert served.post("/wake_up").status == 200
     assert served.post("/v1/completions", COMPLETION).status == 200
 
 
 def test_a_pause_by_the_program_is_told_and_ended_over_http(served: Served) -> None:
     served.do(served.llm.pause())
-    assert told(served) == (True, False, "PAUSED")
+    assert reported(served) == (True, False, "PAUSED")
     assert served.post("/resume").status == 200
-    assert told(served) == (False, False, "RUNNING")
+    assert reported(served) == (False, False, "RUNNING")

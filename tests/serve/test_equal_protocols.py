@@ -55,8 +55,8 @@ def completions(served: Served, **more: Any) -> Sampled:
     body = {"prompt": PROMPT, "logprobs": 0, "return_token_ids": True, **SHARED, **more}
     parts = choices_of(served, "/v1/completions", body)
     ids = [i for part in parts for i in part.get("token_ids") or []]
-    told = [part["logprobs"]["token_logprobs"] for part in parts if part["logprobs"]]
-    return ids, [value for values in told for value in values]
+    columns = [part["logprobs"]["token_logprobs"] for part in parts if part["logprobs"]]
+    return ids, [value for values in columns for value in values]
 
 
 def chat(served: Served, **more: Any) -> Sampled:
@@ -73,8 +73,8 @@ def tokens_in_out(served: Served, **more: Any) -> Sampled:
 
 
 def content_log_probs(parts: list[dict[str, Any]]) -> list[float]:
-    told = [part["logprobs"]["content"] for part in parts if part["logprobs"]]
-    return [entry["logprob"] for entries in told for entry in entries]
+    columns = [part["logprobs"]["content"] for part in parts if part["logprobs"]]
+    return [entry["logprob"] for entries in columns for entry in entries]
 
 
 def sglang(served: Served, **more: Any) -> Sampled:
@@ -89,7 +89,7 @@ def sglang(served: Served, **more: Any) -> Sampled:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("protocol", [completions, chat, tokens_in_out, sglang])
-def test_an_http_protocol_gives_what_generation_in_process_gives(
+def test_each_protocol_returns_the_tokens_and_log_probs_of_generate(
     served: Served, expected: Sampled, protocol: Callable[..., Sampled], stream: bool
 ) -> None:
     tokens, log_probs = protocol(served, stream=stream)
@@ -97,7 +97,7 @@ def test_an_http_protocol_gives_what_generation_in_process_gives(
     assert log_probs == pytest.approx(expected[1], abs=1e-5)
 
 
-def test_verls_server_gives_what_generation_in_process_gives(expected: Sampled) -> None:
+def test_verls_server_returns_the_tokens_and_log_probs_of_generate(expected: Sampled) -> None:
     async def generated() -> Any:
         kind = import_module("rollout_verl.server").EngineServer
         server = kind(rollout_config(), chat_model.directory(), RolloutMode.HYBRID)

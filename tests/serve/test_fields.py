@@ -169,7 +169,7 @@ def test_each_field_of_a_peer_has_a_status(place: str) -> None:
         assert set(PEERS[place]) <= set(statuses(struct)), struct
 
 
-def test_fields_without_effect_are_those_of_somebody() -> None:
+def test_each_neutral_field_is_a_field_of_a_peer() -> None:
     known = {key for keys in PEERS.values() for key in keys} | OF_OTHERS
     for place in PEERS:
         for struct in structs_of(place):
@@ -248,8 +248,8 @@ def events_of(answer: Any) -> list[Any]:
 
 def steady_object(value: Any) -> Any:
     if isinstance(value, dict):
-        told = ("id", "created", "request_id", "e2e_latency", "cached_tokens")
-        return {name: steady_object(each) for name, each in value.items() if name not in told}
+        varying = ("id", "created", "request_id", "e2e_latency", "cached_tokens")
+        return {name: steady_object(each) for name, each in value.items() if name not in varying}
     return [steady_object(each) for each in value] if isinstance(value, list) else value
 
 
@@ -376,9 +376,13 @@ def test_an_unknown_field_is_ignored_and_logged_once(
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"prompt": [', b'{"max_tokens": "5", "prompt": [', b"[]", b'{"prompt": "\xff"}']
+    "body",
+    [
+        *(b'{"prompt": [', b'{"max_tokens": "5", "prompt": [', b"[1]", b'{"prompt": "\xff"}'),
+        *(b"null", b"\x00", b'{"prompt":' + b"[" * 9999),
+    ],
 )
-def test_a_body_that_is_no_json_object_is_refused(served: Served, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(served: Served, body: bytes) -> None:
     answer = served.post("/v1/completions", body)
     assert answer.status == 400
     assert "cannot be read" in message_of(answer)
@@ -437,7 +441,7 @@ def test_a_request_that_contradicts_itself_is_refused(
         (("POST", "/update_weights_from_disk", {"model_path": "x", "is_async": True}), "is_async"),
     ],
 )
-def test_an_operation_refuses_what_it_would_not_do(
+def test_an_operation_refuses_unknown_fields(
     served: Served, call: tuple[Any, ...], param: str
 ) -> None:
     answer = served.call(*call)
@@ -458,7 +462,7 @@ def test_an_operation_refuses_what_it_would_not_do(
         ("POST", "/abort_request", {"rid": "x", "abort_message": "y"}),
     ],
 )
-def test_an_operation_takes_what_changes_nothing(served: Served, call: tuple[Any, ...]) -> None:
+def test_an_operation_accepts_neutral_fields(served: Served, call: tuple[Any, ...]) -> None:
     assert served.call(*call).status == 200
 
 
@@ -487,7 +491,7 @@ def test_truncate_prompt_tokens_keeps_a_part_of_the_prompt(
         assert reply["prompt_token_ids"] == place["prompt_token_ids"][kept]
 
 
-def test_a_prompt_that_is_too_long_is_truncated_to_what_the_context_takes(served: Served) -> None:
+def test_truncate_prompt_tokens_of_minus_1_fills_the_context(served: Served) -> None:
     body = {"prompt": "a" * 700, "max_tokens": 12, "truncate_prompt_tokens": -1, "echo": True}
     reply = served.post("/v1/completions", body | {"ignore_eos": True}).json()
     assert reply["usage"]["prompt_tokens"] == 512 - 12
@@ -511,7 +515,7 @@ def test_documents_and_reasoning_effort_reach_the_template(served: Served) -> No
     assert served.post("/detokenize", {"tokens": ids}).json()["prompt"] == "facts none False"
 
 
-def test_stream_interval_puts_tokens_together(served: Served) -> None:
+def test_stream_interval_groups_tokens(served: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     body |= {"stream": True, "stream_interval": 6}
     sizes = [
@@ -534,7 +538,7 @@ def test_sglangs_names_of_fields_are_read_in_chats_and_completions(served: Serve
     assert [choice["text"] for choice in texts] == ["", "aa", "aa"]
 
 
-def test_priorities_reach_the_engines_as_their_servers_order_them(
+def test_priority_has_the_order_of_each_server(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []

@@ -31,7 +31,7 @@ def token_ids(server: Served) -> list[int]:
     return ids
 
 
-def test_weights_of_a_trainer_are_served_after_resume(server: Served, tmp_path: Path) -> None:
+def test_file_weight_transfer_serves_weights_after_resume(server: Served, tmp_path: Path) -> None:
     transfer = FileWeightTransfer(server.url, tmp_path, max_shard_bytes=20_000)
     transfer.init_weight_transfer()
     first = token_ids(server)

@@ -1,4 +1,4 @@
-"""Host, Origin and Content-Type: pages of other sites are refused, clients of trainers are not."""
+"""Checks of Host, Origin and Content-Type: pages of other sites are refused, trainers are not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_guarded_route_refuses_a_foreign_host_and_a_foreign_origin(served: 
     assert served.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_each_route_with_an_effect_takes_json_alone(served: Served) -> None:
+def test_each_route_with_an_effect_accepts_only_json(served: Served) -> None:
     for method, path in guarded():
         if method == "GET":
             continue
@@ -97,14 +97,14 @@ def test_each_route_with_an_effect_takes_json_alone(served: Served) -> None:
         "localhost.",
     ],
 )
-def test_names_of_this_machine_and_allowed_ones_are_taken(served: Served, host: str) -> None:
+def test_allowed_hosts_and_loopback_names_are_accepted(served: Served, host: str) -> None:
     assert sent(served, "GET /v1/models", host=host)[0] == 200
 
 
 @pytest.mark.parametrize(
     "host", ["localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "["]
 )
-def test_names_that_resemble_those_of_this_machine_are_refused(served: Served, host: str) -> None:
+def test_hosts_that_resemble_loopback_are_refused(served: Served, host: str) -> None:
     assert sent(served, "GET /v1/models", host=host)[0] == 403
 
 
@@ -119,7 +119,7 @@ def test_names_that_resemble_those_of_this_machine_are_refused(served: Served, h
         ("", 403),
     ],
 )
-def test_only_pages_of_this_server_and_of_allowed_hosts_may_call(
+def test_origin_must_be_this_server_or_an_allowed_host(
     served: Served, origin: str, status: int
 ) -> None:
     line = "POST /reset_prefix_cache"
@@ -127,7 +127,7 @@ def test_only_pages_of_this_server_and_of_allowed_hosts_may_call(
     assert found == status
 
 
-def test_a_page_of_another_site_cannot_call_a_get_route_with_an_effect(served: Served) -> None:
+def test_sec_fetch_site_is_checked_on_get_routes_with_an_effect(served: Served) -> None:
     cross = "Sec-Fetch-Site: cross-site"
     assert sent(served, "GET /flush_cache", cross)[0] == 403
     assert sent(served, "GET /flush_cache", "Sec-Fetch-Site: same-origin")[0] == 200
@@ -147,23 +147,23 @@ def test_a_page_of_another_site_cannot_call_a_get_route_with_an_effect(served: S
         (("Content-Type: application/vnd.api+json",), b"{}"),
     ],
 )
-def test_requests_as_trainers_send_them_are_taken(
+def test_content_types_of_trainers_are_accepted(
     served: Served, headers: tuple[str, ...], body: bytes | None
 ) -> None:
     assert sent(served, "POST /resume", *headers, body=body)[0] == 200
 
 
-def test_routes_without_effect_take_any_type(served: Served) -> None:
+def test_routes_without_effect_accept_any_content_type(served: Served) -> None:
     for kind in ("text/plain", "application/json", "application/octet-stream"):
         assert sent(served, "GET /v1/models", f"Content-Type: {kind}")[0] == 200
 
 
-def test_probes_of_health_may_use_any_name(served: Served) -> None:
+def test_health_accepts_any_host(served: Served) -> None:
     assert sent(served, "GET /health", host="10.1.2.3:8000")[0] == 200
     assert sent(served, "GET /ping", host="balancer.example")[0] == 200
 
 
-def test_off_loopback_names_are_free_unless_some_are_allowed() -> None:
+def test_off_loopback_any_host_is_accepted_without_allowed_hosts() -> None:
     fields = {"host": "0.0.0.0", "port": 0, "api_key": "a", "admin_key": "b"}
     for allowed, status in (((), 200), ((ALLOWED,), 403)):
         server = served_directory(ServeConfig(**fields, allowed_hosts=allowed))

@@ -69,7 +69,7 @@ def drawn(server: Served, **fields: Any) -> dict[str, list[int]]:
     }
 
 
-def test_auto_takes_what_the_file_says(served: Callable[[str | None], Served]) -> None:
+def test_generation_config_auto_reads_the_file(served: Callable[[str | None], Served]) -> None:
     ids = drawn(served("auto"))
     greedy = drawn(served("auto"), temperature=0.0)
     # One token of top_k=1 is the most likely one.
@@ -78,7 +78,7 @@ def test_auto_takes_what_the_file_says(served: Callable[[str | None], Served]) -
     assert ids["chat"] == ids["tokens"] == greedy["chat"] == ids["completions"][:3]
 
 
-def test_a_field_of_the_request_goes_before_the_file(
+def test_a_field_of_the_request_overrides_generation_config(
     served: Callable[[str | None], Served],
 ) -> None:
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -89,7 +89,7 @@ def test_a_field_of_the_request_goes_before_the_file(
     )
 
 
-def test_without_the_option_draws_are_of_the_whole_distribution(
+def test_generation_config_vllm_draws_from_the_whole_distribution(
     served: Callable[[str | None], Served],
 ) -> None:
     assert ServeConfig().generation_config == "vllm"
@@ -103,7 +103,7 @@ def test_sglangs_generate_does_not_read_the_file(served: Callable[[str | None], 
     assert drawn(served("auto"))["sglang"] == drawn(served("vllm"))["sglang"]
 
 
-def test_a_limit_of_the_file_that_does_not_fit_is_the_context(
+def test_max_new_tokens_of_the_file_is_cut_to_the_context(
     served: Callable[[str | None], Served],
 ) -> None:
     prompt = {"prompt_token_ids": [5] * 510, "ignore_eos": True}
@@ -120,7 +120,7 @@ def test_a_limit_of_the_file_that_does_not_fit_is_the_context(
         ({"max_new_tokens": 0}, "max_tokens=0"),
     ],
 )
-def test_a_file_with_values_out_of_range_is_refused_at_the_start(
+def test_generation_config_out_of_range_is_refused_at_start(
     tmp_path: Path, file: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
@@ -131,7 +131,7 @@ def test_a_file_with_values_out_of_range_is_refused_at_the_start(
     assert sampling_defaults(str(tmp_path), "vllm") == SamplingDefaults()
 
 
-def test_nulls_and_other_settings_of_the_file_are_no_defaults(tmp_path: Path) -> None:
+def test_generation_config_skips_nulls_and_unknown_settings(tmp_path: Path) -> None:
     file = {"temperature": None, "top_k": 20, "eos_token_id": [1, 2], "do_sample": False}
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     assert sampling_defaults(str(tmp_path), "auto") == SamplingDefaults(top_k=20)

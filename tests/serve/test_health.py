@@ -1,4 +1,4 @@
-"""Health, and requests that cannot run: each says why."""
+"""GET /health and /health_generate, and the reasons that refused requests get."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_engine_without_weights_refuses_requests_and_is_not_healthy(
     assert served.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_weights_that_the_program_updates_end_the_lack_of_them(served: Served) -> None:
+def test_health_recovers_when_the_program_updates_the_weights(served: Served) -> None:
     assert served.post("/sleep?level=2").status == 200
     assert served.post("/wake_up").status == 200
     assert served.get("/health").status == 503
@@ -66,7 +66,7 @@ def test_weights_that_the_program_updates_end_the_lack_of_them(served: Served) -
     assert served.get("/health").status == 200
 
 
-def test_released_memory_is_no_fault_and_generates_nothing(served: Served) -> None:
+def test_health_accepts_released_memory(served: Served) -> None:
     assert served.post("/release_memory_occupation").status == 200
     for path in READINESS:
         assert reason(served, path) == ""
@@ -77,7 +77,7 @@ def test_released_memory_is_no_fault_and_generates_nothing(served: Served) -> No
 
 
 @pytest.mark.parametrize("path", ["/pause?mode=keep", "/pause", "/sleep?level=1"])
-def test_a_pause_is_healthy_and_generates_nothing(served: Served, path: str) -> None:
+def test_health_accepts_a_pause(served: Served, path: str) -> None:
     assert served.post(path).status == 200
     for health in READINESS:
         assert served.get(health).status == 200

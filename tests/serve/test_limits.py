@@ -1,4 +1,4 @@
-"""Bounds of the server, clients that misbehave, and its end."""
+"""Limits of ServeConfig, misbehaving clients, and shutdown."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def paused(served: Served) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("body", [LONG, STREAM])
-def test_a_client_that_goes_away_ends_its_requests(served: Served, body: dict[str, Any]) -> None:
+def test_a_client_that_disconnects_aborts_its_requests(
+    served: Served, body: dict[str, Any]
+) -> None:
     with paused(served):
         client = begin(served, body)
     client.close()
@@ -79,7 +81,7 @@ def test_a_client_that_goes_away_ends_its_requests(served: Served, body: dict[st
     assert not served.llm.has_unfinished()
 
 
-def test_too_many_requests_are_told_to_come_back(served: Served) -> None:
+def test_max_waiting_requests_answers_429_with_retry_after(served: Served) -> None:
     with paused(served):
         clients = [begin(served, STREAM) for _ in range(2)]
         waiting = connected((served.host, served.port))
@@ -97,7 +99,7 @@ def test_too_many_requests_are_told_to_come_back(served: Served) -> None:
     until(lambda: num_in_engines(served) == 0, "the engines are idle")
 
 
-def test_large_and_slow_bodies_are_refused(served: Served) -> None:
+def test_max_body_bytes_and_body_timeout_s(served: Served) -> None:
     answer = served.call("POST", PATH, b" " * 60_000)
     assert (answer.status, answer.json()["error"]["code"]) == (413, 413)
     client = connected((served.host, served.port))
@@ -106,14 +108,14 @@ def test_large_and_slow_bodies_are_refused(served: Served) -> None:
     client.close()
 
 
-def test_slow_headers_are_cut_off(served: Served) -> None:
+def test_keepalive_timeout_s_closes_slow_headers(served: Served) -> None:
     client = connected((served.host, served.port))
     client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
     assert b"200" not in read_all(client)
     client.close()
 
 
-def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
+def test_stalled_stream_timeout_s_disconnects_a_client(served: Served) -> None:
     body = STREAM | {"n": 64, "logprobs": 200, "return_tokens_as_token_ids": True}
     with paused(served):
         client = begin(served, body, receive_bytes=4096)
@@ -138,7 +140,7 @@ BAD += [
 ]
 
 
-def test_bad_requests_are_answered_by_json_and_harm_nobody(served: Served) -> None:
+def test_bad_requests_get_json_errors_and_others_continue(served: Served) -> None:
     others: list[bytes] = []
     client = begin(served, STREAM | {"n": 1})
     reader = threading.Thread(target=lambda: others.append(read_until(client, b"data: [DONE]")))
@@ -153,7 +155,7 @@ def test_bad_requests_are_answered_by_json_and_harm_nobody(served: Served) -> No
     client.close()
 
 
-def test_an_end_aborts_what_still_runs_and_answers_it() -> None:
+def test_drain_timeout_s_aborts_and_answers_requests() -> None:
     served = served_directory()
     try:
         assert served.post(PATH, {"prompt": [1], "max_tokens": 2}).status == 200
@@ -171,7 +173,7 @@ def test_an_end_aborts_what_still_runs_and_answers_it() -> None:
         served.close()
 
 
-def test_many_streams_of_which_some_are_cut_leave_nothing() -> None:
+def test_cut_streams_leave_no_request() -> None:
     served = served_directory()
     try:
         served.post(PATH, {"prompt": [1], "max_tokens": 1})

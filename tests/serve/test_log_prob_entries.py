@@ -1,4 +1,4 @@
-"""Which alternatives stand beside a token, in which order: the token itself, then the likeliest."""
+"""Order of a token's alternatives in each protocol: the token itself, then the most likely."""
 
 from __future__ import annotations
 

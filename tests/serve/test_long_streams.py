@@ -1,4 +1,4 @@
-"""Two thousand streams in ten minutes, a tenth of them cut off: nothing is left of them."""
+"""Two thousand streams in ten minutes, a tenth of them disconnected, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def all_streams(served: Served, resident: list[dict[str, int]]) -> int:
 
 
 @pytest.mark.slow
-def test_ten_minutes_of_streams_leave_nothing() -> None:
+def test_long_runs_of_streams_leave_no_request_or_task() -> None:
     served = served_directory()
     resident: list[dict[str, int]] = []
 

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.distributed
 
 SENTENCE, NUM_SENTENCES = "Once upon a time. ", 6_000
 LONG, MEGABYTE = SENTENCE * NUM_SENTENCES, SENTENCE * 58_000
-NUM_TURNS = 5  # of the event loop: none has its turn while the GIL is held
+NUM_ITERATIONS = 5  # iterations of the event loop; none runs while the GIL is held
 
 
 class Watched(HFTokenizer):
-    """Counts the turns that an event loop has while it encodes and decodes."""
+    """Counts iterations of an event loop while texts are encoded and decoded."""
 
     def __init__(self) -> None:
         super().__init__(chat_model.tokenizer())
@@ -47,7 +47,7 @@ class Watched(HFTokenizer):
             await asyncio.sleep(0)
 
 
-def test_the_event_loop_has_its_turns_while_a_long_text_is_encoded_and_decoded() -> None:
+def test_event_loop_runs_while_a_long_text_is_encoded() -> None:
     tokenizer = Watched()
     texts = TokenTexts(tokenizer, 2**24)
 
@@ -55,14 +55,14 @@ def test_the_event_loop_has_its_turns_while_a_long_text_is_encoded_and_decoded()
         counting = asyncio.ensure_future(tokenizer.count())
         try:
             (ids,) = await texts.encode([LONG], add_special_tokens=True)
-            assert tokenizer.num_during > NUM_TURNS
+            assert tokenizer.num_during > NUM_ITERATIONS
             many = await texts.encode([SENTENCE] * NUM_SENTENCES, add_special_tokens=True)
-            assert tokenizer.num_during > NUM_TURNS
+            assert tokenizer.num_during > NUM_ITERATIONS
             text = await texts.decode(ids)
-            assert tokenizer.num_during > NUM_TURNS
+            assert tokenizer.num_during > NUM_ITERATIONS
             before = tokenizer.num_turns
             assert len(await texts.tokens_of(ids)) == len(ids)
-            assert tokenizer.num_turns - before > NUM_TURNS
+            assert tokenizer.num_turns - before > NUM_ITERATIONS
         finally:
             counting.cancel()
         assert ids == tokenizer.encode(LONG) == [i for each in many for i in each]
@@ -75,7 +75,7 @@ def test_the_event_loop_has_its_turns_while_a_long_text_is_encoded_and_decoded()
 
 
 @pytest.mark.parametrize("num_characters", [2000, 2001, 5000])
-def test_both_ways_to_encode_and_decode_are_equal(num_characters: int) -> None:
+def test_long_and_short_texts_are_encoded_alike(num_characters: int) -> None:
     tokenizer = chat_model.tokenizer()
     text = ("Zwölf Boxkämpfer jagen Viktor 🥊 " + chat_model.END) * (num_characters // 30)
     transformers = pytest.importorskip("transformers")
@@ -89,7 +89,7 @@ def test_both_ways_to_encode_and_decode_are_equal(num_characters: int) -> None:
             assert plain == text.replace(chat_model.END, "")
 
 
-def test_a_text_that_no_tokens_can_make_short_enough_is_not_tokenized() -> None:
+def test_a_text_beyond_max_tokens_is_refused_untokenized() -> None:
     tokenizer = Watched()
     texts = TokenTexts(tokenizer, 2**20)
     longest = tokenizer.max_token_length
@@ -120,7 +120,7 @@ def served() -> Iterator[Served]:
         server.close()
 
 
-def test_each_route_that_takes_a_text_bounds_it(served: Served) -> None:
+def test_max_text_characters_bounds_each_route(served: Served) -> None:
     longer = "a" * (2**20 + 1)
     message = [{"role": "user", "content": MEGABYTE}]
     for path, body, because in (

@@ -1,4 +1,4 @@
-"""Requests that are not what they say they are: each gets a 4xx, and the log at most one line."""
+"""Malformed HTTP requests: each gets a 4xx, and at most one line in the log."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def test_a_malformed_request_is_refused_in_one_line(
     assert served.get("/health").status == 200
     records = [record for record in caplog.records if record.name.startswith("rollout.serve")]
     assert all(record.exc_info is None for record in records)
-    assert len(caplog.text.splitlines()) <= 2  # aiohttp tells of some twice
+    assert len(caplog.text.splitlines()) <= 2  # aiohttp logs some twice
 
 
-def test_a_stream_that_is_cut_is_one_line_of_the_log(
+def test_a_disconnected_stream_is_one_line_of_the_log(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

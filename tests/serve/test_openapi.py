@@ -1,5 +1,5 @@
-"""The OpenAPI document of each protocol: no request made from it gets a 5xx, or an answer that the
-document does not name."""
+"""Requests made from the OpenAPI document of each protocol get neither a 5xx nor a status that the
+document lacks."""
 
 from __future__ import annotations
 

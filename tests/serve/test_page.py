@@ -1,4 +1,4 @@
-"""The page to watch: its events, and what a browser shows of them while a job runs."""
+"""The page at `/`: its events, and their display in a browser while a job runs."""
 
 from __future__ import annotations
 

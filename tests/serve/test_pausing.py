@@ -9,8 +9,7 @@ import pytest
 
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.serve.control.pausing import PauseMode, Pausing
-from rollout.serve.limits import RequestLimiter
-from rollout.serve.live_requests import LiveRequests
+from rollout.serve.live_requests import LiveRequests, RequestLimiter
 from rollout.testing import FakeAsyncLLM, FakeLLM
 
 _MANY = 50  # turns of the event loop, more than a pause needs

@@ -1,4 +1,4 @@
-"""What real clients have sent (tests/doors/run.py --record): statuses and fields that they read."""
+"""Recorded requests of real clients (tests/doors/run.py --record) get the fields that they read."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def check_fields(exchange: dict[str, Any], answer: Answer) -> None:
     """A client finds what it reads of this answer."""
     path, body = exchange["path"].partition("?")[0], exchange["body"]
     if answer.status >= 400:
-        told = answer.json()
-        assert told.get("message") or told["error"]["message"]
+        content = answer.json()
+        assert content.get("message") or content["error"]["message"]
     elif isinstance(body, dict) and body.get("stream"):
         *events, last, rest = answer.body.decode().split("\n\n")
         assert (last, rest) == ("data: [DONE]", "")
@@ -164,13 +164,13 @@ class Group:
         self._trainer.begin_broadcast(tensors)
 
 
-def tensors_of(told: dict[str, Any]) -> list[torch.Tensor]:
+def tensors_of(announced: dict[str, Any]) -> list[torch.Tensor]:
     """Some tensors of the shapes that a request announces."""
-    return [torch.full(shape, 0.01) for shape in told["shapes"]]
+    return [torch.full(shape, 0.01) for shape in announced["shapes"]]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECORDED.glob("*.json")))
-def test_requests_of_a_client_are_answered_as_it_reads_them(
+def test_recorded_requests_of_a_client_get_the_fields_it_reads(
     served: Served, root: Path, name: str
 ) -> None:
     text = (RECORDED / f"{name}.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""An LLM that serves: its own engine, or a fleet's."""
+"""LLM.serve over the engine of this process, and over a fleet."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tokens_of(llm: LLM, **fields: Any) -> list[int]:
     return post(llm, "/v1/completions", body | fields)["choices"][0]["token_ids"]
 
 
-def test_tokens_are_those_of_generation_before_and_after(llm: LLM) -> None:
+def test_serve_returns_the_tokens_of_generate(llm: LLM) -> None:
     params = SamplingParams(num_tokens_to_generate=8, seed=3)
     expected = llm.generate([PROMPT], params)[0].generated_tokens
     llm.serve(ServeConfig(port=0), blocking=False)
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_generation_before_and_after(llm: LLM) -> None:
     assert llm.generate([PROMPT], params)[0].generated_tokens == expected
 
 
-def test_methods_of_the_llm_and_routes_of_its_server_meet(served: LLM) -> None:
+def test_serve_shares_state_with_methods_of_the_llm(served: LLM) -> None:
     served.pause()
     assert served.state is EngineState.PAUSED
     version = served.update_weights(weights(1).state_dict()).version
@@ -94,7 +94,7 @@ def test_a_second_server_is_refused(served: LLM) -> None:
     assert tokens_of(served)
 
 
-def test_an_end_answers_what_runs_and_leaves_the_engine_without_requests(llm: LLM) -> None:
+def test_stop_serving_answers_requests_and_empties_the_engine(llm: LLM) -> None:
     llm.serve(ServeConfig(port=0, drain_timeout_s=0.0), blocking=False)
     answers: list[Any] = []
     client = threading.Thread(target=lambda: answers.append(post(llm, "/v1/completions", LONG)))
@@ -108,7 +108,7 @@ def test_an_end_answers_what_runs_and_leaves_the_engine_without_requests(llm: LL
     assert stats.num_running == stats.num_waiting == stats.num_paused == 0
 
 
-def test_an_engine_of_this_process_is_asked_over_http_alone() -> None:
+def test_a_served_llm_refuses_generate() -> None:
     with LLM(directory(), None, CONFIG) as llm:
         (group,) = llm.submit([PROMPT], SamplingParams(num_tokens_to_generate=2))
         with pytest.raises(EngineStateError, match="collect"):
@@ -123,13 +123,13 @@ _PROGRAM = """
 import sys, threading, time
 from rollout import LLM, ServeConfig
 
-def tell():
+def report():
     while llm.serving_address is None:
         time.sleep(0.01)
     print("serving", flush=True)
 
 with LLM(sys.argv[1], buffer_size_gb=0.02, num_threads=1) as llm:
-    threading.Thread(target=tell).start()
+    threading.Thread(target=report).start()
     llm.serve(ServeConfig(port=0))
 print("ended", flush=True)
 """
@@ -145,7 +145,7 @@ def test_sigterm_ends_a_blocking_server() -> None:
         assert program.wait(timeout=100) == 0
 
 
-def test_a_blocking_serve_raises_when_its_fleet_is_lost() -> None:
+def test_a_blocking_serve_raises_when_its_fleet_fails() -> None:
     errors: list[BaseException] = []
 
     def serve() -> None:

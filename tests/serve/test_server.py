@@ -24,7 +24,7 @@ def test_health_answers_and_the_model_is_listed(served: Served) -> None:
     assert served.get(f"/v1/models/{model['id']}").json() == model
 
 
-def test_unknown_paths_verbs_and_models_are_answered_by_json(served: Served) -> None:
+def test_unknown_paths_methods_and_models_get_json_errors(served: Served) -> None:
     for answer, status, kind in (
         (served.get("/v2/models"), 404, "NotFoundError"),
         (served.post("/v1/models"), 405, "MethodNotAllowedError"),
@@ -42,7 +42,7 @@ def test_a_second_server_is_refused(served: Served) -> None:
         served.do(served.llm.serve(ServeConfig(port=0), blocking=False))
 
 
-def test_keys_open_what_they_are_for_and_the_end_leaves_no_socket() -> None:
+def test_api_key_and_admin_key_guard_their_routes() -> None:
     server = served_directory(ServeConfig(port=0, api_key="sesame", admin_key="master"))
     try:
         assert server.get("/health").status == 200

@@ -96,7 +96,7 @@ def test_tokens_and_log_probs_are_those_of_the_engine_at_its_temperature(
     assert expected != rows(raw.generated_log_probs, raw.generated_tokens)
 
 
-def test_the_prompts_log_probs_begin_where_they_are_asked_for(served: Served) -> None:
+def test_logprob_start_len_cuts_input_token_logprobs(served: Served) -> None:
     whole = generated(served, return_logprob=True, logprob_start_len=0)["meta_info"]
     part = generated(served, return_logprob=True, logprob_start_len=4)["meta_info"]
     none = generated(served, return_logprob=True)["meta_info"]
@@ -108,7 +108,7 @@ def test_the_prompts_log_probs_begin_where_they_are_asked_for(served: Served) ->
     assert "output_token_logprobs" not in without
 
 
-def test_a_batch_is_answered_by_a_list_prompt_by_prompt(served: Served, in_process: LLM) -> None:
+def test_a_batch_of_generate_gets_a_list_by_prompt(served: Served, in_process: LLM) -> None:
     prompts = [prompt_of(5), prompt_of(11)]
     expected = in_process.generate(prompts, params(), n=2)
     assert isinstance(expected, list)
@@ -141,20 +141,20 @@ def test_max_new_tokens_of_0_scores_the_prompt(served: Served, stream: bool) -> 
             assert meta[name] == whole[name]
 
 
-def test_prompts_of_a_batch_may_be_scored_beside_others_that_are_continued(served: Served) -> None:
+def test_max_new_tokens_may_differ_in_a_batch(served: Served) -> None:
     each = [SAMPLING | {"max_new_tokens": 0}, SAMPLING]
     replies = generated(served, input_ids=[PROMPT, PROMPT], sampling_params=each)
     assert [len(reply["output_ids"]) for reply in replies] == [0, 6]
 
 
-def test_a_prompt_that_is_scored_may_stop_at_once(served: Served) -> None:
+def test_max_new_tokens_of_0_may_stop_at_once(served: Served) -> None:
     first = generated(served)["output_ids"][0]
     sampling = SAMPLING | {"max_new_tokens": 0, "stop_token_ids": [first]}
     meta = generated(served, sampling_params=sampling)["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 0}
 
 
-def test_streams_are_cumulative(served: Served) -> None:
+def test_streamed_generate_is_cumulative(served: Served) -> None:
     body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
     events = served.events("/generate", body | {"stream": True})
     whole = generated(served, return_logprob=True)
@@ -172,7 +172,7 @@ def test_streams_are_cumulative(served: Served) -> None:
         assert len(event["meta_info"]["output_token_logprobs"]) == num_tokens
 
 
-def test_stop_token_ids_are_the_reason_of_the_end(served: Served) -> None:
+def test_stop_token_ids_are_the_matched_reason(served: Served) -> None:
     ids = generated(served)["output_ids"]
     reply = generated(served, sampling_params=SAMPLING | {"stop_token_ids": [ids[2]]})
     end = ids.index(ids[2]) + 1
@@ -197,7 +197,7 @@ def test_stop_token_ids_are_the_reason_of_the_end(served: Served) -> None:
         ({"text": "a"}, "tokenizer"),
     ],
 )
-def test_bad_requests_are_answered_in_sglangs_form(
+def test_generate_refuses_bad_requests_in_sglangs_form(
     served: Served, body: dict[str, Any], because: str
 ) -> None:
     answer = served.post("/generate", body)
@@ -239,7 +239,7 @@ def running(served: Served) -> Asked:
     return asked
 
 
-def test_an_abort_pause_answers_with_the_tokens_so_far_and_new_requests_wait(
+def test_pause_generation_abort_answers_and_new_requests_wait(
     served: Served,
 ) -> None:
     asked = running(served)
@@ -257,7 +257,7 @@ def test_an_abort_pause_answers_with_the_tokens_so_far_and_new_requests_wait(
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_requests_go_on_after_a_pause_as_if_there_had_been_none(served: Served, mode: str) -> None:
+def test_continue_generation_resumes_requests_unchanged(served: Served, mode: str) -> None:
     undisturbed = Asked(served).reply()["output_ids"]
     asked = running(served)
     recomputed = served.do(served.llm.stats()).num_recomputed_requests
@@ -272,7 +272,7 @@ def test_requests_go_on_after_a_pause_as_if_there_had_been_none(served: Served, 
     assert retracted == (mode == "retract")
 
 
-def test_one_request_is_aborted_by_its_name(served: Served) -> None:
+def test_abort_request_aborts_by_rid(served: Served) -> None:
     served.post("/pause_generation", {"mode": "in_place"})
     one, other = Asked(served, num_tokens=4, rid="one"), Asked(served, num_tokens=4, rid="other")
     while served.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"] < 2:
@@ -286,7 +286,7 @@ def test_one_request_is_aborted_by_its_name(served: Served) -> None:
     assert served.post("/abort_request", {}).json()["success"] is False
 
 
-def test_memory_is_released_and_restored_in_parts(served: Served) -> None:
+def test_release_memory_occupation_releases_parts(served: Served) -> None:
     before = generated(served)["output_ids"]
     answer = served.post("/release_memory_occupation", {"tags": None})
     assert (answer.status, answer.json()) == (200, None)
@@ -341,9 +341,7 @@ def send(served: Served, trainer: Trainer, tensors: dict[str, Any], **body: Any)
     return answer
 
 
-def test_tensors_that_come_in_a_pause_are_served_when_it_ends(
-    served: Served, trainer: Trainer
-) -> None:
+def test_continue_generation_serves_tensors_of_the_pause(served: Served, trainer: Trainer) -> None:
     """A request that was frozen meanwhile says which weights sampled which token."""
     asked, before = running(served), served_version(served)
     served.post("/pause_generation", {"mode": "in_place"})
@@ -368,9 +366,7 @@ def test_tensors_that_come_in_a_pause_are_served_when_it_ends(
     assert generated(served)["output_ids"] == list(expected.generated_tokens)
 
 
-def test_an_update_that_is_not_whole_is_refused_and_the_next_one_works(
-    served: Served, trainer: Trainer
-) -> None:
+def test_end_weight_update_refuses_a_partial_update(served: Served, trainer: Trainer) -> None:
     before = served_version(served)
     one = {"model.norm.weight": torch.ones(48)}
     answer = send(served, trainer, one)
@@ -390,7 +386,7 @@ def test_an_update_that_is_not_whole_is_refused_and_the_next_one_works(
     assert generated(served)["meta_info"]["weight_version"] == "two"
 
 
-def test_an_update_from_disk(served: Served, roots: Path) -> None:
+def test_update_weights_from_disk_serves_the_directory(served: Served, roots: Path) -> None:
     save_file(tensors_of(3), roots / "model.safetensors")
     body = {"model_path": str(roots), "weight_version": "disk"}
     answer = served.post("/update_weights_from_disk", body)
@@ -412,16 +408,16 @@ def test_an_update_from_disk(served: Served, roots: Path) -> None:
     ]
 
 
-def test_groups_that_cannot_be_joined_are_refused(served: Served) -> None:
+def test_init_weights_update_group_refuses_impossible_groups(served: Served) -> None:
     body = {"master_address": "127.0.0.1", "master_port": "x", "world_size": 2}
     assert served.post("/init_weights_update_group", body).status == 400
     gloo = body | {"backend": "gloo"}
     assert served.post("/init_weights_update_group", gloo).status == 400
-    answer = served.post("/destroy_weights_update_group", {"group_name": "nobody's"})
+    answer = served.post("/destroy_weights_update_group", {"group_name": "unknown"})
     assert (answer.status, answer.json()["success"]) == (400, False)
 
 
-def test_the_server_describes_itself_to_both_kinds_of_clients(served: Served) -> None:
+def test_server_info_has_keys_of_vllm_and_sglang(served: Served) -> None:
     info = served.get("/server_info").json()
     assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
     assert info["vllm_config"]["model_config"]["max_model_len"] == 512

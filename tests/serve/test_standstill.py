@@ -1,4 +1,4 @@
-"""A server whose process stands still for longer than its lease: it ends, and says why."""
+"""A server whose process stops for longer than its lease shuts down with the reason."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def stand_still(child: subprocess.Popen[str], port: int, address: str) -> 
 @pytest.mark.parametrize(
     "how", ["blocking", pytest.param("in the background", marks=pytest.mark.slow)]
 )
-def test_a_server_that_stood_still_ends_with_the_reason(tmp_path: Path, how: str) -> None:
+def test_server_stops_with_the_reason_after_a_standstill(tmp_path: Path, how: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     child, port, address = started(program, directory(), how)
@@ -108,7 +108,7 @@ def test_a_server_that_stood_still_ends_with_the_reason(tmp_path: Path, how: str
 
 
 @pytest.mark.slow
-def test_a_server_that_has_joined_a_fleet_ends_when_it_stood_still(tmp_path: Path) -> None:
+def test_server_of_a_joined_fleet_stops_after_a_standstill(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 

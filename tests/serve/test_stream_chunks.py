@@ -1,4 +1,4 @@
-"""Chunks of streams have usage where it is asked for, and no keys that nobody asked for."""
+"""Chunks of streams have usage only on request, and no null keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM with streams: all of them end or are told, and the process exits with 0."""
+"""SIGTERM with open streams: each ends or gets an error, and the process exits with 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "rollout", "serve", "--json", f"model={director
 SETTINGS = ["num_threads=1", "max_sequence_length=512", "drain_timeout_s=0.2", "protocols=openai"]
 
 
-def test_a_terminated_server_answers_its_streams_and_exits() -> None:
+def test_sigterm_answers_all_streams_and_exits_with_0() -> None:
     server = subprocess.Popen([*COMMAND, *SETTINGS], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

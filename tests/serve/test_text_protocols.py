@@ -1,4 +1,4 @@
-"""One text has the same ids on every way in, and its completion the same text on every way out.
+"""A text has the same ids on every route, and its completion the same text.
 
 The tokenizer is one of Llama's kind: it adds BOS, and its decoder strips the first space.
 """
@@ -115,7 +115,7 @@ def ids_of_command(row: dict[str, Any], tmp_path: Path) -> list[int]:
     return ids
 
 
-def test_a_text_prompt_has_the_ids_of_transformers_everywhere(
+def test_each_route_encodes_a_text_as_transformers(
     served: Served, llm: LLM, tmp_path: Path
 ) -> None:
     expected = hf_tokenizer()(TEXT).input_ids
@@ -138,7 +138,7 @@ def test_a_text_prompt_has_the_ids_of_transformers_everywhere(
     assert found == dict.fromkeys(found, expected)
 
 
-def test_a_chat_has_the_ids_of_transformers_everywhere_and_one_bos(
+def test_each_route_encodes_a_chat_as_transformers_with_one_bos(
     served: Served, llm: LLM, tmp_path: Path
 ) -> None:
     theirs = hf_tokenizer()
@@ -190,7 +190,7 @@ def test_a_completion_keeps_its_first_space_and_a_stop_with_it_fires(
         assert reply["text"] == text
 
 
-def test_an_echo_is_whole_and_its_offsets_find_each_token(served: Served) -> None:
+def test_echo_has_text_offset_of_each_token(served: Served) -> None:
     fields = {"max_tokens": 2, "logprobs": 1, "echo": True, **only("brown")}
     for prompt, echo in (
         ("The quick", "The quick"),
@@ -211,13 +211,13 @@ def test_an_echo_is_whole_and_its_offsets_find_each_token(served: Served) -> Non
                 assert text[start:end] == token.lstrip(" " if start == 0 else "")
 
 
-def test_a_truncated_prompt_is_echoed_as_the_model_saw_it(served: Served) -> None:
+def test_echo_of_a_truncated_prompt_is_truncated(served: Served) -> None:
     body = {"prompt": "The quick brown", "truncate_prompt_tokens": 1, "max_tokens": 1}
     reply = served.post("/v1/completions", {**body, "echo": True, **only("fox")}).json()
     assert reply["choices"][0]["text"] == "brown fox"
 
 
-def test_streamed_offsets_are_those_of_the_whole_reply(served: Served) -> None:
+def test_streamed_text_offset_equals_the_whole_reply(served: Served) -> None:
     body = {"prompt": "The", "max_tokens": 12, "seed": 3, "logprobs": 1, "stop": " brow"}
     (choice,) = served.post("/v1/completions", body).json()["choices"]
     chunks = [
@@ -228,7 +228,7 @@ def test_streamed_offsets_are_those_of_the_whole_reply(served: Served) -> None:
     assert streamed == choice["logprobs"]["text_offset"]
 
 
-def test_bytes_of_a_part_of_a_character_are_the_tokens_own(served: Served) -> None:
+def test_logprobs_bytes_of_a_partial_character_are_its_own(served: Served) -> None:
     theirs = hf_tokenizer()
     parts = [theirs.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "é".encode()]
     for part, byte in zip(parts, "é".encode(), strict=True):

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate, and what the server says of itself."""
+"""POST /inference/v1/generate, /metrics and /openapi.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PROMPT = prompt_of(7)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_come_out_with_their_log_probs(served: Served, stream: bool) -> None:
+def test_tokens_in_out_returns_tokens_and_log_probs_of_generate(
+    served: Served, stream: bool
+) -> None:
     with LLM(directory(), None, CONFIG) as llm:
         params = SamplingParams(num_tokens_to_generate=9, seed=6, return_log_probs=True)
         expected = llm.generate(PROMPT, params, 2)
@@ -52,7 +54,7 @@ def test_tokens_come_out_with_their_log_probs(served: Served, stream: bool) -> N
         assert mine[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 9}]
 
 
-def test_without_a_limit_the_context_is_filled(served: Served) -> None:
+def test_tokens_in_out_without_max_tokens_fills_the_context(served: Served) -> None:
     reply = served.post(
         PATH, {"token_ids": prompt_of(490), "sampling_params": {"ignore_eos": True}}
     )
@@ -103,7 +105,7 @@ def test_the_document_names_all_routes_and_fields(served: Served) -> None:
     assert "/v1/completions" in document["paths"]
     fields = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "echo", "return_provenance", "temperature"} <= set(fields)
-    for path, verbs in document["paths"].items():
-        for verb in verbs:
-            answer = served.call(verb.upper(), path.replace("{", "").replace("}", ""), b"{}")
+    for path, methods in document["paths"].items():
+        for method in methods:
+            answer = served.call(method.upper(), path.replace("{", "").replace("}", ""), b"{}")
             assert answer.status != 405, path

@@ -159,7 +159,7 @@ def test_replies_of_each_format_are_read_whole_and_at_every_token(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_other_ways_of_a_format_are_read_too(variant: str) -> None:
+def test_reply_reader_reads_variants_of_a_format(variant: str) -> None:
     name, write = VARIANTS[variant]
     reply_format = format_of(None, tool_call_parser=name)
     assert not wrong_readings(reply_format, write([WEATHER, ADD]), ("", "", [WEATHER, ADD]))
@@ -170,14 +170,14 @@ def test_tool_call_parser_auto_knows_the_format_by_the_template(written: Written
     assert format_of(written.template) == chosen(written)
 
 
-def test_a_template_that_shows_no_format_is_read_as_tags_or_json_alone() -> None:
+def test_tool_call_parser_auto_falls_back_to_tags_or_json() -> None:
     for template in (None, "", "{% for message in messages %}{{ message.content }}{% endfor %}"):
         assert format_of(template) == format_of(None, tool_call_parser="json")
     assert not format_of("<tool_call>", tool_call_parser="none").markers
 
 
 @pytest.mark.parametrize("field", ["tool_call_parser", "reasoning_parser"])
-def test_an_unknown_parser_is_refused_by_name(field: str) -> None:
+def test_an_unknown_tool_call_parser_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}='nope'"):
         ServeConfig(**{field: "nope"})
     with pytest.raises(ConfigError, match=f"{field}='nope'.*give one of"):
@@ -217,7 +217,7 @@ TAGGED = HERMES.calls([ADD])
         ("<think>Hm", "<think>Hm", []),
     ],
 )
-def test_calls_and_content_are_told_apart(
+def test_reply_reader_separates_calls_from_content(
     text: str, content: str | None, calls: list[Call]
 ) -> None:
     reply_format = chosen(HERMES, reasoning_parser="none")
@@ -225,7 +225,7 @@ def test_calls_and_content_are_told_apart(
     assert not wrong_readings(reply_format, text, (expected, "", calls))
 
 
-def test_numbers_that_no_float_holds_stay_as_they_were_written() -> None:
+def test_numbers_beyond_float_stay_as_written() -> None:
     arguments = f'{{"a": 1e400, "b": 1.0, "c": {"9" * 5000}}}'
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
     (call,) = read_reply(chosen(HERMES), text).calls
@@ -242,14 +242,14 @@ def test_numbers_that_no_float_holds_stay_as_they_were_written() -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS[2:])
-def test_deep_nesting_is_no_call(name: str) -> None:
+def test_deep_nesting_is_not_a_call(name: str) -> None:
     reply_format = format_of(None, tool_call_parser=name)
     for text in ("{" * 5000, "[" * 5000, "[add(a=" + "[" * 5000 + "]" * 5000 + ")]"):
         content, _, calls = read(reply_format, [text])
         assert (content, calls) == (text, [])
 
 
-def test_a_thought_that_the_prompt_begins_is_a_thought() -> None:
+def test_begun_by_continues_a_thought_of_the_prompt() -> None:
     reply_format = chosen(HERMES)
     for prompt in ("<|im_start|>assistant\n<think>\n", "assistant<think>"):
         assert reply_format.begun_by(prompt) == "<think>"
@@ -261,7 +261,7 @@ def test_a_thought_that_the_prompt_begins_is_a_thought() -> None:
     assert (reply.content, reply.reasoning, len(reply.calls)) == ("Yes.", "Hm.", 1)
 
 
-def test_a_message_whose_header_the_prompt_begins_is_read() -> None:
+def test_begun_by_continues_a_header_of_the_prompt() -> None:
     harmony = chosen(BY_NAME["openai"])
     begun = harmony.begun_by("<|end|><|start|>assistant")
     for text, expected in (
@@ -281,14 +281,14 @@ def test_a_tag_of_thoughts_in_content_is_content() -> None:
     assert read(chosen(HERMES), [text]) == (text[16:], "a", [])
 
 
-def test_parallel_tool_calls_false_gives_the_first_call() -> None:
+def test_max_calls_keeps_the_first_call() -> None:
     for written in FORMATS:
         text = written.calls([WEATHER, ADD])
         for pieces in ([text], list(text)):
             assert read(chosen(written), pieces, max_calls=1) == ("", "", [WEATHER])
 
 
-def test_ids_are_what_the_templates_of_a_family_take() -> None:
+def test_call_ids_have_the_length_of_the_family() -> None:
     for name, write in VARIANTS.values():
         calls = read_reply(format_of(None, tool_call_parser=name), write([ADD, ADD])).calls
         is_right = [call.id.isalnum() and len(call.id) == 9 for call in calls]
@@ -323,7 +323,7 @@ def test_ids_are_what_the_templates_of_a_family_take() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2"])
-def test_parameters_have_the_type_that_the_schema_of_a_tool_says(
+def test_parameters_have_the_type_of_the_schema(
     name: str, text: str, schema: Any, value: Any
 ) -> None:
     function = {"name": "f", "parameters": {"properties": {"a": schema}}}
@@ -333,7 +333,7 @@ def test_parameters_have_the_type_that_the_schema_of_a_tool_says(
     assert strict(call.arguments) == {"a": value}
 
 
-def test_the_summary_of_a_format_says_what_it_cannot_express() -> None:
+def test_summary_names_limits_of_a_format() -> None:
     assert chosen(BY_NAME["llama3_json"]).summary() == (
         "tool calls are read as llama3_json (a call without a tag must begin the reply); "
         "thoughts stand between <think> and </think>"
@@ -343,7 +343,7 @@ def test_the_summary_of_a_format_says_what_it_cannot_express() -> None:
     assert "messages of their own" in chosen(BY_NAME["openai"]).summary()
 
 
-def test_blocks_that_are_no_call_are_listed_for_environments() -> None:
+def test_read_reply_lists_malformed_blocks() -> None:
     reply = read_reply(chosen(HERMES), f'<tool_call>{{"name": </tool_call>so{TAGGED}')
     assert reply.malformed == ['<tool_call>{"name": </tool_call>']
     assert (reply.content, len(reply.calls)) == ("so", 1)
@@ -364,7 +364,7 @@ _FRAGMENTS = [
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS[2:])
 @given(drawn=st.data())
 @settings(max_examples=scaled(60), deadline=None)
-def test_where_a_text_of_markup_is_cut_does_not_matter(name: str, drawn: st.DataObject) -> None:
+def test_reply_reader_does_not_depend_on_cuts(name: str, drawn: st.DataObject) -> None:
     thoughts = drawn.draw(st.sampled_from(["none", "think", "mistral"]))
     reply_format = format_of(None, tool_call_parser=name, reasoning_parser=thoughts)
     tags = sorted(reply_format.markers)

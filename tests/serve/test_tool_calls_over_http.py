@@ -12,8 +12,8 @@ import pytest
 from rollout import ServeConfig
 from tests.serve import chat_model
 from tests.serve.reply_formats import ADD, FORMATS, TOOLS, WEATHER, Written
+from tests.serve.scripted_model import END, save_scripted_model
 from tests.serve.served import CONFIG, OwnEngine, Served
-from tests.serve.told_model import END, save_told_model
 
 pytestmark = pytest.mark.distributed
 
@@ -47,8 +47,8 @@ REPLIES |= {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("told")
-    save_told_model(directory, REPLIES, TAGS, TEMPLATE % BY_NAME["hermes"].template)
+    directory = tmp_path_factory.mktemp("scripted")
+    save_scripted_model(directory, REPLIES, TAGS, TEMPLATE % BY_NAME["hermes"].template)
     config = ServeConfig(port=0, trust_request_chat_template=True)
     server = Served(lambda: OwnEngine(str(directory), None, CONFIG), config)
     try:
@@ -110,7 +110,7 @@ def of_format(written: Written) -> dict[str, Any]:
     return {"chat_template": TEMPLATE % written.template}
 
 
-def told(choice: dict[str, Any]) -> tuple[Any, ...]:
+def parts_of(choice: dict[str, Any]) -> tuple[Any, ...]:
     """Return the content, reasoning, calls and finish reason of a choice."""
     message = choice["message"]
     assert message["role"] == "assistant"
@@ -126,45 +126,43 @@ def told(choice: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", VOICES)
-def test_chat_tells_thoughts_content_and_calls_apart(
+def test_chat_separates_reasoning_content_and_tool_calls(
     served: Served, name: str, stream: bool
 ) -> None:
     voice, fields = VOICES[name], of_format(BY_NAME[name])
     expected = (f"{voice} says.", f"{voice} thinks.", CALLS, "tool_calls")
-    assert told(answer(served, voice, stream=stream, **fields)) == expected
+    assert parts_of(answer(served, voice, stream=stream, **fields)) == expected
     first = (*expected[:2], CALLS[:1], "tool_calls")
     one = answer(served, voice, stream=stream, **fields, parallel_tool_calls=False)
-    assert told(one) == first
+    assert parts_of(one) == first
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_are_left_out_or_in_the_content_on_request(served: Served, stream: bool) -> None:
+def test_include_reasoning_and_separate_reasoning(served: Served, stream: bool) -> None:
     voice, tags = VOICES["hermes"], "<think>\n{} thinks.\n</think>\n\n"
     left_out = answer(served, voice, stream=stream, include_reasoning=False)
-    assert told(left_out) == (f"{voice} says.", None, CALLS, "tool_calls")
+    assert parts_of(left_out) == (f"{voice} says.", None, CALLS, "tool_calls")
     kept = answer(served, voice, stream=stream, separate_reasoning=False)
-    assert told(kept) == (tags.format(voice) + f"{voice} says.", None, CALLS, "tool_calls")
+    assert parts_of(kept) == (tags.format(voice) + f"{voice} says.", None, CALLS, "tool_calls")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_content_where_no_tool_is_offered(served: Served, stream: bool) -> None:
+def test_calls_are_content_without_tools(served: Served, stream: bool) -> None:
     voice = VOICES["hermes"]
     content = BY_NAME["hermes"].following(f"{voice} says.", CALLS)
     for fields in ({"tools": None}, {"tool_choice": "none"}):
         choice = answer(served, voice, stream=stream, **fields)
-        assert told(choice) == (content, f"{voice} thinks.", [], "stop")
+        assert parts_of(choice) == (content, f"{voice} thinks.", [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_replies_without_markup_and_with_broken_calls_are_content(
-    served: Served, stream: bool
-) -> None:
+def test_broken_calls_are_content(served: Served, stream: bool) -> None:
     for voice in (PLAIN, BROKEN):
         choice = answer(served, voice, stream=stream)
-        assert told(choice) == (REPLIES[voice], None, [], "stop")
+        assert parts_of(choice) == (REPLIES[voice], None, [], "stop")
     for name in ("mistral", "openai", "deepseek_v3"):  # special tags are no content
         fields = {**of_format(BY_NAME[name]), "tools": None, "max_tokens": 400}
-        content, reasoning, calls, reason = told(
+        content, reasoning, calls, reason = parts_of(
             answer(served, VOICES[name], stream=stream, **fields)
         )
         assert (reasoning, calls, reason) == (f"{VOICES[name]} thinks.", [], "stop")
@@ -174,12 +172,10 @@ def test_replies_without_markup_and_with_broken_calls_are_content(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_goes_on_in_the_thought_that_its_prompt_begins(
-    served: Served, stream: bool
-) -> None:
+def test_a_thought_of_the_prompt_continues_in_reasoning(served: Served, stream: bool) -> None:
     expected = ("Answered.", "Opened by the prompt.", [], "stop")
     by_template = answer(served, "<think>" + OPENED, stream=stream)
-    assert told(by_template) == expected
+    assert parts_of(by_template) == expected
     by_message = answer(
         served,
         "",
@@ -188,17 +184,17 @@ def test_a_reply_goes_on_in_the_thought_that_its_prompt_begins(
         add_generation_prompt=False,
         continue_final_message=True,
     )
-    assert told(by_message) == expected
+    assert parts_of(by_message) == expected
     in_content = answer(served, "<think>So" + GOES_ON, stream=stream)
-    assert told(in_content) == (REPLIES[GOES_ON], None, [], "stop")
+    assert parts_of(in_content) == (REPLIES[GOES_ON], None, [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_length_cuts_off_is_no_call(served: Served, stream: bool) -> None:
+def test_a_call_cut_by_max_tokens_is_not_a_call(served: Served, stream: bool) -> None:
     num_tokens = answer_tokens(served, VOICES["hermes"])
     for limit in (num_tokens - 10, 1):
         choice = answer(served, VOICES["hermes"], stream=stream, max_tokens=limit)
-        _, _, calls, reason = told(choice)
+        _, _, calls, reason = parts_of(choice)
         assert (len(calls), reason) == (0 if limit == 1 else 1, "length")
 
 
@@ -209,12 +205,12 @@ def answer_tokens(served: Served, voice: str) -> int:
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**40], [10**6]])
-def test_token_ids_that_no_tokenizer_has_are_refused(served: Served, ids: list[int]) -> None:
+def test_unknown_token_ids_are_refused(served: Served, ids: list[int]) -> None:
     reply = served.post(PATH, {"prompt_token_ids": ids, "tools": TOOLS, "max_tokens": 2})
     assert reply.status == 400, reply.body
 
 
-def test_a_chat_template_that_shows_no_format_is_told_at_start(
+def test_a_chat_template_without_a_known_format_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)

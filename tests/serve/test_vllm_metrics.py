@@ -1,4 +1,4 @@
-"""vLLM's families in GET /metrics, against what was asked and answered."""
+"""vLLM's families in GET /metrics, compared with the requests and replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.distributed
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_ROWS = 24, 8, 4
 NAME = "tiny"
-# Fewer blocks than the rows want in the end, and no reserve: some requests lose theirs.
+# Fewer blocks than the rows want in the end, and no reserve: some requests are preempted.
 CROWDED = CONFIG.replace(
     buffer_size_gb=pool_gb(tiny_model("qwen3"), NUM_BLOCKS, BLOCK_SIZE),
     max_requests=NUM_ROWS,
@@ -113,7 +113,7 @@ def body_of(num_prompt: int, num_tokens: int, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def test_counters_and_histograms_are_what_was_asked_and_answered(served: Served) -> None:
+def test_metrics_count_requests_and_latencies(served: Served) -> None:
     before = metrics(served)
     stop = served.post("/v1/completions", body_of(7, 6)).json()["choices"][0]["token_ids"][2]
     bodies = [
@@ -147,7 +147,7 @@ def test_counters_and_histograms_are_what_was_asked_and_answered(served: Served)
     num_generated = num_first + sum(len(c["token_ids"]) for c in [*answered, cut])
     assert more("generation_tokens_total") == num_generated
     prompts = [7, *range(10, 16), 9, 9, 9, 7, 11, 11, 13, 13]
-    has_begun = len(cut["token_ids"]) > 0  # most often; where it was aborted is not told
+    has_begun = len(cut["token_ids"]) > 0  # usually; the reply does not say where it was aborted
     assert more("prompt_tokens_total") == sum(prompts) + 5 * has_begun
     reasons = Counter(choice["finish_reason"] for choice in [*answered, choice, cut])
     reasons["length"] += 1  # of the request that found the token to stop at
@@ -172,7 +172,7 @@ def test_counters_and_histograms_are_what_was_asked_and_answered(served: Served)
     assert after("generation_tokens_total") == stats.num_generated_tokens
 
 
-def test_requests_beyond_the_rows_wait_wherever_they_are_queued(served: Served) -> None:
+def test_metrics_count_queued_requests_as_waiting(served: Served) -> None:
     num_asked = NUM_ROWS + 8 + 3  # rows, those that an engine holds ahead, and some for the fleet
     assert served.post("/pause?mode=keep").status == 200
     asked = [Asked(served, **body_of(4, 2, request_id=None)) for _ in range(num_asked)]
@@ -188,9 +188,9 @@ def test_requests_beyond_the_rows_wait_wherever_they_are_queued(served: Served) 
     assert metrics(served)("num_requests_waiting") == 0
 
 
-def test_memory_is_what_requests_use(served: Served) -> None:
+def test_kv_cache_usage_perc_counts_blocks_of_requests(served: Served) -> None:
     now = metrics(served)
-    assert now("kv_cache_usage_perc") == 0.0, "cached blocks that nobody uses are free"
+    assert now("kv_cache_usage_perc") == 0.0, "cached blocks without a user are free"
     info = {"block_size": "8", "num_gpu_blocks": "24", "kv_cache_size_tokens": "192"}
     labels = tuple(sorted({"engine": "0", **info}.items()))
     assert now.samples["vllm:cache_config_info", labels] == 1
@@ -214,7 +214,7 @@ def test_memory_is_what_requests_use(served: Served) -> None:
         ("/sleep?level=2", (0, 0, 1)),  # the last one: the weights are gone
     ],
 )
-def test_engine_sleep_state_says_where_the_weights_are(
+def test_engine_sleep_state_reports_released_weights(
     served: Served, path: str, states: tuple[int, ...]
 ) -> None:
     def now() -> tuple[float, ...]:
@@ -250,7 +250,7 @@ PRIME_RL = {
 }
 
 
-def test_prime_rl_finds_every_family_that_its_controller_reads(served: Served) -> None:
+def test_metrics_have_every_family_that_prime_rl_reads(served: Served) -> None:
     now = metrics(served)
     assert {name: now.types.get(name) for name in PRIME_RL} == PRIME_RL
     assert {"counter", "gauge", "histogram"} == set(now.types.values())

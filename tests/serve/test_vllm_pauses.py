@@ -75,7 +75,7 @@ class Asked:
         return self._answers[0].json()["choices"][0]
 
 
-def test_keep_freezes_requests_and_new_ones_wait(served: Served) -> None:
+def test_pause_keep_freezes_requests_and_new_ones_wait(served: Served) -> None:
     undisturbed = Asked(served).choice()["token_ids"]
     frozen = Asked(served)
     answer = served.post("/pause?mode=keep")
@@ -92,7 +92,7 @@ def test_keep_freezes_requests_and_new_ones_wait(served: Served) -> None:
     assert len(later.choice()["token_ids"]) == 2
 
 
-def test_abort_returns_what_is_there_and_new_requests_are_told_to_come_again(
+def test_pause_abort_answers_requests_and_refuses_new_ones(
     served: Served,
 ) -> None:
     asked = Asked(served)
@@ -106,7 +106,7 @@ def test_abort_returns_what_is_there_and_new_requests_are_told_to_come_again(
     assert served.post("/resume").status == 200
 
 
-def test_wait_lets_requests_end_first(served: Served) -> None:
+def test_pause_wait_lets_requests_end(served: Served) -> None:
     asked = Asked(served)
     assert served.post("/pause?mode=wait").status == 200
     assert asked.choice()["finish_reason"] == "length"
@@ -114,7 +114,7 @@ def test_wait_lets_requests_end_first(served: Served) -> None:
     served.post("/resume")
 
 
-def test_requests_are_aborted_by_their_names_or_all(served: Served) -> None:
+def test_abort_requests_aborts_by_name_or_all(served: Served) -> None:
     one, other = Asked(served, request_id="one"), Asked(served, request_id="other")
     answer = served.post("/abort_requests", {"request_ids": ["one", "unknown"]})
     assert answer.json() == {"status": "aborted", "aborted": 1}
@@ -123,7 +123,7 @@ def test_requests_are_aborted_by_their_names_or_all(served: Served) -> None:
     assert other.choice()["finish_reason"] == "abort"
 
 
-def test_abort_requests_of_tokens_in_and_out_ends_those_that_are_named(served: Served) -> None:
+def test_abort_requests_of_inference_v1_aborts_by_name(served: Served) -> None:
     path = "/inference/v1/abort_requests"
     one, other = Asked(served, request_id="one"), Asked(served, request_id="other")
     for body in ({}, {"request_ids": None}, {"request_ids": "one"}):
@@ -156,7 +156,7 @@ def test_version_is_that_of_the_package(served: Served) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_sleep_keeps_requests_if_told_to_and_wakes_up_whole(served: Served, level: int) -> None:
+def test_sleep_keep_resumes_requests_after_wake_up(served: Served, level: int) -> None:
     undisturbed = Asked(served).choice()["token_ids"]
     asked = Asked(served)
     answer = served.post(f"/sleep?level={level}&mode=keep")
@@ -166,7 +166,7 @@ def test_a_sleep_keeps_requests_if_told_to_and_wakes_up_whole(served: Served, le
     assert asked.choice()["token_ids"] == undisturbed
 
 
-def test_a_sleep_without_weights_ends_with_an_update(served: Served) -> None:
+def test_sleep_level_2_ends_with_update_weights(served: Served) -> None:
     expected = completion(served, 5).json()["choices"][0]["token_ids"]
     assert served.post("/sleep?level=2").status == 200
     assert completion(served, 1).status == 503
@@ -194,7 +194,7 @@ def checkpoint_root(served: Served) -> Path:
     return Path(server.config.checkpoint_roots[0])
 
 
-def test_the_prefix_cache_is_forgotten_unless_requests_use_it(served: Served) -> None:
+def test_reset_prefix_cache_is_refused_while_requests_use_it(served: Served) -> None:
     def hits() -> int:
         before = served.do(served.llm.stats()).num_prefix_hit_tokens
         completion(served, 1)

@@ -175,7 +175,7 @@ def test_a_bad_tensor_ends_the_round_and_the_next_one_works(
     del good["model.norm.weight"]
     assert send(served, trainer, good).status == 200
     answer = send(served, trainer, bad)
-    if answer.status == 200:  # only the engines can tell
+    if answer.status == 200:  # only the engines can detect it
         answer = served.post("/finish_weight_update")
     assert_refused(answer, because=because)
     assert_refused(served.post("/finish_weight_update"), because="no update is open")
@@ -183,7 +183,7 @@ def test_a_bad_tensor_ends_the_round_and_the_next_one_works(
     assert_next_round_works(served, trainer, 2)
 
 
-def test_verbs_out_of_order_are_faults(served: Served, trainer: Trainer) -> None:
+def test_update_calls_out_of_order_are_refused(served: Served, trainer: Trainer) -> None:
     assert_refused(served.post("/finish_weight_update"), because="no update is open")
     one = {"model.norm.weight": torch.ones(48)}
     assert_refused(send(served, trainer, one), because="no update is open")
@@ -201,7 +201,7 @@ def test_verbs_out_of_order_are_faults(served: Served, trainer: Trainer) -> None
     assert_next_round_works(served, trainer, 1)
 
 
-def test_packed_tensors_come_in_one_broadcast_and_may_be_of_another_dtype(
+def test_packed_tensors_are_received_in_one_broadcast(
     served: Served,
 ) -> None:
     trainer = Trainer()
@@ -234,12 +234,12 @@ def test_packed_tensors_come_in_one_broadcast_and_may_be_of_another_dtype(
         ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**40, 2**40]]}, "shape"),
     ],
 )
-def test_announcements_without_meaning_are_refused(info: dict[str, Any], because: str) -> None:
+def test_update_weights_refuses_malformed_announcements(info: dict[str, Any], because: str) -> None:
     with pytest.raises(WeightUpdateError, match=re.escape(because)):
         tensor_metadata(info["names"], info["dtype_names"], info["shapes"])
 
 
-def test_an_announcement_without_meaning_leaves_the_group(served: Served) -> None:
+def test_a_malformed_announcement_leaves_the_group(served: Served) -> None:
     trainer, one = Trainer(), announced({"model.norm.weight": torch.ones(48)})
     try:
         assert joined(served, trainer).status == 200
@@ -247,14 +247,14 @@ def test_an_announcement_without_meaning_leaves_the_group(served: Served) -> Non
         trainer.begin_broadcast([torch.ones(1000, 1000)])
         answer = served.post("/update_weights", {"update_info": one | {"dtype_names": ["float7"]}})
         assert_refused(answer, because="float7")
-        assert trainer.end() != "", "the trainer is told, too"
+        assert trainer.end() != "", "the trainer fails, too"
         answer = served.post("/update_weights", {"update_info": one})
         assert_refused(answer, because="join it first")
     finally:
         trainer.close()
 
 
-def test_a_trainer_that_dies_ends_the_round_and_another_one_may_come(served: Served) -> None:
+def test_a_dead_trainer_ends_the_round_and_another_may_join(served: Served) -> None:
     before, trainer = served_version(served), Trainer()
     try:
         assert joined(served, trainer).status == 200
@@ -292,7 +292,7 @@ def test_broadcasts_of_another_size_than_announced_leave_the_server_alive(
         trainer.close()
 
 
-def test_a_trainer_that_does_not_send_is_not_waited_for_forever(served: Served) -> None:
+def test_weight_transfer_timeout_s_ends_a_silent_trainer(served: Served) -> None:
     config = ServeConfig(port=0, weight_transfer_backend="gloo", weight_transfer_timeout_s=5.0)
     impatient, trainer = served_directory(config), Trainer()
     try:
@@ -306,7 +306,7 @@ def test_a_trainer_that_does_not_send_is_not_waited_for_forever(served: Served) 
         trainer.close()
 
 
-def test_a_server_that_ends_answers_who_waits_for_a_broadcast() -> None:
+def test_shutdown_answers_a_call_that_waits_for_a_broadcast() -> None:
     server = served_directory(ServeConfig(port=0, weight_transfer_backend="gloo"))
     trainer, answers = Trainer(), []
     names = ("model.norm.weight", "model.embed_tokens.weight")
@@ -357,7 +357,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("nonsense", "because"), NONSENSE)
-def test_groups_that_cannot_be_are_refused_before_a_process_joins_them(
+def test_init_weight_transfer_engine_refuses_impossible_groups(
     served: Served, monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, Any], because: str
 ) -> None:
     def joined(**_: Any) -> None:
@@ -376,7 +376,7 @@ def test_groups_that_cannot_be_are_refused_before_a_process_joins_them(
         assert because in answer.body.decode(), path
 
 
-def test_a_buffer_without_a_byte_is_refused(served: Served) -> None:
+def test_packed_buffer_size_bytes_of_0_is_refused(served: Served) -> None:
     info = HERE | {"backend": "gloo", "packed": True, "packed_buffer_size_bytes": 0}
     answer = served.post("/init_weight_transfer_engine", {"init_info": info})
     assert_refused(answer, because="packed_buffer_size_bytes=0")
@@ -398,7 +398,7 @@ def saved(directory: Path, version: int, num_shards: int = 1) -> Path:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_a_directory_is_one_update(served: Served, roots: Path, num_shards: int) -> None:
+def test_weight_dir_is_one_update(served: Served, roots: Path, num_shards: int) -> None:
     directory = saved(roots / f"step_{num_shards}", 3 + num_shards, num_shards)
     before = served_version(served)
     assert served.post("/pause?mode=keep&clear_cache=false").json() == {"status": "paused"}

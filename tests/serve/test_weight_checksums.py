@@ -1,4 +1,4 @@
-"""The checksums of all weights, from the pages that engines answer."""
+"""weight_checksums: the checksums of all weights, joined from the engines' pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = {f"w{i}": f"{i:016x}" for i in range(5)}
 
 
 class Engines:
-    """Engines with pages of two weights. `versions`: of each page in turn."""
+    """Engines with pages of two weights. `versions`: the version of each page."""
 
     def __init__(
         self, engines: Sequence[Mapping[str, str]], versions: Sequence[int] = (1,) * 3
@@ -40,12 +40,12 @@ def asked(*engines: Mapping[str, str], versions: Sequence[int] = (1,) * 3) -> di
     return asyncio.run(weight_checksums(llm))
 
 
-def test_weight_checksums_are_those_of_all_pages() -> None:
+def test_weight_checksums_join_all_pages() -> None:
     assert asked(ALL) == asked(ALL, ALL) == ALL
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_weight_checksums_of_engines_that_differ_are_a_fault(name: str) -> None:
+def test_weight_checksums_refuse_engines_that_differ(name: str) -> None:
     with pytest.raises(ApiError, match="engines 0 and 1 serve different weights") as fault:
         asked(ALL, {**ALL, name: "f" * 16})
     assert fault.value.status == 500

@@ -26,7 +26,7 @@ ANSWER_S = 120.0
 
 
 class Trainer:
-    """Its process ends with `close`, or when it is told to broadcast None: then it is killed in
+    """Its process ends with `close`, or on the command to broadcast None: then it is killed in
     the middle.
     """
 

@@ -40,7 +40,7 @@ def test_collate_rollouts_column_t_belongs_to_token_t() -> None:
 
 
 def test_kv_staleness_is_the_age_of_the_tokens_own_kv_entry() -> None:
-    # The KV of token i is written when token i + 1 is sampled, the last by nobody.
+    # The KV of token i is written when token i + 1 is sampled; the last token's is never written.
     batch = collate_rollouts(two_rollouts(), [1.0, 0.0], train_version=3)
     assert batch.kv_staleness_BT.tolist() == [[0, 0, 2, 1, 1], [0, 1, 0, 0, 0]]
 

@@ -164,7 +164,7 @@ def test_learnability_weight_is_greatest_for_new_and_half_solved_prompts() -> No
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_curriculum_refuses_a_negative_or_infinite_weight(bad: float) -> None:
     curriculum = Curriculum(weight=lambda index, history: bad if index == 7 else 1.0)
-    with pytest.raises(ConfigError, match=r"weight of row 7 is .*0 or more, and finite"):
+    with pytest.raises(ConfigError, match=r"weight of row 7 is .*finite and 0 or more"):
         PromptLedger(PROMPTS, curriculum=curriculum)
 
 

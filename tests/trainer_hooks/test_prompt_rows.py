@@ -95,7 +95,7 @@ def test_arrow_messages_have_only_the_keys_of_their_own_row(tmp_path: Path) -> N
         DatasetPrompts(datasets.Dataset(table), chat_template=as_json),
     ):
         own = [json.loads(item.prompt) for item in prompts]
-        for messages in own:  # Arrow cannot tell a missing content from one that is null
+        for messages in own:  # in Arrow, missing and null contents are equal
             assert messages[1].pop("content", None) in (None, "Hi")
         expected = [
             [m[0], {k: v for k, v in m[1].items() if k != "content"}] for m in CONVERSATIONS

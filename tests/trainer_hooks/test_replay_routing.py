@@ -128,7 +128,7 @@ def test_replay_routing_with_gradient_checkpointing_replays_repeated_layers(
 def test_replay_routing_refuses_a_checkpointed_backward_pass_outside_the_block() -> None:
     model = tiny_mixture().train()
     checkpoint_activations(model, use_reentrant=False)
-    # With the model's own routing nothing else would tell.
+    # Replaying the model's own routing leaves no other difference to detect.
     with replay_routing(model, own_routing(model, TOKENS_BT)):
         loss = model(input_ids=TOKENS_BT, use_cache=False).logits.square().mean()
     with pytest.raises(CheckpointError, match="forward and recomputation"):

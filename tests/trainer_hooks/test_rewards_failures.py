@@ -96,17 +96,17 @@ def test_failure_log_logs_an_error_once_with_its_traceback_and_then_counts_it(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(work())
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 4
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 4
     assert [record.exc_info is not None for record in caplog.records] == [True, False, False, True]
-    assert "cannot read 0" in told[0]
+    assert "cannot read 0" in messages[0]
     shown = traceback.format_exception(*(caplog.records[0].exc_info or ()))
     assert shown[1].endswith('raise ValueError(f"cannot read {completions[0]}")\n'), (
         "no frame of ours"
     )
-    assert "failed 10 times" in told[1]
-    assert "failed 100 times" in told[2]
-    assert "of another kind" in told[3]
+    assert "failed 10 times" in messages[1]
+    assert "failed 100 times" in messages[2]
+    assert "of another kind" in messages[3]
 
 
 def test_verl_reward_raises_if_compute_score_raises_for_every_sample() -> None:

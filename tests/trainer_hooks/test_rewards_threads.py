@@ -11,8 +11,8 @@ import pytest
 
 from trainer_hooks.rewards import RewardRunner
 
-# In SOON_S something would have happened that must not. TIMEOUT_S is more than a call needs whose
-# function waits for nothing, and LATE_S bounds what hangs.
+# SOON_S: wait for an event that must not come. TIMEOUT_S: more than a call without blocking needs.
+# LATE_S: limit on a test that hangs.
 SOON_S, TIMEOUT_S, LATE_S = 0.05, 1.0, 60.0
 
 
@@ -167,7 +167,7 @@ def test_reward_runner_skips_waiting_calls_of_a_closed_event_loop(gate: Gate) ->
         return calls
 
     loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda loop, context: None)  # it would tell of calls left pending
+    loop.set_exception_handler(lambda loop, context: None)  # it would log calls left pending
     calls = loop.run_until_complete(begin())
     loop.close()
     assert asyncio.run(scored_once_the_gate_opens(runner, gate)) == ["wait", "next"]

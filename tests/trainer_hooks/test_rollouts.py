@@ -49,7 +49,7 @@ def test_mask_covers_exactly_the_generated_tokens_of_all_turns() -> None:
 
 
 def test_kv_staleness_comes_from_the_turn_that_generated_the_token() -> None:
-    # Turn 1 wrote the KV of turn 0's tokens anew, or found it: its own sampling used that of 0.
+    # Turn 1 rewrote the KV of turn 0's tokens or reused it; turn 0's sampling used its own KV.
     turns = three_turns()
     batch = collate_rollouts([Rollout(turns)], [1.0], train_version=5)
     for turn in turns:

@@ -18,8 +18,8 @@ from trainer_hooks.trl_settings import NO_EFFECT, REFUSED, USED, check_trainer, 
 
 pytestmark = needs("trl")
 
-# What a refused field asks for when somebody sets it.
-WISHES = {
+# A value of each refused field that is refused.
+REFUSED_VALUES = {
     "use_vllm": True,
     "vllm_mode": "server",
     "vllm_server_base_url": "http://127.0.0.1:8000",
@@ -50,7 +50,7 @@ def config_fields() -> dict[str, Any]:
 def trainer_with(**settings: Any) -> Any:
     """Return a stand-in for a GRPOTrainer: its config, and its own copies of some settings.
 
-    The config is not checked by TRL, which refuses or replaces some of the wishes itself.
+    The config is not checked by TRL, which refuses or replaces some settings itself.
     """
     args = SimpleNamespace(**(config_fields() | settings))
     copied = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -77,11 +77,11 @@ def test_the_defaults_of_grpo_config_are_accepted() -> None:
 
 
 def test_every_refused_field_of_grpo_config_is_named_with_a_remedy() -> None:
-    assert set(WISHES) == set(REFUSED)
-    for name, wish in WISHES.items():
+    assert set(REFUSED_VALUES) == set(REFUSED)
+    for name, value in REFUSED_VALUES.items():
         assert config_fields()[name] in (*REFUSED[name].neutral, None)
         with pytest.raises(ConfigError, match=rf"GRPOConfig\({name}=.*with TRLRollouts: \w"):
-            check_trainer(trainer_with(**{name: wish}))
+            check_trainer(trainer_with(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_settings_of_grpo_config_reach_the_sampling(
     assert sampling_params_of(trainer_with(**settings)) == dataclasses.replace(plain, **changes)
 
 
-def is_followed_or_refused(name: str, wish: Any) -> bool:
+def is_followed_or_refused(name: str, value: Any) -> bool:
     """Return whether `generation_kwargs` with this setting change the sampling, or raise."""
     try:
-        params = sampling_params_of(trainer_with(generation_kwargs={name: wish}))
+        params = sampling_params_of(trainer_with(generation_kwargs={name: value}))
     except (ConfigError, InvalidRequestError):
         return True
     return params != sampling_params_of(trainer_with())
@@ -154,7 +154,7 @@ def test_no_setting_of_transformers_generation_config_is_ignored() -> None:
             assert sampling_params_of(trainer_with(generation_kwargs={name: 2})) == plain
         else:
             # 2 and 0.5 are the default of no setting.
-            assert all(is_followed_or_refused(name, wish) for wish in (2, 0.5)), name
+            assert all(is_followed_or_refused(name, value) for value in (2, 0.5)), name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Updates of a device's weights that are exchanged: all or nothing, wherever a commit is cut off.
+"""Exchange: updates of a device's weights change all or nothing, wherever a commit is interrupted.
 
-The device is a host that says it is none, with a bucket of a few rows.
+The device is a host that reports another device type, with a bucket of a few rows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def assert_same(given: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("size", [1, 2])
 @all_families
-def test_an_exchange_serves_what_a_host_would_and_leaves_what_served(case: str, size: int) -> None:
+def test_exchange_serves_the_new_values_and_keeps_the_old_ones(case: str, size: int) -> None:
     """Experts, latent attention, tied weights, and parts of ranks among the families."""
     device = served_by(trainer(case, 1), size=size)
     host = served_by(trainer(case, 1), size=size, is_device=False)
@@ -212,7 +212,7 @@ def failing_at_copy(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cut_off", [cut_off_at_line, failing_at_copy])
-def test_what_is_exchanged_is_taken_back_wherever_both_ways_are_cut_off(cut_off: Any) -> None:
+def test_exchange_rolls_back_wherever_both_directions_are_interrupted(cut_off: Any) -> None:
     """Each line and each copy in turn."""
     for number in itertools.count(1):
         exchange, slots, values = small_exchange()
@@ -228,7 +228,7 @@ def test_what_is_exchanged_is_taken_back_wherever_both_ways_are_cut_off(cut_off:
     assert number > 20
 
 
-def test_weights_of_several_dtypes_and_odd_sizes_share_a_bucket() -> None:
+def test_exchange_buckets_take_weights_of_several_dtypes_and_odd_sizes() -> None:
     slots: dict[str, WeightSlot] = {
         "odd": TensorSlot(torch.randn(3).bfloat16()),
         "wide": TensorSlot(torch.randn(1)),
@@ -280,7 +280,7 @@ def expected_bytes(case: str, kind: str) -> list[Tensor]:
     cut_off=st.builds(cut_off_at_line, st.integers(1, 2000))
     | st.builds(failing_at_copy, st.integers(1, 550)),
 )
-def test_a_commit_that_is_cut_off_anywhere_has_changed_no_byte(
+def test_commit_interrupted_anywhere_changes_no_byte_on_a_device(
     case: str, kind: str, cut_off: Any
 ) -> None:
     group = served_by(trainer(case, 1))
@@ -301,7 +301,7 @@ def test_a_commit_that_is_cut_off_anywhere_has_changed_no_byte(
 
 
 @pytest.mark.parametrize("kind", ["mapping", "stream", "adapter on a stream"])
-def test_updates_that_were_staged_together_are_committed_in_any_order(kind: str) -> None:
+def test_commit_takes_updates_that_were_staged_together_in_any_order(kind: str) -> None:
     case = "qwen3"
     group = served_by(trainer(case, 1))
     (served,) = group.ranks
@@ -321,7 +321,7 @@ def test_updates_that_were_staged_together_are_committed_in_any_order(kind: str)
 
 
 @pytest.mark.parametrize("discard", [False, True])
-def test_the_weights_memory_may_go_and_come_back_between_stage_and_commit(discard: bool) -> None:
+def test_commit_after_release_and_restore_of_the_weights(discard: bool) -> None:
     group = served_by(trainer("qwen3", 1))
     (served,), before = group.ranks, bytes_of(group)
     staged = served.stage(in_turn("qwen3"))
@@ -335,7 +335,7 @@ def test_the_weights_memory_may_go_and_come_back_between_stage_and_commit(discar
         assert_same(bytes_of(group), before)
 
 
-def test_a_stream_that_fails_leaves_its_memory_to_the_next_one() -> None:
+def test_stage_of_a_failing_stream_releases_its_memory() -> None:
     arenas: list[MappedHostArena] = []
     (served,) = served_by(trainer("qwen3", 1), arenas=arenas).ranks
     weights = weights_of("qwen3", 2)
@@ -354,7 +354,7 @@ def test_a_stream_that_fails_leaves_its_memory_to_the_next_one() -> None:
     served.commit(other, None)
 
 
-def test_only_what_lasts_is_backed_up() -> None:
+def test_stage_backs_up_only_tensors_that_last() -> None:
     """What the model computes itself says nothing of the others."""
     (served,) = served_by(trainer("qwen3", 1)).ranks
     parameters = [*trainer("qwen3", 2).named_parameters()]
@@ -368,7 +368,7 @@ def test_only_what_lasts_is_backed_up() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_a_sender_announced_is_checked_before_a_stream_is_cast(dtype: torch.dtype) -> None:
+def test_stage_verifies_source_checksum_before_a_stream_is_cast(dtype: torch.dtype) -> None:
     (served,) = served_by(trainer("qwen3", 1), dtype="bfloat16").ranks
     weights = {name: tensor.to(dtype) for name, tensor in weights_of("qwen3", 2).items()}
     served.stage(reused(weights), source_checksum=own_checksum(weights))
@@ -378,7 +378,7 @@ def test_what_a_sender_announced_is_checked_before_a_stream_is_cast(dtype: torch
 
 
 @pytest.mark.parametrize("case", ["phi3", "glm4", "qwen3"])
-def test_what_a_sender_announced_is_of_whole_tensors_where_ranks_cast_parts(case: str) -> None:
+def test_stage_verifies_source_checksum_of_whole_tensors_on_ranks(case: str) -> None:
     """The first two families have weights of which a rank keeps several ranges."""
     weights = {name: tensor.double() for name, tensor in weights_of(case, 2).items()}
     group = served_by(trainer(case, 1), size=2)
@@ -386,7 +386,7 @@ def test_what_a_sender_announced_is_of_whole_tensors_where_ranks_cast_parts(case
     assert group.checksum() == served_by(trainer(case, 2)).checksum()
 
 
-def test_a_backup_that_no_longer_serves_makes_room_for_the_one_that_replaces_it() -> None:
+def test_commit_frees_an_outdated_backup_before_the_next_one() -> None:
     arenas: list[MappedHostArena] = []
     (served,) = served_by(trainer("qwen3", 1), arenas=arenas).ranks
     first, second = (served.stage(weights_of("qwen3", seed)) for seed in (2, 3))
@@ -397,7 +397,7 @@ def test_a_backup_that_no_longer_serves_makes_room_for_the_one_that_replaces_it(
     assert len(arenas) == num_arenas
 
 
-def test_a_backup_that_cannot_be_made_is_made_at_the_next_commit() -> None:
+def test_commit_makes_a_backup_that_failed_before() -> None:
     group = served_by(trainer("qwen3", 1))
     (served,), before = group.ranks, bytes_of(group)
     first, second = (served.stage(weights_of("qwen3", seed)) for seed in (2, 3))
@@ -415,7 +415,7 @@ def test_a_backup_that_cannot_be_made_is_made_at_the_next_commit() -> None:
 
 
 @pytest.mark.parametrize("is_device", [True, False])
-def test_a_backup_is_of_what_serves_when_it_is_made(is_device: bool) -> None:
+def test_backup_copies_the_weights_that_serve_when_it_is_made(is_device: bool) -> None:
     """Another update is committed while this one is staged, and taken back after."""
     group = served_by(trainer("qwen3", 1), is_device=is_device)
     (served,), before = group.ranks, bytes_of(group)
@@ -436,7 +436,7 @@ def no_memory(arena: MappedHostArena, num_bytes: int) -> Tensor:
     raise ConfigError("made up")
 
 
-def test_tied_weights_may_come_under_both_names_of_a_stream() -> None:
+def test_stage_takes_tied_weights_under_both_names_of_a_stream() -> None:
     tied = next(case for case in FAMILY_CASES if trainer(case, 1).config.tie_word_embeddings)
     (served,) = served_by(trainer(tied, 1)).ranks
     weights = weights_of(tied, 2)
@@ -450,7 +450,7 @@ def test_tied_weights_may_come_under_both_names_of_a_stream() -> None:
 
 
 @pytest.mark.parametrize("is_device", [True, False])
-def test_an_adapter_may_come_with_a_base_whose_weights_are_tied(is_device: bool) -> None:
+def test_stage_takes_an_adapter_with_a_tied_base(is_device: bool) -> None:
     tied = next(case for case in FAMILY_CASES if trainer(case, 1).config.tie_word_embeddings)
     group = served_by(trainer(tied, 1), is_device=is_device)
     weights = weights_of(tied, 2)
@@ -459,7 +459,7 @@ def test_an_adapter_may_come_with_a_base_whose_weights_are_tied(is_device: bool)
     assert group.update(replace(adapter, base=weights)) == group.checksum() == expected
 
 
-def test_an_adapter_has_no_copies_of_the_weights_that_it_leaves_alone(
+def test_stage_of_an_adapter_copies_only_adapted_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stack in another order can only be read as a copy, of which one is there at a time."""
@@ -477,7 +477,7 @@ def test_an_adapter_has_no_copies_of_the_weights_that_it_leaves_alone(
     assert device.peak < 2 * max(stacks)
 
 
-def test_an_adapter_leaves_what_it_is_put_on_for_the_next_one() -> None:
+def test_commit_of_an_adapter_keeps_its_base_for_the_next_adapter() -> None:
     group, host = (served_by(trainer("qwen3", 1), is_device=d) for d in (True, False))
     (served,) = group.ranks
     weights = weights_of("qwen3", 1)
@@ -493,7 +493,7 @@ def test_an_adapter_leaves_what_it_is_put_on_for_the_next_one() -> None:
         assert_same(bytes_of(group), bytes_of(host))
 
 
-def test_a_device_without_room_for_a_bucket_refuses_the_commit(
+def test_commit_is_refused_on_a_device_without_memory_for_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = served_by(trainer("qwen3", 1))

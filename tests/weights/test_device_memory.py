@@ -1,6 +1,7 @@
-"""What weights take of a device: while they are loaded, updated and backed up. Bytes are counted.
+"""Device memory of weights while they are loaded, updated and backed up, counted in bytes.
 
-The device is the meta device, or a host that says it is none; `make gpu-check` has a real one.
+The device is the meta device, or a host that reports another device type. `make gpu-check` uses a
+real one.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def meta_backend() -> Backend:
 
 
 @pytest.mark.parametrize("keeps_values", [False, True])
-def test_an_8b_model_is_loaded_with_no_second_copy_of_its_weights(
+def test_loading_an_8b_model_makes_no_second_copy(
     monkeypatch: pytest.MonkeyPatch, *, keeps_values: bool
 ) -> None:
     """Its checkpoint is host memory that nobody touches."""
@@ -123,7 +124,7 @@ class CountingArena(MappedHostArena):
         return super().reserve(num_bytes)
 
 
-def test_a_backup_of_an_8b_model_takes_nothing_of_the_device(
+def test_backup_of_an_8b_model_takes_no_device_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _ = open_model(spec_8b(), device=META)
@@ -209,7 +210,7 @@ _LAYERS, _LAYER = 4, 4096 * 4096  # that an adapter adapts, and numbers of one
 @pytest.mark.parametrize(
     "kind", ["mapping", "mapping in float32", "stream", "stream in float32", "adapter"]
 )
-def test_an_update_of_an_8b_model_takes_a_bucket_of_the_device_and_one_copy_on_the_host(
+def test_update_of_an_8b_model_takes_a_bucket_and_one_host_copy(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One copy of what changes. An adapter keeps what it is put on, too, and adds up in float32."""
@@ -268,7 +269,7 @@ def served_on_a_device() -> ServedWeights:
 
 
 @pytest.mark.parametrize("source", [lambda m: m, lambda m: m.state_dict()])
-def test_an_update_takes_no_more_than_a_bucket_beside_the_weights(
+def test_update_takes_at_most_a_bucket_of_device_memory(
     source: Callable[[Any], Any],
 ) -> None:
     served, new = served_on_a_device(), old_and_new()[1]
@@ -290,7 +291,7 @@ def served_checksum(model: Any) -> str:
     return own.checksum()
 
 
-def test_a_failed_commit_goes_back_to_the_backup_on_the_host(
+def test_commit_that_fails_restores_the_host_backup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served, new = served_on_a_device(), old_and_new()[1]
@@ -318,7 +319,7 @@ def failing_at(shape: torch.Size, write: Any) -> Any:
     return failing
 
 
-def test_updates_staged_together_share_a_backup_and_later_ones_its_memory() -> None:
+def test_updates_staged_together_share_one_backup() -> None:
     model = build_model(old_and_new()[0])
     arenas: list[MappedHostArena] = []
 

@@ -1,4 +1,4 @@
-"""Weights of experts under the names of a live module, of its saved directory, and of both."""
+"""Expert weights under the names of a live module, of its saved directory, and of both."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def spoil(given: Weights, weights: Dialects, rng: np.random.Generator) -> None:
 
 @pytest.mark.drawn(4)
 @all_mixtures
-def test_names_of_both_kinds_are_taken_if_each_number_comes_and_none_differs(
-    family: str, tmp_path: Path
-) -> None:
+def test_stage_takes_expert_weights_by_both_kinds_of_names(family: str, tmp_path: Path) -> None:
     """Random mixtures, orders, faults and ways in; what is refused changes nothing."""
     rng = np.random.default_rng((run_seed(), MIXTURES.index(family)))
     trainer(family, 0).config.save_pretrained(tmp_path)
@@ -106,7 +104,7 @@ def test_names_of_both_kinds_are_taken_if_each_number_comes_and_none_differs(
 
 @pytest.mark.drawn(3)
 @stacked_mixtures
-def test_half_a_stack_of_experts_is_refused_by_the_names_that_lack(family: str) -> None:
+def test_stage_names_the_missing_experts_of_half_a_stack(family: str) -> None:
     saved = dialects(family, 1).saved
     experts = [name for name in saved if ".experts." in name]
     gone = [name for name in experts if ".experts.1." in name or ".experts.3." in name]
@@ -117,7 +115,7 @@ def test_half_a_stack_of_experts_is_refused_by_the_names_that_lack(family: str) 
 
 @pytest.mark.drawn(3)
 @stacked_mixtures
-def test_a_stack_that_lacks_wholly_is_named_as_the_live_module_names_it(family: str) -> None:
+def test_stage_names_a_missing_stack_as_the_live_module_does(family: str) -> None:
     live = dialects(family, 1).live
     stack = last_of([*live], ".experts.down_proj")
     message = f"lacks 1 of the model's tensors \\('{re.escape(stack)}'\\)"
@@ -125,7 +123,7 @@ def test_a_stack_that_lacks_wholly_is_named_as_the_live_module_names_it(family: 
 
 
 @stacked_mixtures
-def test_an_expert_that_the_model_lacks_is_refused_by_name(family: str) -> None:
+def test_stage_refuses_an_unknown_expert_by_name(family: str) -> None:
     saved = dialects(family, 1).saved
     name = last_of([*saved], ".experts.0.")
     extra = name.replace(".experts.0.", ".experts.64.")
@@ -133,7 +131,7 @@ def test_an_expert_that_the_model_lacks_is_refused_by_name(family: str) -> None:
 
 
 @stacked_mixtures
-def test_a_stack_beside_its_experts_must_be_equal(family: str) -> None:
+def test_stage_refuses_a_stack_that_differs_from_its_experts(family: str) -> None:
     weights = dialects(family, 1)
     stack = last_of([*weights.live], ".experts.gate_up_proj")
     engine, _ = served(family)
@@ -147,7 +145,7 @@ def test_a_stack_beside_its_experts_must_be_equal(family: str) -> None:
 
 
 @all_mixtures
-def test_a_value_that_is_not_finite_is_refused_by_the_name_it_came_under(family: str) -> None:
+def test_stage_names_an_expert_tensor_that_is_not_finite(family: str) -> None:
     live = dialects(family, 1).live
     stack = last_of([*live], ".experts.down_proj")
     changed = live[stack].clone()
@@ -156,7 +154,7 @@ def test_a_value_that_is_not_finite_is_refused_by_the_name_it_came_under(family:
 
 
 @corrected_mixtures
-def test_parameters_without_the_routers_corrections_are_refused_with_the_remedy(
+def test_stage_refuses_parameters_without_the_routers_corrections(
     family: str,
 ) -> None:
     module = trainer(family, 1)

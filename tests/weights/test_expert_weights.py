@@ -1,4 +1,4 @@
-"""What becomes of experts' weights: directories, failed commits, suspends, corrections."""
+"""Expert weights in directories, failed commits and suspends; router corrections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.weights.expert_dialects import (
 
 
 @all_mixtures
-def test_a_commit_that_fails_restores_the_experts(
+def test_commit_that_fails_restores_the_experts(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, model = served(family)
@@ -53,7 +53,7 @@ def test_a_commit_that_fails_restores_the_experts(
 
 
 @all_mixtures
-def test_experts_survive_suspends_and_come_back_after_they_were_discarded(family: str) -> None:
+def test_experts_survive_suspend_and_discard_weights(family: str) -> None:
     engine, _ = served(family)
     for discard, given in ((False, None), (True, dialects(family, 1).saved)):
         engine.update_weights(dialects(family, 0).live, in_flight=True)
@@ -68,7 +68,7 @@ def test_experts_survive_suspends_and_come_back_after_they_were_discarded(family
 
 
 @all_mixtures
-def test_slots_are_of_every_byte_of_the_model_once(family: str) -> None:
+def test_weight_slots_cover_every_byte_of_a_mixture_once(family: str) -> None:
     model = build_model(trainer(family, 0))
     tensors = [*model.parameters(), *model.persistent_buffers().values()]
     for tensor in tensors:
@@ -79,9 +79,7 @@ def test_slots_are_of_every_byte_of_the_model_once(family: str) -> None:
 
 
 @all_mixtures
-def test_directories_of_either_dialect_load_to_the_same_weights(
-    family: str, tmp_path: Path
-) -> None:
+def test_build_model_loads_both_dialects_of_experts(family: str, tmp_path: Path) -> None:
     module, weights = trainer(family, 1), dialects(family, 1)
     for kind, tensors in weights._asdict().items():
         module.config.save_pretrained(tmp_path / kind)
@@ -94,7 +92,7 @@ def test_directories_of_either_dialect_load_to_the_same_weights(
 
 
 @stacked_mixtures
-def test_a_directory_with_experts_that_lack_is_refused_by_name(family: str, tmp_path: Path) -> None:
+def test_build_model_names_missing_experts(family: str, tmp_path: Path) -> None:
     module, weights = trainer(family, 1), dialects(family, 1)
     module.config.save_pretrained(tmp_path)
     gone = last_of([*weights.saved], ".experts.2.")
@@ -112,7 +110,7 @@ def write_tensors(directory: Path, tensors: Weights) -> None:
 
 
 @corrected_mixtures
-def test_corrections_stay_float32_whatever_the_weights_are(family: str, tmp_path: Path) -> None:
+def test_router_corrections_stay_float32(family: str, tmp_path: Path) -> None:
     module, saved = trainer(family, 1), dialects(family, 1).saved
     module.save_pretrained(tmp_path / "theirs")
     model = build_model(tmp_path / "theirs", dtype="bfloat16")
@@ -129,7 +127,7 @@ def test_corrections_stay_float32_whatever_the_weights_are(family: str, tmp_path
             assert torch.equal(weights[name], expected), name
 
 
-def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+def test_build_model_ignores_mtp_layers(tmp_path: Path) -> None:
     """As saved after the others by DeepSeek-V3 and GLM-4.5; transformers ignores them, too."""
     module, saved = trainer("glm4_moe", 1), dialects("glm4_moe", 1).saved
     num_layers = module.config.num_hidden_layers

@@ -1,4 +1,5 @@
-"""Adapter updates: the served weights are, bit for bit, those of the merged full update."""
+"""Updates by a LoraAdapter: the served weights equal, bit for bit, those of the merged full
+update."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def adapters(draw: st.DrawFn, modules: list[str]) -> LoraAdapter:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_adapter_equals_the_merged_full_update(dtype: torch.dtype) -> None:
+def test_update_by_an_adapter_equals_the_merged_update(dtype: torch.dtype) -> None:
     engine, model = served(dtype=dtype)
     full_engine, full_model = served(dtype=dtype)
     base = weights_of(1, dtype)
@@ -105,7 +106,7 @@ def test_an_adapter_equals_the_merged_full_update(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tune", ["plain", "native", "mkl", "1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_it_does_whatever_packs_the_weights_and_whether_the_head_is_tied(
+def test_update_by_an_adapter_works_for_every_packing_and_a_tied_head(
     monkeypatch: pytest.MonkeyPatch, tune: str, dtype: torch.dtype, is_tied: bool
 ) -> None:
     if tune == "mkl" and dtype is not torch.float32:
@@ -143,7 +144,7 @@ def full_model(weights: Weights, is_tied: bool) -> CausalLM:
 @pytest.mark.parametrize(
     "family", ["phi3", "gemma2", "glm4", "qwen2_moe", "glm4_moe", "deepseek_v3"]
 )
-def test_fused_projections_and_mixtures_take_adapters(family: str) -> None:
+def test_update_by_an_adapter_of_fused_projections_and_mixtures(family: str) -> None:
     hf = family_model(family, seed=1)
     engine, full = (tiny_engine(hf, num_blocks=8, max_sequence_length=64) for _ in range(2))
     base = {name: tensor.detach().clone() for name, tensor in hf.state_dict().items()}
@@ -156,7 +157,7 @@ def test_fused_projections_and_mixtures_take_adapters(family: str) -> None:
 
 
 @pytest.mark.parametrize("parameter", ["gate_up_proj", "3.gate_proj"])
-def test_an_adapter_of_experts_is_refused_by_name(parameter: str) -> None:
+def test_stage_refuses_an_adapter_of_experts_by_name(parameter: str) -> None:
     hf = family_model("glm4_moe", seed=1)
     engine = tiny_engine(hf, num_blocks=8, max_sequence_length=64)
     checksum, module = engine.weights_checksum(), f"model.layers.1.mlp.experts.{parameter}"
@@ -169,7 +170,7 @@ def test_an_adapter_of_experts_is_refused_by_name(parameter: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_twenty_alternate_pushes_leave_no_drift(dtype: torch.dtype) -> None:
+def test_twenty_alternate_updates_leave_no_drift(dtype: torch.dtype) -> None:
     engine, model = served(dtype=dtype)
     base, other = weights_of(1, dtype), weights_of(2, dtype)
     modules = linear_modules(base)
@@ -192,7 +193,7 @@ def test_twenty_alternate_pushes_leave_no_drift(dtype: torch.dtype) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("tune", ["plain", "native"])
-def test_any_life_with_adapters_serves_what_its_last_push_means(
+def test_random_schedules_with_adapters_serve_the_last_update(
     monkeypatch: pytest.MonkeyPatch, tune: str
 ) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", tune)
@@ -240,7 +241,7 @@ def test_any_life_with_adapters_serves_what_its_last_push_means(
 # ---- the base's memory
 
 
-def test_the_base_of_adapted_layers_is_kept_until_the_next_full_update() -> None:
+def test_base_of_adapted_layers_is_kept_until_the_next_full_update() -> None:
     engine, _ = served(dtype=torch.bfloat16)
     base = weights_of(1, torch.bfloat16)
     assert engine.memory_status().lora_base_bytes == engine.stats().lora_base_bytes == 0
@@ -256,7 +257,7 @@ def test_the_base_of_adapted_layers_is_kept_until_the_next_full_update() -> None
     assert engine.memory_status().lora_base_bytes == 0
 
 
-def test_an_update_tells_the_bytes_that_it_has_changed() -> None:
+def test_commit_returns_the_bytes_that_it_changed() -> None:
     engine, _ = served()
     base = weights_of(1)
     size = base[f"{Q}.weight"].nbytes
@@ -272,7 +273,7 @@ def test_an_update_tells_the_bytes_that_it_has_changed() -> None:
 # ---- one transaction
 
 
-def test_an_adapter_staged_before_another_commit_is_refused() -> None:
+def test_commit_refuses_an_adapter_staged_before_another_commit() -> None:
     engine, model = served()
     base = weights_of(1)
     first, second = (random_adapter(base, [Q], seed=seed) for seed in (1, 2))
@@ -284,7 +285,7 @@ def test_an_adapter_staged_before_another_commit_is_refused() -> None:
     assert_serves(model, merged(base, first))
 
 
-def test_a_staged_adapter_is_refused_once_the_weights_are_discarded() -> None:
+def test_commit_refuses_an_adapter_once_the_weights_are_discarded() -> None:
     engine, _ = served()
     staged = engine.stage_weights(random_adapter(weights_of(1), [Q]))
     engine.pause()
@@ -296,7 +297,7 @@ def test_a_staged_adapter_is_refused_once_the_weights_are_discarded() -> None:
 
 
 @pytest.mark.parametrize("tune", ["plain", pytest.param("native", marks=needs_compiler)])
-def test_a_commit_that_fails_leaves_the_adapter_from_before(
+def test_commit_that_fails_keeps_the_adapter_from_before(
     monkeypatch: pytest.MonkeyPatch, tune: str
 ) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", tune)
@@ -322,7 +323,7 @@ def test_a_commit_that_fails_leaves_the_adapter_from_before(
 
 
 @pytest.mark.parametrize("tune", ["plain", pytest.param("native", marks=needs_compiler)])
-def test_a_staged_adapter_is_committed_after_a_commit_of_it_that_failed(
+def test_commit_of_an_adapter_can_be_repeated_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, tune: str
 ) -> None:
     """The weights are those from before, which it was staged on."""
@@ -369,9 +370,7 @@ def with_tensor(half: str, tensor: Tensor, module: str = Q, **fields: Any) -> Lo
     ],
     ids=["nan", "overflow", "in", "out", "rank", "embedding", "layer", "experts", "base"],
 )
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
-    adapter: Any, message: str
-) -> None:
+def test_stage_refuses_an_adapter_that_does_not_fit_by_name(adapter: Any, message: str) -> None:
     engine, _ = served()
     engine.update_weights(random_adapter(weights_of(1)), in_flight=True)
     checksum = engine.weights_checksum()
@@ -386,7 +385,7 @@ def of_module(module: str) -> LoraAdapter:
     return random_adapter(weights, [module])
 
 
-def test_an_adapter_of_a_tied_head_is_refused_for_the_embedding_would_change_too() -> None:
+def test_stage_refuses_an_adapter_of_a_tied_head() -> None:
     engine, model = served(is_tied=True)
     base = weights_of(1, is_tied=True)
     head = random_adapter({"lm_head.weight": base["model.embed_tokens.weight"]}, ["lm_head"])
@@ -395,7 +394,7 @@ def test_an_adapter_of_a_tied_head_is_refused_for_the_embedding_would_change_too
     assert_serves(model, base)
 
 
-def test_an_adapter_that_holds_infinity_passes_where_that_may() -> None:
+def test_reject_non_finite_false_takes_an_adapter_with_infinity() -> None:
     engine, model = served(reject_non_finite_weights=False)
     adapter = with_tensor("B", torch.full((64, 3), torch.inf))
     engine.update_weights(adapter, in_flight=True)
@@ -405,7 +404,7 @@ def test_an_adapter_that_holds_infinity_passes_where_that_may() -> None:
 # ---- against PEFT itself
 
 
-def test_peft_merges_to_what_is_served() -> None:
+def test_update_by_an_adapter_equals_peft_merge_and_unload() -> None:
     import peft
 
     hf = tiny_model("qwen2", seed=1, **SIZES)

@@ -1,4 +1,4 @@
-"""Updates of ranks that share a model: what they serve together is what one process would."""
+"""Updates on ranks that share a model: together they serve the weights of one process."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def own_checksum(tensors: Mapping[str, Tensor]) -> str:
 @pytest.mark.drawn(9)
 @sizes
 @all_families
-def test_checksums_of_a_group_are_those_of_one_process(case: str, size: int) -> None:
+def test_checksums_of_ranks_equal_those_of_one_process(case: str, size: int) -> None:
     one, group = (group_of(trainer(case, 1), num) for num in (1, size))
     assert group.checksum() == one.checksum()
     tensors = weights_of(case, 2)
@@ -138,7 +138,7 @@ def test_checksums_of_a_group_are_those_of_one_process(case: str, size: int) -> 
 
 @pytest.mark.drawn(9)
 @all_families
-def test_each_rank_has_its_parts_of_the_weights_and_each_expert_is_on_one(case: str) -> None:
+def test_ranks_keep_their_parts_and_each_expert_once(case: str) -> None:
     whole = group_of(trainer(case, 1), 1).models[0].read_weights()
     slots = [model.weight_slots() for model in group_of(trainer(case, 1), 2).models]
     for name, values in whole.items():
@@ -152,7 +152,7 @@ def test_each_rank_has_its_parts_of_the_weights_and_each_expert_is_on_one(case: 
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_random_weights_of_a_spec_are_the_parts_of_what_one_process_draws(size: int) -> None:
+def test_random_weights_of_ranks_are_parts_of_one_process_draws(size: int) -> None:
     for case in ("qwen2", "gpt_oss", "gemma"):
         spec: ModelSpec = group_of(trainer(case, 1), 1).models[0].spec
         assert group_of(spec, size).checksum() == group_of(spec, 1).checksum()
@@ -162,7 +162,7 @@ def test_random_weights_of_a_spec_are_the_parts_of_what_one_process_draws(size: 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_cast_update_has_the_checksum_of_one_process(dtype: str) -> None:
+def test_cast_update_of_ranks_has_the_checksum_of_one_process(dtype: str) -> None:
     one, group = (group_of(trainer("qwen3", 1), num, dtype) for num in (1, 2))
     tensors = {name: tensor.double() for name, tensor in weights_of("qwen3", 2).items()}
     announced = own_checksum(tensors)
@@ -181,7 +181,7 @@ BAD_PLACES = [
 
 
 @pytest.mark.parametrize(("case", "name", "place"), BAD_PLACES)
-def test_nan_in_the_part_of_any_rank_refuses_the_update_of_all(
+def test_verify_refuses_nan_in_the_part_of_any_rank(
     case: str, name: str, place: tuple[int, ...]
 ) -> None:
     group = group_of(trainer(case, 1), 2)
@@ -193,7 +193,7 @@ def test_nan_in_the_part_of_any_rank_refuses_the_update_of_all(
     assert group.checksum() == before
 
 
-def test_a_change_of_one_number_on_its_way_shows_in_the_checksum() -> None:
+def test_verify_finds_one_changed_number() -> None:
     group = group_of(trainer("qwen3", 1), 2)
     tensors = {name: tensor.clone() for name, tensor in weights_of("qwen3", 2).items()}
     announced = own_checksum(tensors)
@@ -202,7 +202,7 @@ def test_a_change_of_one_number_on_its_way_shows_in_the_checksum() -> None:
         group.stage(tensors, announced)
 
 
-def test_ranks_that_were_handed_different_tensors_are_told_so() -> None:
+def test_verify_refuses_ranks_with_different_tensors() -> None:
     group, tensors = group_of(trainer("gemma", 1), 2), weights_of("gemma", 2)
     other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     first, second = (
@@ -212,7 +212,7 @@ def test_ranks_that_were_handed_different_tensors_are_told_so() -> None:
         group.ranks[0].verify(first, [first.share, second.share])
 
 
-def test_the_order_of_an_update_may_differ_from_rank_to_rank() -> None:
+def test_stage_takes_another_order_of_tensors_on_each_rank() -> None:
     group = group_of(trainer("qwen3_moe", 1), 2)
     tensors = {name: tensor.double() for name, tensor in weights_of("qwen3_moe", 2).items()}
     backwards = dict(reversed(tensors.items()))
@@ -223,7 +223,7 @@ def test_the_order_of_an_update_may_differ_from_rank_to_rank() -> None:
     group.ranks[0].verify(staged[0], [part.share for part in staged], own_checksum(tensors))
 
 
-def test_tied_weights_that_differ_on_the_last_rank_are_refused() -> None:
+def test_verify_refuses_tied_weights_that_differ_on_the_last_rank() -> None:
     group = group_of(trainer("gemma", 1), 2)
     tensors = weights_of("gemma", 2)
     head = tensors["model.embed_tokens.weight"].clone()
@@ -233,7 +233,7 @@ def test_tied_weights_that_differ_on_the_last_rank_are_refused() -> None:
         group.stage(tensors | {"lm_head.weight": head})
 
 
-def test_a_rank_that_committed_goes_back_when_another_failed() -> None:
+def test_roll_back_restores_a_rank_that_has_committed() -> None:
     group = group_of(trainer("qwen3", 1), 2)
     before = group.checksum()
     staged = group.stage(weights_of("qwen3", 2))
@@ -247,7 +247,7 @@ def test_a_rank_that_committed_goes_back_when_another_failed() -> None:
     assert (group.checksum(), group.ranks[1].version) == (after, 8)
 
 
-def test_what_was_staged_on_weights_that_were_taken_back_is_staged_again() -> None:
+def test_commit_refuses_an_adapter_on_weights_that_were_rolled_back() -> None:
     group = group_of(tiny_model("qwen3", seed=1), 1)
     (served,) = group.ranks
     taken_back, kept = (served.stage(tiny_model("qwen3", seed=seed)) for seed in (2, 3))
@@ -261,7 +261,7 @@ def test_what_was_staged_on_weights_that_were_taken_back_is_staged_again() -> No
 
 
 @pytest.mark.skipif(load_library() is None, reason="no C compiler")
-def test_parts_that_are_packed_in_place_are_updated_and_taken_back(
+def test_roll_back_restores_parts_packed_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ROLLOUT_TUNE", "native")
@@ -279,7 +279,7 @@ def test_parts_that_are_packed_in_place_are_updated_and_taken_back(
     assert group.checksum() == before
 
 
-def test_released_parts_come_back() -> None:
+def test_restore_brings_back_released_parts() -> None:
     group = group_of(trainer("qwen2_moe", 1), 2)
     before = group.checksum()
     for rank in group.ranks:
@@ -295,7 +295,7 @@ def test_released_parts_come_back() -> None:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", ["qwen3", "olmo2", "phi3", "deepseek_v3"])
 @pytest.mark.parametrize("has_base", [False, True])
-def test_an_adapter_on_ranks_serves_what_it_does_in_one_process(case: str, has_base: bool) -> None:
+def test_adapter_on_ranks_serves_the_weights_of_one_process(case: str, has_base: bool) -> None:
     one, group = (group_of(trainer(case, 1), num, "bfloat16") for num in (1, 2))
     weights = weights_of(case, 3 if has_base else 1)
     modules = [name for name in linear_modules(weights) if ".experts." not in name]
@@ -311,7 +311,7 @@ def test_an_adapter_on_ranks_serves_what_it_does_in_one_process(case: str, has_b
     assert group.update(weights_of(case, 4)) == one.update(weights_of(case, 4))
 
 
-def test_nan_in_an_adapter_is_named_although_one_rank_hashes_it() -> None:
+def test_verify_names_an_adapter_tensor_with_nan() -> None:
     group = group_of(trainer("qwen3", 1), 2)
     weights = weights_of("qwen3", 1)
     adapter = random_adapter(weights, linear_modules(weights)[:3])

@@ -1,4 +1,4 @@
-"""An engine whose weights exist once, packed: readers and updates see plain weights."""
+"""Weights that exist only packed: readers and updates see plain weights."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def weights_of(seed: int) -> dict[str, Tensor]:
     return dict(trainer(seed).named_parameters())
 
 
-def test_checksum_and_tokens_are_those_of_plain_weights() -> None:
+def test_repacked_weights_have_the_checksum_and_tokens_of_plain_ones() -> None:
     engine, _ = served()
     assert seen_of(engine) == generated(1, "plain")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_weights_take_their_own_bytes_and_no_more(dtype: str) -> None:
+def test_repacked_weights_take_no_second_copy(dtype: str) -> None:
     engine, model = served(dtype)
     size = sum(weight.nbytes for weight in {w.data_ptr(): w for w in model.parameters()}.values())
     assert size == getattr(torch, dtype).itemsize * sum(p.numel() for p in trainer(1).parameters())
@@ -77,7 +77,7 @@ def test_the_weights_take_their_own_bytes_and_no_more(dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", ["device", "reserved"])
 @pytest.mark.parametrize("discard", [False, True])
-def test_they_survive_updates_and_suspends(kind: str, discard: bool) -> None:
+def test_repacked_weights_survive_updates_and_suspend(kind: str, discard: bool) -> None:
     engine, _ = served(memory_kind=kind)
     addresses = engine.weight_data_ptrs()
     for seed in (2, 1, 2):
@@ -96,7 +96,7 @@ def test_they_survive_updates_and_suspends(kind: str, discard: bool) -> None:
         assert seen_of(engine) == generated(seed, "plain")
 
 
-def test_a_served_model_is_saved_and_loaded_again(tmp_path: Path) -> None:
+def test_save_hf_directory_of_repacked_weights_loads_again(tmp_path: Path) -> None:
     engine, model = served()
     engine.update_weights(weights_of(2), in_flight=True)
     save_hf_directory(model, tmp_path)
@@ -105,7 +105,7 @@ def test_a_served_model_is_saved_and_loaded_again(tmp_path: Path) -> None:
         assert torch.equal(again.read_weights()[name], values), name
 
 
-def test_a_served_model_is_cast_to_another_dtype() -> None:
+def test_build_model_casts_repacked_weights() -> None:
     _, model = served()
     cast = build_model(model, dtype="bfloat16").read_weights()
     for name, values in trainer(1).state_dict().items():
@@ -113,7 +113,9 @@ def test_a_served_model_is_cast_to_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("tune", ["native", "plain"])
-def test_a_served_model_moves_to_another_engine(tune: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_model_copies_repacked_weights_to_another_engine(
+    tune: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, model = served()
     monkeypatch.setenv("ROLLOUT_TUNE", tune)
     engine = tiny_engine(model, buffer_size_gb=0.01)
@@ -123,7 +125,7 @@ def test_a_served_model_moves_to_another_engine(tune: str, monkeypatch: pytest.M
     assert seen_of(engine) == generated(2, "plain")
 
 
-def test_a_slot_writes_to_the_weights_that_serve() -> None:
+def test_weight_slot_writes_to_repacked_weights() -> None:
     engine, model = served()
     for name, values in trainer(2).state_dict().items():
         model.weight_slots()[name].write(values)

@@ -1,4 +1,4 @@
-"""Weights as trainers really hold them: sharded, with buffers, in tensors that are not plain."""
+"""Weights as trainers hold them: sharded, with buffers, in tensors that are not plain."""
 
 from __future__ import annotations
 
@@ -65,19 +65,17 @@ SOURCES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_sharded_parameters_are_gathered_while_they_are_staged(
-    mesh: DeviceMesh, source: str
-) -> None:
+def test_stage_gathers_sharded_parameters(mesh: DeviceMesh, source: str) -> None:
     engine = tiny_engine(tiny_model(seed=1))
     report = engine.update_weights(SOURCES[source](sharded_model(mesh)), in_flight=True)
     assert report.checksum == engine.weights_checksum() == plain_checksum()
 
 
-def test_an_engine_is_built_of_a_sharded_model(mesh: DeviceMesh) -> None:
+def test_from_model_takes_a_sharded_model(mesh: DeviceMesh) -> None:
     assert tiny_engine(sharded_model(mesh)).weights_checksum() == plain_checksum()
 
 
-def test_engine_processes_are_sent_a_sharded_model_whole(mesh: DeviceMesh) -> None:
+def test_without_shards_gathers_a_model_for_engine_processes(mesh: DeviceMesh) -> None:
     plain, whole = tiny_model(seed=2), without_shards(sharded_model(mesh), "auto")
     assert isinstance(whole, CausalLM)
     for name, view in build_model(plain).read_weights().items():
@@ -85,7 +83,7 @@ def test_engine_processes_are_sent_a_sharded_model_whole(mesh: DeviceMesh) -> No
     assert without_shards(plain, "auto") is plain
 
 
-def test_stacks_of_experts_are_gathered_and_then_taken_apart(mesh: DeviceMesh) -> None:
+def test_stage_gathers_stacks_of_experts(mesh: DeviceMesh) -> None:
     """Their corrections, which are buffers, come with the module."""
     whole, sharded = family_model("glm4_moe", 2), family_model("glm4_moe", 2)
     for layer in sharded.model.layers:
@@ -99,7 +97,7 @@ def test_stacks_of_experts_are_gathered_and_then_taken_apart(mesh: DeviceMesh) -
     assert tiny_engine(sharded).weights_checksum() == expected
 
 
-def test_sharded_parameters_are_published_whole(mesh: DeviceMesh) -> None:
+def test_publish_sends_sharded_parameters_whole(mesh: DeviceMesh) -> None:
     publisher = SharedTransport()
     fetched = WeightFetcher()(publisher.publish(sharded_model(mesh)))
     publisher.close()
@@ -125,7 +123,7 @@ def test_a_lost_engine_repeats_no_push_that_other_ranks_would_have_to_join(
 
 
 @pytest.mark.distributed
-def test_a_rank_without_an_engine_takes_part_in_the_push_of_another(tmp_path: Path) -> None:
+def test_join_push_gathers_with_the_rank_that_publishes(tmp_path: Path) -> None:
     ends = []
     for rank in range(2):
         mine, theirs = PROCESSES.Pipe()
@@ -182,7 +180,7 @@ def weights_with(name: str, value: object) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of prototypes and deprecations
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_what_cannot_be_read_is_refused_by_name_wherever_it_comes_in(kind: str) -> None:
+def test_unreadable_tensors_are_refused_by_name_everywhere(kind: str) -> None:
     make, reason = NOT_PLAIN[kind]
     message, source = f"'{NORM}'.*{reason}", weights_with(NORM, make())
     with pytest.raises(WeightUpdateError, match=message):
@@ -197,7 +195,7 @@ def test_what_cannot_be_read_is_refused_by_name_wherever_it_comes_in(kind: str) 
             build_model(model)
 
 
-def test_a_lazily_negated_tensor_has_its_own_values() -> None:
+def test_stage_resolves_a_lazily_negated_tensor() -> None:
     negated = torch._neg_view(torch.ones(48))  # as of the imaginary part of a conjugate
     engine = tiny_engine(tiny_model(seed=1))
     report = engine.update_weights(weights_with(NORM, negated), in_flight=True)
@@ -221,7 +219,7 @@ def trainer_with_a_router(bias: Tensor) -> Any:
     return model
 
 
-def test_persistent_buffers_are_part_of_a_pushed_module() -> None:
+def test_update_by_a_module_includes_persistent_buffers() -> None:
     trainer = trainer_with_a_router(torch.arange(4.0))
     engine, model = engine_with_a_router()
     before = engine.weights_checksum()
@@ -242,15 +240,13 @@ def test_persistent_buffers_are_part_of_a_pushed_module() -> None:
         (torch.full((4,), float("nan")), f"'{BIAS}' holds NaN"),
     ],
 )
-def test_a_buffer_of_the_model_is_verified_like_a_parameter(
-    bias: Tensor | None, message: str
-) -> None:
+def test_stage_verifies_persistent_buffers(bias: Tensor | None, message: str) -> None:
     trainer = tiny_model(seed=2) if bias is None else trainer_with_a_router(bias)
     with pytest.raises(WeightUpdateError, match=message):
         engine_with_a_router()[0].update_weights(trainer, in_flight=True)
 
 
-def test_a_buffer_goes_back_with_the_weights_when_a_commit_fails(
+def test_commit_that_fails_restores_persistent_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, model = engine_with_a_router()
@@ -268,7 +264,7 @@ def test_a_buffer_goes_back_with_the_weights_when_a_commit_fails(
     assert torch.equal(model.read_weights()[BIAS], torch.zeros(4))
 
 
-def test_tables_that_the_engine_computes_are_passed_over_and_other_buffers_refused() -> None:
+def test_stage_ignores_computed_tables_and_refuses_other_buffers() -> None:
     trainer = tiny_model(seed=2)
     trainer.model.rotary_emb.register_buffer("inv_freq", torch.ones(6))  # persistent: as of old
     engine = tiny_engine(tiny_model(seed=1))

@@ -1,4 +1,4 @@
-"""Every fault of a weight update, at every stage and in every state: nothing changes."""
+"""Every fault of a weight update, at every stage and in every state, changes nothing."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def assert_refused(
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("state", STATES)
-def test_no_fault_changes_anything_and_each_names_its_culprit(state: str) -> None:
+def test_update_weights_faults_change_nothing_and_are_named(state: str) -> None:
     engine = engine_in(state)
     for spoil, error, message in FAULTS.values():
         assert_refused(engine, spoil(new_weights()), error, message)
@@ -271,7 +271,7 @@ def test_no_fault_changes_anything_and_each_names_its_culprit(state: str) -> Non
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_fault_while_packed_copies_are_taken_is_undone(
+def test_commit_rolls_back_a_fault_of_packed_copies(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_in(state)
@@ -301,7 +301,7 @@ def fail_call(patch: pytest.MonkeyPatch, index: int, error: BaseException) -> No
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_version_that_is_not_above_the_served_one_is_refused(state: str) -> None:
+def test_update_weights_refuses_a_version_not_above_the_served_one(state: str) -> None:
     engine = engine_in(state)
     for version in (0, -1, 2**31, "1", True):
         with pytest.raises(WeightUpdateError, match="version="):
@@ -313,7 +313,7 @@ def test_a_version_that_is_not_above_the_served_one_is_refused(state: str) -> No
 
 
 @pytest.mark.parametrize("version", [None, MAX_VERSION, MAX_VERSION + 1])
-def test_no_version_follows_the_last_one(version: int | None) -> None:
+def test_update_weights_refuses_a_version_above_max_version(version: int | None) -> None:
     engine = tiny_engine(old_model(), weights_version=MAX_VERSION)
     with pytest.raises(WeightUpdateError, match="version="):
         engine.update_weights(new_weights(), version, in_flight=True)
@@ -328,7 +328,7 @@ def test_no_version_follows_the_last_one(version: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_every_copy_of_every_family_and_dtype_can_be_undone(family: str, dtype: str) -> None:
+def test_commit_rolls_back_every_copy_of_every_family_and_dtype(family: str, dtype: str) -> None:
     """With biases (qwen2), with an untied head. Repacked weights are not copied by a commit."""
     engine = tiny_engine(tiny_model(family, seed=3), dtype=dtype)
     source = dict(tiny_model(family, seed=4).named_parameters())
@@ -345,7 +345,7 @@ def test_every_copy_of_every_family_and_dtype_can_be_undone(family: str, dtype: 
     assert engine.weights_checksum() == expected
 
 
-def test_a_failed_commit_goes_back_to_what_was_committed_after_its_staging() -> None:
+def test_commit_that_fails_restores_the_latest_committed_weights() -> None:
     engine = tiny_engine(tiny_model("llama", tie_word_embeddings=True, seed=7))
     stale = engine.stage_weights(failing(NORM, "copy_", RuntimeError("boom"))(new_weights()))
     engine.update_weights(dict(old_model().named_parameters()), in_flight=True)
@@ -359,7 +359,7 @@ def test_a_failed_commit_goes_back_to_what_was_committed_after_its_staging() -> 
 
 @pytest.mark.parametrize("index", [0, 4])
 @pytest.mark.parametrize("state", STATES)
-def test_if_even_the_way_back_fails_no_token_is_sampled_until_a_full_update(
+def test_failed_roll_back_stops_sampling_until_a_full_update(
     state: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_in(state)
@@ -381,7 +381,7 @@ def test_if_even_the_way_back_fails_no_token_is_sampled_until_a_full_update(
         assert finished[request_id].generated_tokens == expected
 
 
-def test_staged_weights_are_committed_once() -> None:
+def test_commit_refuses_spent_staged_weights() -> None:
     engine = tiny_engine(old_model())
     staged = engine.stage_weights(new_weights())
     engine.commit_weights(staged, in_flight=True)
@@ -391,7 +391,7 @@ def test_staged_weights_are_committed_once() -> None:
     assert (engine.weights_version, engine.weights_checksum()) == (1, checksum)
 
 
-def test_a_commit_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_can_be_repeated_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(old_model())
     staged = engine.stage_weights(new_weights())
     with monkeypatch.context() as patch:
@@ -454,7 +454,7 @@ def interrupted(backup: WeightBackup) -> None:
 
 
 @pytest.mark.parametrize("discard", [False, True])
-def test_an_update_of_released_weights_is_refused(discard: bool) -> None:
+def test_update_weights_of_released_weights_is_refused(discard: bool) -> None:
     engine = tiny_engine(old_model())
     engine.pause()
     engine.suspend(release=("weights",), discard_weights=discard)

@@ -1,4 +1,4 @@
-"""Weight updates: all of it or nothing, and then the new model's own numbers."""
+"""update_weights changes all weights or none, and the engine then computes as the new model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def with_value(name: str, value: float) -> Callable[[Weights], Any]:
     return poison
 
 
-def test_an_error_of_the_source_itself_changes_nothing() -> None:
+def test_update_weights_passes_on_an_error_of_the_source() -> None:
     def source() -> Iterator[tuple[str, Tensor]]:
         yield from list(weights(new_model()).items())[:3]
         raise OSError("disk")
@@ -79,7 +79,7 @@ def test_an_error_of_the_source_itself_changes_nothing() -> None:
     assert (engine.weights_checksum(), engine.weights_version) == (checksum, 0)
 
 
-def test_tied_parameters_come_once_under_either_name_or_twice_with_equal_bytes() -> None:
+def test_update_weights_takes_tied_parameters_once_or_equal() -> None:
     tied = tiny_model("llama", tie_word_embeddings=True, seed=1)
     source = weights(tiny_model("llama", tie_word_embeddings=True, seed=2))
     as_head = {HEAD if name == EMBED else name: tensor for name, tensor in source.items()}
@@ -95,7 +95,7 @@ def test_tied_parameters_come_once_under_either_name_or_twice_with_equal_bytes()
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_checksum_is_the_same_whatever_computes_it(name: str) -> None:
+def test_weights_checksum_is_the_same_on_every_backend(name: str) -> None:
     backend = replace(cpu_backend("device"), ops=OPS[name](), fuse_decoder=None)
     model = build_model(old_model())
     served = ServedWeights(model, backend, version=0, reject_non_finite=True)
@@ -105,7 +105,7 @@ def test_the_checksum_is_the_same_whatever_computes_it(name: str) -> None:
     assert staged.checksum == tiny_engine(new_model()).weights_checksum()
 
 
-def test_tied_parameters_may_hold_equal_nan_where_nan_may_pass() -> None:
+def test_update_weights_takes_equal_nan_in_tied_parameters() -> None:
     tied = tiny_model("llama", tie_word_embeddings=True, seed=1)
     source = with_value(EMBED, float("nan"))(weights(tied))
     engine = tiny_engine(tied, reject_non_finite_weights=False)
@@ -115,7 +115,7 @@ def test_tied_parameters_may_hold_equal_nan_where_nan_may_pass() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_after_an_update_the_engine_is_the_new_model(family: str, dtype: torch.dtype) -> None:
+def test_update_weights_makes_the_engine_the_new_model(family: str, dtype: torch.dtype) -> None:
     new = tiny_model(family, seed=9)
     source = {name: tensor.to(dtype) for name, tensor in weights(new).items()}
     new.load_state_dict(source, strict=False)  # as rounded
@@ -141,7 +141,7 @@ def check_logprobs(request: DynamicInferenceRequest, logits_TV: Any, start: int 
     assert_allclose(request.generated_log_probs[start:].numpy(), expected, atol=1e-4)
 
 
-def test_tensors_of_a_python_subclass_are_taken_as_plain_weights() -> None:
+def test_update_weights_takes_a_python_subclass_of_tensor() -> None:
     class Tagged(torch.Tensor):
         pass
 
@@ -151,7 +151,7 @@ def test_tensors_of_a_python_subclass_are_taken_as_plain_weights() -> None:
     assert engine.weights_checksum() == tiny_engine(new_model()).weights_checksum()
 
 
-def test_a_non_contiguous_source_and_a_later_change_of_it_do_no_harm() -> None:
+def test_update_weights_copies_a_non_contiguous_source() -> None:
     source = weights(new_model())
     source[HEAD] = source[HEAD].T.contiguous().T
     engine = tiny_engine(old_model())
@@ -162,7 +162,7 @@ def test_a_non_contiguous_source_and_a_later_change_of_it_do_no_harm() -> None:
     assert engine.weights_checksum() == checksum
 
 
-def test_the_model_given_at_first_is_a_copy() -> None:
+def test_from_model_copies_the_given_model() -> None:
     model = tiny_model(seed=5)
     engine = tiny_engine(model)
     checksum = engine.weights_checksum()
@@ -189,7 +189,7 @@ def across_an_update(mode: str) -> DynamicInferenceRequest:
     return drain(engine)[request_id]
 
 
-def test_recomputed_requests_go_on_exactly_as_the_new_model_would() -> None:
+def test_recompute_continues_requests_as_the_new_model() -> None:
     request = across_an_update("recompute")
     check_logprobs(request, generated_logits(new_model(), request)[3:], start=3)
     logits_TV = generated_logits(old_model(), request)
@@ -202,7 +202,7 @@ def test_recomputed_requests_go_on_exactly_as_the_new_model_would() -> None:
 
 @pytest.mark.parametrize("mode", ["persist", "offload"])
 @torch.no_grad()
-def test_kept_kv_is_the_old_models_and_everything_else_the_new_ones(mode: str) -> None:
+def test_update_weights_keeps_the_kv_of_the_old_model(mode: str) -> None:
     request = across_an_update(mode)
     tokens, cache = torch.tensor([tokens_of(request)[:-1]]), DynamicCache()
     # The third token was sampled, but not computed, under the old model.
@@ -219,7 +219,7 @@ def poisoned_engine() -> tuple[DynamicInferenceEngine, Weights]:
     return engine, with_value(NORM, float("nan"))(weights(new_model()))
 
 
-def test_non_finite_weights_fail_the_requests_and_the_engine_goes_on() -> None:
+def test_non_finite_weights_fail_requests_until_the_next_update() -> None:
     engine, poisoned = poisoned_engine()
     ids = [engine.add_request(prompt_of(9), PARAMS) for _ in range(2)]
     engine.step()
@@ -242,7 +242,7 @@ def test_non_finite_weights_fail_the_requests_and_the_engine_goes_on() -> None:
 # ---- models that cannot be built
 
 
-def test_an_unknown_model_type_is_refused_with_the_supported_ones(tmp_path: Any) -> None:
+def test_unknown_model_type_is_refused_with_the_supported_ones(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ModelError, match=r"'gpt2' is not supported; supported: .*llama.*qwen3"):
         tiny_engine(old_model()).from_model(tmp_path)

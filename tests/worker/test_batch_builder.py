@@ -1,4 +1,4 @@
-"""BatchBuilder: what it keeps of rows that decode step after step, and when it looks anew."""
+"""BatchBuilder: inputs of rows that decode step after step, and of rows that change."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def temperatures(inputs: StepInputs[HostArray]) -> list[float]:
     return inputs.layout.temperature_S.tolist()
 
 
-def test_rows_that_decode_again_have_their_new_places_and_random_numbers() -> None:
+def test_build_gives_decoding_rows_new_positions_and_random_numbers() -> None:
     made, layouts = builder(), set()
     for step in range(9):
         lens = [4 + step, 6 + step]
@@ -81,7 +81,7 @@ def test_rows_that_decode_again_have_their_new_places_and_random_numbers() -> No
     assert len(layouts) == 1
 
 
-def test_other_rows_than_those_before_are_looked_up_anew() -> None:
+def test_build_gathers_rows_again_when_they_change() -> None:
     made = builder()
     for rows in ([1, 2], [1], [1, 2], [2, 1], [1, 2, 3]):
         inputs = made.build(decode(rows, [4] * len(rows)))
@@ -89,7 +89,7 @@ def test_other_rows_than_those_before_are_looked_up_anew() -> None:
         assert inputs.layout.input_rows_T.tolist() == rows
 
 
-def test_a_request_that_takes_a_row_is_drawn_as_it_wants() -> None:
+def test_build_uses_the_sampling_params_of_a_rows_new_request() -> None:
     made = builder()
     made.build(decode([1, 2], [4, 4]))
     made.build(prefill(2, num_tokens=5, temperature=0.0))
@@ -98,7 +98,7 @@ def test_a_request_that_takes_a_row_is_drawn_as_it_wants() -> None:
     assert inputs.layout.flags.any_greedy
 
 
-def test_a_prompt_beside_rows_that_decode_names_its_tokens() -> None:
+def test_build_lists_the_tokens_of_a_prompt_beside_decoding_rows() -> None:
     made = builder()
     made.build(decode([1], [4]))
     alone = prefill(2, num_tokens=2, temperature=1.0)

@@ -1,4 +1,4 @@
-"""KVCache over both CPU memory kinds: what is released, offloaded and brought back."""
+"""KVCache over both CPU memory kinds: release, restore, offload, onload and discard."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def snapshot(cache: KVCache) -> list[Tensor]:
     return [layer.clone() for layer in cache.layers]
 
 
-def test_sizes_count_the_scratch_block_once(cache: KVCache) -> None:
+def test_kv_cache_num_bytes_counts_the_scratch_block_once(cache: KVCache) -> None:
     assert cache.bytes_per_block == 3 * 16 * 2 * 2 * 8 * 4
     assert cache.num_bytes == 10 * cache.bytes_per_block
     assert [layer.shape[0] for layer in cache.layers] == [10, 10, 10]
 
 
-def test_layers_share_no_memory(cache: KVCache) -> None:
+def test_kv_cache_layers_share_no_memory(cache: KVCache) -> None:
     cache.layers[1].zero_()
     assert cache.layers[0].all()
     assert cache.layers[2].all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_suspend_with_offload_brings_the_live_blocks_back_unchanged(kind: str) -> None:
+def test_kv_cache_onload_restores_offloaded_blocks(kind: str) -> None:
     cache = filled(KVCache(cpu_backend(kind), SPEC, num_blocks=9))
     before = snapshot(cache)
     live = [7, 2, 3, 9]
@@ -71,7 +71,7 @@ def test_suspend_with_offload_brings_the_live_blocks_back_unchanged(kind: str) -
     aborted=st.sets(st.integers(1, 9)),
     shuffle=st.randoms(use_true_random=False),
 )
-def test_blocks_may_be_discarded_while_offloaded(
+def test_kv_cache_discard_drops_offloaded_blocks(
     live: list[int], aborted: set[int], shuffle
 ) -> None:  # type: ignore[no-untyped-def]
     cache = filled(KVCache(cpu_backend("reserved"), SPEC, num_blocks=9))
@@ -88,7 +88,7 @@ def test_blocks_may_be_discarded_while_offloaded(
         assert torch.equal(layer[rest], old[rest])
 
 
-def test_discarding_the_last_block_frees_the_arena(cache: KVCache) -> None:
+def test_kv_cache_discard_of_the_last_block_frees_the_arena(cache: KVCache) -> None:
     arena = MappedHostArena()
     backend = replace(cpu_backend("reserved"), create_host_arena=lambda: arena)
     cache = filled(KVCache(backend, SPEC, num_blocks=9))
@@ -99,7 +99,7 @@ def test_discarding_the_last_block_frees_the_arena(cache: KVCache) -> None:
     assert arena.num_bytes == 0
 
 
-def test_release_gives_the_memory_back_and_restore_takes_no_page() -> None:
+def test_kv_cache_release_frees_memory_and_restore_takes_no_page() -> None:
     spec = CacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=torch.float32, block_size=64)
     for kind in KINDS:
         before = process_resident_bytes()
@@ -115,7 +115,7 @@ def test_release_gives_the_memory_back_and_restore_takes_no_page() -> None:
         del cache
 
 
-def test_reserved_memory_keeps_every_layers_address() -> None:
+def test_kv_cache_restore_keeps_addresses_in_reserved_memory() -> None:
     cache = KVCache(cpu_backend("reserved"), SPEC, num_blocks=9)
     before = cache.data_ptrs()
     assert len(before) == len(set(before.values())) == 3
@@ -124,7 +124,7 @@ def test_reserved_memory_keeps_every_layers_address() -> None:
     assert cache.data_ptrs() == before
 
 
-def test_release_and_restore_twice_do_nothing_more(cache: KVCache) -> None:
+def test_kv_cache_second_release_and_restore_do_nothing(cache: KVCache) -> None:
     assert cache.restore() == 0
     cache.release()
     assert cache.release() == 0
@@ -133,7 +133,7 @@ def test_release_and_restore_twice_do_nothing_more(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1 << 30])
-def test_tokens_are_copied_in_every_layer_in_pieces(
+def test_copy_tokens_copies_every_layer(
     cache: KVCache, max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_cache, "MAX_COPIED_BYTES", max_bytes)
@@ -146,12 +146,12 @@ def test_tokens_are_copied_in_every_layer_in_pieces(
         assert torch.equal(layer[untouched], old[untouched])
 
 
-def test_offloading_nothing_moves_nothing(cache: KVCache) -> None:
+def test_kv_cache_offload_of_no_block_moves_nothing(cache: KVCache) -> None:
     assert cache.offload([]) == 0
     assert cache.onload([]) == 0
 
 
-def test_every_block_lies_in_one_piece_with_all_its_layers(cache: KVCache) -> None:
+def test_strips_of_a_block_lie_in_one_piece(cache: KVCache) -> None:
     first, last = (cache.layers[index][4].data_ptr() for index in (0, -1))
     assert last - first == 2 * cache.bytes_per_block // 3
     assert all(layer[4].is_contiguous() for layer in cache.layers)

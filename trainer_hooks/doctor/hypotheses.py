@@ -76,7 +76,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """How well a hypothesis explains a case. `share`: explained part of the squared gap, in (-inf,
+    """The result of a hypothesis on a case. `share`: explained part of the squared gap, in (-inf,
     1].
 
     `is_whole`: the rest of the gap is rounding. `residual_rms`: the rest, in nats.

@@ -26,9 +26,9 @@ class Reference:
     """Log-probs at the temperature, float64 [N], and the logits that they come from.
 
     `trainer_N`: by the trainer's weights. `sampler_N`: by the weights that sampled each token, over
-    KV of their own. `stamped_N`: over the KV of the stamped versions. Where a version's weights are
-    missing, each repeats the one before, and `is_known_N` is False. `logits_NV`: the logits of
-    `stamped_N`, before the temperature.
+    KV of their own. `stamped_N`: over the KV of the stamped versions. Where weights of a version
+    are missing, a vector repeats the previous one, and `is_known_N` is False. `logits_NV`: the
+    logits of `stamped_N`, before the temperature.
     """
 
     trainer_N: Tensor

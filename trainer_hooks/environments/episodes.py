@@ -246,7 +246,7 @@ class Episode:
             ) from error
 
     async def _finish(self) -> None:
-        """Ask for the reward and the state. Raises EnvironmentFault for what is none."""
+        """Ask the environment for the episode's reward and state. Raises EnvironmentFault."""
         reward, state = await self._call("reward"), await self._call("state")
         self._add_reward("reward", reward)
         try:
@@ -255,7 +255,7 @@ class Episode:
             raise EnvironmentFault("state_error", f"state() is not JSON-able: {error}") from error
 
     def rollout(self) -> Rollout:
-        """What became of the episode."""
+        """Return the episode as a Rollout; a failed one if a fault was recorded."""
         state = {
             "end": "failure" if self.fault else self._end,
             "num_turns": len(self._conversation.requests),

@@ -188,7 +188,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 def _drop(result: Any) -> None:
-    """Close a coroutine that nobody awaits, so that Python does not warn about it."""
+    """Close a coroutine that is never awaited, so that Python does not warn about it."""
     if inspect.iscoroutine(result):
         result.close()
 

@@ -62,7 +62,8 @@ class Step:
 
 
 class Environment(Protocol):
-    """What the model acts on, one episode at a time. Derive from it, or implement the same members.
+    """An environment that the model acts in, one episode at a time. Derive from it, or implement
+    its members.
 
     Each method may be async. Other methods run in one thread for the whole life of an instance, so
     they may block. An instance serves one rollout at a time; after an episode without a fault it is

@@ -101,8 +101,8 @@ class VerifiersEnvironment(AgentRollouts):
             finally:
                 await rubric.cleanup(state)
             fields |= {"reward": state["reward"], "reward_terms": state["metrics"]}
-        told = {"end": state["stop_condition"], "num_turns": len(state["trajectory"])}
-        return fields | {"state": told | {"environment": _json_part(state)}}
+        summary = {"end": state["stop_condition"], "num_turns": len(state["trajectory"])}
+        return fields | {"state": summary | {"environment": _json_part(state)}}
 
     async def _score_group(
         self, completions: Sequence[Any], verifiers_state: Sequence[Any]
@@ -202,7 +202,10 @@ def _own_signal_handlers() -> Iterator[None]:
 
 @functools.cache
 def _client_class() -> Any:
-    """Return a client class of verifiers whose requests a ChatSession answers."""
+    """Return a client class of verifiers whose requests a ChatSession answers.
+
+    The class is built here because its base is in the optional package.
+    """
     _import_verifiers()
     from openai.types.chat import ChatCompletion
     from verifiers.clients import OpenAIChatCompletionsClient

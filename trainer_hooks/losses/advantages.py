@@ -204,9 +204,9 @@ def _next_values(
 
 
 def _discounted_sums(values_BT: torch.Tensor, decay_BT: torch.Tensor) -> torch.Tensor:
-    """s[t] = values[t] + decay[t] * s[t + 1], in log2(T) passes over all positions at once.
+    """Return s, where s[t] = values[t] + decay[t] * s[t + 1], in log2(T) passes over all positions.
 
-    Each pass doubles how many positions a sum spans. Source: Blelloch 1990, Prefix sums and their
+    Each pass doubles the number of positions in a sum. Source: Blelloch 1990, Prefix sums and their
     applications, sec. 1.4.
     """
     shift = 1

@@ -1,6 +1,7 @@
 """ProgressView: a live progress bar of a run in the terminal, or plain lines without a terminal.
 
-Used as the `console` of a MetricsLogger.
+Used as the `console` of a MetricsLogger, and by the training job's dashboard where there is no
+terminal.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,12 +62,9 @@ class TimeAccount:
     timeline may follow when no block is open.
     """
 
-    def __init__(
-        self,
-        categories: Sequence[str] = CATEGORIES,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._seconds = dict.fromkeys([*categories, OTHER], 0.0)
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock`: returns seconds."""
+        self._seconds = dict.fromkeys(CATEGORIES, 0.0)
         self._clock = clock
         self._lock = threading.Lock()
         self._open_blocks: list[_Block] = []
@@ -77,7 +74,7 @@ class TimeAccount:
     def spend(self, category: str) -> Iterator[None]:
         """Charge the time of the block, without the blocks inside it, to `category`.
 
-        Raises ConfigError for a category that the account does not have, and RolloutError while
+        Raises ConfigError for a category that is not one of CATEGORIES, and RolloutError while
         another thread or task has a block open.
         """
         self._check_category(category)

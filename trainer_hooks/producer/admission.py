@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from trainer_hooks.producer.group_pool import GroupParts, GroupPool
 from trainer_hooks.producer.groups import ScoredGroup
-from trainer_hooks.producer.order import BatchOrder, HandedOver
+from trainer_hooks.producer.order import BatchOrder, BatchRecord
 from trainer_hooks.producer.versions import VersionWatch
 from trainer_hooks.prompts.ledger import STALE
 
@@ -29,7 +29,7 @@ class AdmissionGate:
     def __init__(self, max_staleness_versions: int) -> None:
         self.max_staleness_versions = max_staleness_versions
         self.num_admitted = 0
-        self.num_handed_over = 0
+        self.num_delivered = 0
 
     def may_admit(self, version: int) -> bool:
         """Return whether the next batch may begin at `version`.
@@ -37,14 +37,14 @@ class AdmissionGate:
         A trainer that makes several versions from one batch frees more places than it uses. So that
         unused batches do not pile up, at most S + 1 of them wait.
         """
-        num_waiting = self.num_admitted - self.num_handed_over
+        num_waiting = self.num_admitted - self.num_delivered
         num_allowed = version + self.max_staleness_versions + 1
         return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
 
     def is_beyond(self, version: int) -> bool:
         """Return whether the newest admitted batch exceeds the limits at `version`."""
         num_allowed = version + self.max_staleness_versions + 1
-        num_waiting = self.num_admitted - self.num_handed_over
+        num_waiting = self.num_admitted - self.num_delivered
         return self.num_admitted > num_allowed or num_waiting > self.max_staleness_versions + 1
 
     def admit(self, version: int) -> int:
@@ -55,13 +55,13 @@ class AdmissionGate:
 
     def withdraw(self) -> None:
         """Revoke the admission of the newest waiting batch. The next one gets its number."""
-        assert self.num_handed_over < self.num_admitted, "no admitted batch is waiting"
+        assert self.num_delivered < self.num_admitted, "no admitted batch is waiting"
         self.num_admitted -= 1
 
-    def hand_over(self) -> None:
+    def deliver(self) -> None:
         """Count the oldest waiting batch as returned to the trainer."""
-        assert self.num_handed_over < self.num_admitted, "no admitted batch is waiting"
-        self.num_handed_over += 1
+        assert self.num_delivered < self.num_admitted, "no admitted batch is waiting"
+        self.num_delivered += 1
 
 
 class OpenBatch(GroupPool):
@@ -157,11 +157,11 @@ class AdmissionOrder(BatchOrder):
         since_start = self._versions.since_start
         while self._open and self._gate.is_beyond(since_start):
             batch = self._open.pop()
-            batch.give_up(STALE)
+            batch.abort(STALE)
             self._withdrawn += batch.counts
             self._gate.withdraw()
         start = self._versions.reported - since_start
-        for number, batch in enumerate(self._open, self._gate.num_handed_over):
+        for number, batch in enumerate(self._open, self._gate.num_delivered):
             batch.cancel_older_than(start + number - max_staleness_versions)
 
     def take_error(self) -> BaseException | None:
@@ -174,7 +174,7 @@ class AdmissionOrder(BatchOrder):
         while self._open and self._open[0].is_complete and self._is_young(self._open[0]):
             if groups := self._open[0].groups:
                 return groups
-            self._gate.hand_over()  # the last prompts gave no group
+            self._gate.deliver()  # the last prompts gave no group
             self._open.popleft()
         return ()
 
@@ -191,11 +191,11 @@ class AdmissionOrder(BatchOrder):
         oldest = self._versions.newest - self._gate.max_staleness_versions
         return not batch.drop_older_than(oldest)
 
-    def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
+    def deliver(self, groups: Sequence[ScoredGroup]) -> BatchRecord:
         batch = self._open.popleft()
-        self._gate.hand_over()
+        self._gate.deliver()
         counts, self._withdrawn = batch.counts + self._withdrawn, Counter()
-        return HandedOver(admitted_at_version=batch.version, counts=counts)
+        return BatchRecord(admitted_at_version=batch.version, counts=counts)
 
     @property
     def is_idle(self) -> bool:
@@ -209,7 +209,7 @@ class AdmissionOrder(BatchOrder):
     def num_waiting_batches(self) -> int:
         return sum(batch.is_complete for batch in self._open)
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         for batch in self._open:
-            batch.give_up(reason)
+            batch.abort(reason)
         self._open.clear()

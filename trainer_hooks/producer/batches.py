@@ -1,6 +1,6 @@
 """TrainingBatch: the batch that a producer returns to the trainer, and its metrics.
 
-Used by AsyncRolloutProducer; training loops read the batch.
+Used by AsyncRolloutProducer; training loops read the batch. Pure functions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.errors import RolloutError
-from trainer_hooks.collate import RolloutBatch, TrainedLogprobs, collate_rollouts
+from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.metrics.measure import rollout_metrics
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompts.ledger import PromptItem
@@ -67,20 +67,6 @@ class TrainingBatch:
     def __len__(self) -> int:
         """Number of groups."""
         return len(self.groups)
-
-
-def collate_groups(
-    groups: Sequence[ScoredGroup],
-    version: int,
-    temperature: float,
-    pad_id: int,
-    logprobs_mode: TrainedLogprobs,
-    routing: bool,
-) -> RolloutBatch:
-    """Return the rollouts of all groups as one batch. Raises the errors of collate_rollouts."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [reward for group in groups for reward in group.rewards]
-    return collate_rollouts(rollouts, rewards, version, temperature, pad_id, logprobs_mode, routing)
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:

@@ -91,7 +91,7 @@ class GroupPool(ABC):
             self._num_refills = 0
         return error
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Cancel all tasks and give all prompts back."""
         self._cancel(list(self.running), reason)
         self._drop(list(self.finished), reason)

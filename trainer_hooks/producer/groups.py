@@ -1,16 +1,16 @@
-"""GroupMaker: makes a scored group from a prompt: samples, rewards, further attempts.
+"""GroupMaker and RolloutLLM: make a scored group from a prompt: samples, rewards, further attempts.
 
-Used by the producer's pools and, for samples of several turns, by `evaluate`. It calls the LLM and
-the reward runner and keeps no group.
+Used by the producer's pools. `evaluate` uses `sample_rollouts` alone, and environments generate
+their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner, and keeps no group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -82,16 +82,6 @@ def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | Non
     return None if source is None else as_tokenizer(source)
 
 
-def encoded_for(llm: GeneratesAsync, prompt: Any, tokenizer: Tokenizer | None) -> Any:
-    """Return `prompt` in the form that `llm` accepts: text only if the llm has its own
-    tokenizer.
-    """
-    takes_text = getattr(llm, "tokenizer", None) is not None
-    if isinstance(prompt, str) and not takes_text and tokenizer is not None:
-        return encode_prompt(tokenizer, prompt)
-    return prompt
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredGroup:
     """The samples of one prompt and their rewards, in sample order; NaN for a failed rollout.
@@ -149,7 +139,6 @@ class ScoredGroup:
 
 Turns = Rollout | DynamicInferenceRequest | Sequence[DynamicInferenceRequest]
 RolloutFunction = Callable[[RolloutLLM, Any], Awaitable[Turns]]
-Result = TypeVar("Result")
 
 
 class GroupMaker:
@@ -217,7 +206,14 @@ class GroupMaker:
         attempt += num_reissues * self._max_attempts
         seed = mix_seed(self._seed, ticket.epoch, ticket.position, attempt)
         start_s = loop.time()
-        rollouts = await self._generate(item, replace(self._params, seed=seed))
+        rollouts = await sample_rollouts(
+            self._llm,
+            item,
+            replace(self._params, seed=seed),
+            self._group_size,
+            self._rollout_fn,
+            self._tokenizer,
+        )
         failed = [request for each in rollouts for request in each.requests if request.failed()]
         if failed:
             self.last_request_error = failed[-1].last_error
@@ -233,38 +229,37 @@ class GroupMaker:
             num_reissues=num_reissues,
         )
 
-    async def _generate(self, item: PromptItem, params: SamplingParams) -> list[Rollout]:
-        prompt = encoded_for(self._llm, item.prompt, self._tokenizer)
-        if self._rollout_fn is not None:
-            scoped = [
-                RolloutLLM(self._llm, params, item, i, self._tokenizer)
-                for i in range(self._group_size)
-            ]
-            return await sample_turns(self._rollout_fn, scoped, prompt)
-        requests = await self._llm.generate(prompt, params, self._group_size)
+
+async def sample_rollouts(
+    llm: GeneratesAsync,
+    item: PromptItem,
+    params: SamplingParams,
+    num_samples: int,
+    rollout_fn: RolloutFunction | None,
+    tokenizer: Tokenizer | None,
+) -> list[Rollout]:
+    """Return `num_samples` rollouts of a prompt, by `rollout_fn` or else of one turn each.
+
+    If one call of `rollout_fn` raises, or the caller is cancelled, the others are cancelled.
+    """
+    prompt: Any = item.prompt
+    takes_text = getattr(llm, "tokenizer", None) is not None
+    if isinstance(prompt, str) and not takes_text and tokenizer is not None:
+        prompt = encode_prompt(tokenizer, prompt)
+    if rollout_fn is None:
+        requests = await llm.generate(prompt, params, num_samples)
         # For one sample the llm returns a request, not a list.
         return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
 
-
-async def sample_turns(
-    rollout_fn: RolloutFunction, scoped: Sequence[RolloutLLM], prompt: Any
-) -> list[Rollout]:
-    """Return a rollout for each of `scoped`. If one raises, the others are cancelled."""
-
-    async def sample(llm: RolloutLLM) -> Rollout:
-        turns = await rollout_fn(llm, prompt)
+    async def sample(index: int) -> Rollout:
+        turns = await rollout_fn(RolloutLLM(llm, params, item, index, tokenizer), prompt)
         if isinstance(turns, (Rollout, DynamicInferenceRequest)):
             return as_rollout(turns)
         return Rollout(list(turns))
 
-    return await _all_or_none([sample(llm) for llm in scoped])
-
-
-async def _all_or_none(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return all results. If one fails, or the caller is cancelled, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(sample(index)) for index in range(num_samples)]
     try:
-        return list(await asyncio.gather(*tasks))
+        return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -14,7 +14,7 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandedOver:
+class BatchRecord:
     """How a batch was made. `counts`: number of its groups by fate; see `GroupPool.counts`."""
 
     admitted_at_version: int
@@ -47,7 +47,7 @@ class BatchOrder(ABC):
         """
 
     @abstractmethod
-    def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
+    def deliver(self, groups: Sequence[ScoredGroup]) -> BatchRecord:
         """Remove `groups`, the result of `next_groups`: the trainer has them."""
 
     @property
@@ -70,5 +70,5 @@ class BatchOrder(ABC):
         """Number of complete batches that the trainer does not have yet."""
 
     @abstractmethod
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Cancel all groups in progress and give all prompts back."""

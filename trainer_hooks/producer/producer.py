@@ -14,13 +14,12 @@ from typing import Any, Literal
 from rollout.errors import ConfigError
 from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
-from trainer_hooks.collate import trained_logprobs
+from trainer_hooks.collate import collate_rollouts, trained_logprobs
 from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
     ProducerError,
     TrainingBatch,
     batch_metrics,
-    collate_groups,
     mean_lag,
 )
 from trainer_hooks.producer.filters import GroupFilter, zero_variance
@@ -223,7 +222,7 @@ class AsyncRolloutProducer:
         self._changed, self._versions = asyncio.Event(), VersionWatch(llm)
         parts = GroupParts(rules, self.ledger, maker, self._spawn, self._changed.set)
         self._order = order_of(order, parts, self._versions, self._bound.versions, max_reissues)
-        self._was_entered, self._is_running, self._num_handed_over = False, False, 0
+        self._was_entered, self._is_running, self._num_delivered = False, False, 0
         self._last_tickets: list[PromptTicket] = []
 
     # ---- life
@@ -245,7 +244,7 @@ class AsyncRolloutProducer:
         `state_dict` may still be called.
         """
         self._is_running = False
-        self._order.give_up("closed")
+        self._order.abort("closed")
         self._changed.set()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -344,7 +343,7 @@ class AsyncRolloutProducer:
             if (error := self._order.take_error()) is not None:
                 raise error
             if groups := self._order.next_groups():
-                return self._hand_over(groups, loop.time() - asked_s)
+                return self._deliver(groups, loop.time() - asked_s)
             if not self._order.is_idle:
                 await self._changed.wait()
             elif self.ledger.is_exhausted:
@@ -365,15 +364,21 @@ class AsyncRolloutProducer:
         # The llm sends no event for a new version, so it is polled.
         await asyncio.sleep(0.01)
 
-    def _hand_over(self, groups: Sequence[ScoredGroup], waited_s: float) -> TrainingBatch:
+    def _deliver(self, groups: Sequence[ScoredGroup], waited_s: float) -> TrainingBatch:
         version = self.version
-        rollouts = collate_groups(
-            groups, version, self._temperature, self._pad_id, self._logprobs_mode, self._routing
+        rollouts = collate_rollouts(
+            [rollout for group in groups for rollout in group.rollouts],
+            [reward for group in groups for reward in group.rewards],
+            version,
+            self._temperature,
+            self._pad_id,
+            self._logprobs_mode,
+            self._routing,
         )
-        made = self._order.hand_over(groups)
-        index, self._num_handed_over = self._num_handed_over, self._num_handed_over + 1
+        made = self._order.deliver(groups)
+        index, self._num_delivered = self._num_delivered, self._num_delivered + 1
         self._last_tickets = [group.ticket for group in groups]
-        self._bound.hand_over(mean_lag(rollouts))
+        self._bound.record_delivery(mean_lag(rollouts))
         for group in groups:
             group.consume(self.ledger, "trained")
         return TrainingBatch(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rollout.errors import ConfigError
 from trainer_hooks.producer.group_pool import GroupParts, GroupPool, Task
 from trainer_hooks.producer.groups import ScoredGroup
-from trainer_hooks.producer.order import BatchOrder, HandedOver
+from trainer_hooks.producer.order import BatchOrder, BatchRecord
 from trainer_hooks.producer.versions import VersionWatch
 from trainer_hooks.prompts.ledger import STALE, PromptTicket
 
@@ -140,9 +140,9 @@ class ReadyOrder(GroupPool, BatchOrder):
             for begun in self.running.values()
         )
 
-    def hand_over(self, groups: Sequence[ScoredGroup]) -> HandedOver:
+    def deliver(self, groups: Sequence[ScoredGroup]) -> BatchRecord:
         oldest = min(self._oldest_version(group) for group in groups)
-        made = HandedOver(admitted_at_version=oldest, counts=self.counts)
+        made = BatchRecord(admitted_at_version=oldest, counts=self.counts)
         for group in groups:
             del self.finished[group]
         self._next_version += 1

@@ -87,7 +87,7 @@ class StalenessBound:
         self.variance_per_version: float | None = None
         self.num_calm_batches = 0
 
-    def hand_over(self, mean_lag: float) -> None:
+    def record_delivery(self, mean_lag: float) -> None:
         """Record that a batch was returned to the trainer.
 
         `mean_lag`: mean number of updates between the KV that its tokens attended to and its

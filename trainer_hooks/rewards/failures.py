@@ -1,6 +1,7 @@
 """Errors of reward functions, and what the log says of them and of slow calls.
 
-Used by RewardRunner and its processes; users catch the errors.
+Used by RewardRunner, its processes and the adapters. Users catch the errors. Environments log their
+faults by the same FailureLog.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """CallLimiter: limits how many calls run at a time, over all event loops and threads.
 
-Used by RewardRunner for its thread and by RewardProcesses for its processes.
+Used by RewardRunner for its thread, by RewardProcesses for its processes, and by the environments'
+Python tool.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def flowed(pieces: Sequence[Text], width: int) -> Text:
 
 
 def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
-    """Return each share's number of cells, by rounding the running sum, so that no cell is lost."""
+    """Return each share's number of cells; rounding the running sum keeps their total right."""
     counts, running, drawn = [], 0.0, 0
     for share in shares:
         running += share

@@ -7,7 +7,6 @@ verl or Megatron-LM, or with the nearest valid key.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import importlib
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rollout.errors import ConfigError
-from rollout.keyword_hints import field_types, is_union
+from rollout.keyword_hints import field_types, is_union, remedy_of_unknown
 
 T = TypeVar("T")
 
@@ -94,10 +93,10 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
         places = " or ".join(_join(path, f"{name}.{key}") for name in below)
         return ConfigError(f"unknown config key {_join(path, key)}; did you mean {places}?")
     name = key.partition(".")[0]
-    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    remedy = f"known: {', '.join(sorted(known))}"
-    if nearest:
-        remedy = f"did you mean {_join(path, nearest[0])}?"
+    names = sorted(known)
+    remedy = remedy_of_unknown(
+        name, names, f"known: {', '.join(names)}", cutoff=0.5, prefix=_join(path, "")
+    )
     return ConfigError(f"unknown config key {_join(path, name)}; {remedy}")
 
 

@@ -42,6 +42,7 @@ from trainer_hooks.train.settings import (
     ModelSettings,
     ProducerSettings,
     RewardSettings,
+    Settings,
     WarmupSettings,
     WeightSyncSettings,
 )
@@ -55,7 +56,7 @@ AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
+class CriticSettings(Settings):
     """Settings of PPO's critic.
 
     `gamma`, `lam`: factors of generalised advantage estimation. `clip_range`: largest change of a
@@ -68,12 +69,9 @@ class CriticSettings:
     clip_range: PositiveFloat
     warmup_steps: NonNegativeInt
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmSettings:
+class AlgorithmSettings(Settings):
     """Sizes of a step, the computation of advantages from rewards, and the loss.
 
     `advantage_normalization`, `advantage_baseline`: None takes the defaults of the kind of loss.
@@ -187,7 +185,7 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
+class TrainerSettings(Settings):
     """AdamW with linear warm-up and decay, and the intervals of checkpoints and evaluations.
 
     `strategy`: "fsdp2" divides the policy among the ranks that torchrun started; "single" keeps it
@@ -214,12 +212,9 @@ class TrainerSettings:
     scheduler: FunctionSettings | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSettings:
+class JobSettings(Settings):
     """An entry config of conf/: `seeds` runs with seeds `seed`, `seed` + 1, ..., one after another.
 
     `run_name`: the job's directory under outputs/train.

@@ -140,7 +140,7 @@ class Learner:
             tokenizer, scheduler=self.scheduler, own_state=self.own_state(),
         )  # fmt: skip
 
-    def take_part_in_save(self) -> None:
+    def join_save(self) -> None:
         """Send this rank's part of a checkpoint to rank 0, which saves it."""
         savable(self.policy, is_kept=False)
         WholeOptimizer(self.optimizer).state_dict()
@@ -230,7 +230,7 @@ class Learner:
         if algorithm.reward_kl_coefficient > 0.0:
             columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
         if self.critic is None and algorithm.advantage_estimator == "group":
-            return self._of_groups(batch, rewards_R, columns)
+            return self._group_columns(batch, rewards_R, columns)
         if algorithm.advantage_estimator == "reinforce_plus_plus_baseline":
             is_failed_R = rewards_R.isnan()
             centred_PG = group_advantages(rewards_R.view(-1, algorithm.group_size), "none")
@@ -269,7 +269,7 @@ class Learner:
             self._algorithm.reward_kl_coefficient,
         )  # fmt: skip
 
-    def _of_groups(
+    def _group_columns(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> tuple[Columns, torch.Tensor]:
         """Return advantages within each group, and the rollouts of groups whose rewards differ,
@@ -335,8 +335,8 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
-    while (word := ranks.receive()) is not None:
-        match word:
+    while (command := ranks.receive()) is not None:
+        match command:
             case ("load", checkpoint):
                 learner, _ = Learner.load(Path(checkpoint), settings, ranks)
             case ("update", columns, step):
@@ -344,7 +344,7 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
             case ("push",):
                 join_push(learner.policy)
             case ("save",):
-                learner.take_part_in_save()
+                learner.join_save()
 
 
 def base_weights(directory: Path, model: ModelSettings) -> Path | str:

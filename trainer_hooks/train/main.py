@@ -84,7 +84,7 @@ WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward
 
 
 def run_job(settings: JobSettings) -> None:
-    """Run the job's seeds on rank 0, with the trainer's other ranks behind it or as engines.
+    """Run the job's seeds on rank 0; other ranks follow as parts of the trainer or run engines.
 
     Raises ConfigError if torchrun started ranks for which the settings have no use.
     """

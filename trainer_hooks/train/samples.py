@@ -294,9 +294,7 @@ class FittedSamples:
 
 
 def figures_of(sample: Sample, versions: str) -> list[str]:
-    """Return the advantage, `versions`, the lag and the length, without those that the sample
-    lacks.
-    """
+    """Return the advantage, `versions`, the lag and the length; missing figures are left out."""
     advantage, lag = sample["advantage"], sample["mean_lag"]
     figures = [
         "" if advantage is None else f"advantage {advantage:+.3f}",

@@ -34,8 +34,17 @@ TORCHRUN_LAUNCHER = "rollout.launch.torchrun:TorchrunLauncher"
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
+class Settings:
+    """Base of a settings dataclass: an instance with a value out of range raises ConfigError."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
+class LoraSettings(Settings):
     """A LoRA adapter that is trained in place of the policy's own weights, as PEFT makes it.
 
     `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A); with
@@ -49,12 +58,9 @@ class LoraSettings:
     target_modules: Name | tuple[Name, ...] = "all-linear"
     use_rslora: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(Settings):
     """The policy: a Hugging Face checkpoint, or random weights with a shape in Qwen3Config's names,
     or in Qwen3MoeConfig's if `num_experts` is set.
 
@@ -109,7 +115,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSettings:
+class SourceSettings(Settings):
     """One source of prompts.
 
     `kind` and `path`: `jsonl` and `parquet` files; the directory of a `datasets` dataset; the name
@@ -128,9 +134,6 @@ class SourceSettings:
     prompt_column: Name = "prompt"
     options: Options = field(default_factory=dict)
     weight: PositiveFloat = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +185,7 @@ class DataSettings(SourceSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSettings:
+class EnvironmentSettings(Settings):
     """The environment that the model acts in; none if `path` is None.
 
     `path`: "package.module:name" of an Environment's class or factory, called with `options`; or of
@@ -200,9 +203,6 @@ class EnvironmentSettings:
     step_timeout_s: PositiveSeconds | None = 60.0
     rollout_timeout_s: PositiveSeconds | None = None
     max_environments: PositiveInt = 256
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
@@ -223,7 +223,7 @@ class EnvironmentSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardTerm:
+class RewardTerm(Settings):
     """One reward function of a job.
 
     `path`: "package.module:name" of a function, or of a class that is instantiated with `options`;
@@ -236,12 +236,9 @@ class RewardTerm:
     convention: Literal["text", "chat", "verl"] = "text"
     options: Options = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
+class RewardSettings(Settings):
     """The reward of a completion: the weighted sum of the named `terms`. Without terms an
     environment must give the reward.
 
@@ -254,9 +251,6 @@ class RewardSettings:
     timeout_s: PositiveSeconds | None = None
     warn_after_s: PositiveSeconds | None = WARN_AFTER_S
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
     @staticmethod
     def overrides_of(path: str) -> list[str]:
         """Return the Hydra overrides that reward=package.module:function stands for."""
@@ -265,7 +259,7 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupSettings:
+class WarmupSettings(Settings):
     """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
 
     `max_steps`: 0 skips the warm-up. `source`: prompts of its own; None uses the training prompts.
@@ -282,12 +276,9 @@ class WarmupSettings:
     answer_column: Name = "answer"
     source: SourceSettings | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionSettings:
+class FunctionSettings(Settings):
     """A function or class of the user's own: "package.module:name", and its arguments in `options`.
 
     A class is instantiated with `options`.
@@ -295,9 +286,6 @@ class FunctionSettings:
 
     path: Name
     options: Options = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +296,7 @@ class CurriculumSettings(FunctionSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerSettings:
+class ProducerSettings(Settings):
     """Settings of AsyncRolloutProducer, under its names.
 
     `max_staleness_versions`: largest age, in versions, of a token that is trained on; 0 generates
@@ -353,8 +341,8 @@ class ProducerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSyncSettings:
-    """How new weights reach the engines.
+class WeightSyncSettings(Settings):
+    """The way in which new weights reach the engines.
 
     `mode`: `in_flight` commits between two steps of the engine while requests continue; `suspend`
     pauses and suspends the engines around the commit, and frees the memory named in `release` for
@@ -374,7 +362,7 @@ class WeightSyncSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSettings:
+class EvaluationSettings(Settings):
     """Metrics of held-out prompts beside the reward of their greedy answers; see `evaluate`.
 
     `n`: samples of each prompt at `temperature`; 0 evaluates greedy answers alone. `pass_at`,
@@ -397,8 +385,9 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggerSettings:
-    """Where metrics and samples go besides the files of a run: the terminal, Weights & Biases.
+class LoggerSettings(Settings):
+    """Destinations of metrics and samples besides the files of a run: the terminal, Weights &
+    Biases.
 
     `num_samples`: samples shown every `sample_interval` steps. `num_completions`: samples of each
     step that completions.jsonl gets; the file is rotated at `completions_file_bytes`.
@@ -414,6 +403,3 @@ class LoggerSettings:
     num_completions: NonNegativeInt = 64
     completions_file_bytes: PositiveInt = 64 * 2**20
     save_batches: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)

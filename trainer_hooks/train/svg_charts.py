@@ -17,7 +17,7 @@ Point = tuple[float, float]
 _LIGHT = ("#1f6fb2", "#c8372d", "#2a7f2a", "#7d4fb0", "#b85c00", "#8c564b", "#0f7f8c", "#6b6b6b")
 _DARK = ("#6cb2ee", "#f08a80", "#74c274", "#bf9be8", "#f0a04c", "#c99a8e", "#57c3d0", "#a8a8a8")
 NUM_COLOURS = len(_LIGHT)
-_MAX_POINTS = 300  # more are drawn as means over bins, with the range of each bin behind them
+_MAX_POINTS = 300  # more points are drawn as means over bins, with the range of each bin
 _MAX_DOTS, _MAX_RANGES = 40, 3
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 420, 210, 50, 24, 8, 12
 

@@ -1,9 +1,10 @@
 """The update of a policy on a `RolloutBatch`, in micro-batches that hold a limited number of
 tokens.
 
-Used by a trainer once per batch: `compute_logprobs` before the first optimizer step where proximal
-or reference log-probs are wanted, then `update_policy`, or `accumulate_gradients` around an
-optimizer step of its own. It writes the policy's gradients, and `update_policy` its weights.
+Used by training loops and the training job, once per batch: `compute_logprobs` before the first
+optimizer step if the loss needs proximal log-probs, then `update_policy`, or `accumulate_gradients`
+before an optimizer step of their own. ReferencePolicy uses `compute_logprobs`, too. It writes the
+policy's gradients, and `update_policy` its weights.
 
 Shape letters: B rows, each a token sequence of a rollout, T positions, N tokens of all rows without
 padding.

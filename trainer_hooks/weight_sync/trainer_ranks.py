@@ -89,7 +89,7 @@ def torchrun_place() -> tuple[int, int]:
 
 @contextmanager
 def torchrun_ranks() -> Iterator[TrainerRanks]:
-    """The ranks that torchrun started, connected by gloo, for the length of a block.
+    """Yield the ranks that torchrun started, connected by gloo until the block ends.
 
     The network must be private: messages between ranks are neither signed nor encrypted. Raises
     ConfigError if torchrun did not start this process.

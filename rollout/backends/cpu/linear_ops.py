@@ -78,10 +78,6 @@ class CpuOps(TorchOps):
         """Return x @ weight.T + bias, [T, N]."""
         return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
-    def linear_float32(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        """Return `linear` cast to float32."""
-        return self.linear(x_TK, handle).float()
-
     def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:
         """Return a packed copy of the new weight; None if the handle has no packed copy."""
         if handle.packing is None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollout.backends.cuda.runtime import CudaRuntime, too_large
+from rollout.backends.cuda.runtime import CudaMemory, CudaRuntime, too_large
 
 
-class CudaDeviceMemory:
+class CudaDeviceMemory(CudaMemory):
     """Implements `MemoryBackend` with torch's own allocator.
 
     A released buffer's memory returns to the device once the caller has dropped its views as well.
@@ -20,9 +20,8 @@ class CudaDeviceMemory:
     has_stable_addresses = False
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self._num_bytes: dict[str, int] = {}
-        self._tensors: dict[str, Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
         """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
@@ -41,10 +40,6 @@ class CudaDeviceMemory:
         before = self._runtime.allocated_bytes()
         del self._tensors[name]
         return min(self._num_bytes[name], before - self._runtime.allocated_bytes())
-
-    def trim(self) -> None:
-        """Return cached memory of torch's allocator to the device."""
-        self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
         """Return the buffer, allocated again if it was released; its address may differ.

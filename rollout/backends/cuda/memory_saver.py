@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.backends.cuda.runtime import CudaRuntime, require_free
+from rollout.backends.cuda.runtime import CudaMemory, CudaRuntime, require_free
 from rollout.errors import ConfigError
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -22,7 +22,7 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SMALLEST_SEGMENT, _SEGMENT_STEP = 20 << 20, 2 << 20
 
 
-class MemorySaverMemory:
+class MemorySaverMemory(CudaMemory):
     """Implements `MemoryBackend` with the package torch-memory-saver (tested: 0.0.10).
 
     Release unmaps the device's pages from addresses that stay reserved; restore maps new ones. The
@@ -40,11 +40,10 @@ class MemorySaverMemory:
     def __init__(self, runtime: CudaRuntime) -> None:
         """Raises ConfigError if the package is missing, or incompatible with torch's settings."""
         _refuse_expandable_segments()
-        self._runtime = runtime
+        super().__init__(runtime)
         self._saver = _saver()
         # The whole process shares the package's tags.
         self._tag_suffix = uuid.uuid4().hex
-        self._tensors: dict[str, Tensor] = {}
         self._released: set[str] = set()
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
@@ -65,10 +64,6 @@ class MemorySaverMemory:
         self._saver.pause(self._tag(name))
         self._released.add(name)
         return self._tensors[name].numel()
-
-    def trim(self) -> None:
-        """Return cached memory of torch's allocator to the device."""
-        self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
         """Return the same tensor, at the same address. Raises ConfigError if memory is short."""

@@ -175,6 +175,18 @@ class OwnedBytes:
         }
 
 
+class CudaMemory:
+    """Base of the memory kinds of a CUDA device: their runtime, and their buffers by name."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._tensors: dict[str, Tensor] = {}
+
+    def trim(self) -> None:
+        """Return cached memory of torch's allocator to the device."""
+        self._runtime.empty_cache()
+
+
 def _loaded_cudart() -> ctypes.CDLL:
     """Return the libcudart that torch uses; another copy would have its own state."""
     major = str(torch.version.cuda).partition(".")[0]

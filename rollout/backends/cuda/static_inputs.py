@@ -58,7 +58,7 @@ class StaticInputs:
         num_bytes = max((self._num_bytes(shape) for shape in shapes), default=0)
         self._device_place = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._host_places = (pinned(num_bytes), pinned(num_bytes))
-        self._turn = 0
+        self._host_index = 0
         self._divided: dict[tuple[GraphShape, int], dict[str, HostArray]] = {}
 
     @property
@@ -78,12 +78,12 @@ class StaticInputs:
         Padding tokens belong to row 0 and write to block 0, which is scratch. `inputs` None:
         padding alone. Returns the padded inputs on the host.
         """
-        self._turn = 1 - self._turn
-        place = self._host_places[self._turn]
-        arrays = self._divided.get((shape, self._turn))
+        self._host_index = 1 - self._host_index
+        place = self._host_places[self._host_index]
+        arrays = self._divided.get((shape, self._host_index))
         if arrays is None:
             arrays = {name: t.numpy() for name, t in self._divide(place, shape).items()}
-            self._divided[shape, self._turn] = arrays
+            self._divided[shape, self._host_index] = arrays
         _pad(arrays, shape, inputs)
         num_bytes = self._num_bytes(shape)
         self._device_place[:num_bytes].copy_(place[:num_bytes], non_blocking=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout.backends.cuda.runtime import CudaRuntime, require_free
+from rollout.backends.cuda.runtime import CudaMemory, CudaRuntime, require_free
 from rollout.errors import ConfigError
 
 
-class UnifiedMemory:
+class UnifiedMemory(CudaMemory):
     """Implements `MemoryBackend` with memory that the host and the device share.
 
     A released buffer lies in host memory: `release` takes as many bytes of the host as it frees on
@@ -23,8 +23,7 @@ class UnifiedMemory:
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._tensors: dict[str, Tensor] = {}
+        super().__init__(runtime)
         self._moved_out: set[str] = set()  # in host memory, or anywhere after a failed move
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
@@ -52,10 +51,6 @@ class UnifiedMemory:
         self._moved_out.add(name)
         self._runtime.move_to_host(tensor)
         return tensor.numel()
-
-    def trim(self) -> None:
-        """Return cached memory of torch's allocator to the device."""
-        self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
         """Move the buffer back to the device. Raises ConfigError if memory is short."""

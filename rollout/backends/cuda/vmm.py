@@ -11,11 +11,11 @@ from functools import partial
 from torch import Tensor
 
 from rollout.backends.cuda.driver import CudaDriver
-from rollout.backends.cuda.runtime import CudaRuntime, require_free, too_large
+from rollout.backends.cuda.runtime import CudaMemory, CudaRuntime, require_free, too_large
 from rollout.errors import ConfigError
 
 
-class VirtualMemory:
+class VirtualMemory(CudaMemory):
     """Implements `MemoryBackend` with CUDA's virtual memory management.
 
     A buffer's addresses are reserved once, for the life of its tensors. Release unmaps and frees
@@ -28,7 +28,7 @@ class VirtualMemory:
 
     def __init__(self, runtime: CudaRuntime) -> None:
         """Raises ConfigError if the device's driver has no virtual memory management."""
-        self._runtime = runtime
+        super().__init__(runtime)
         if not runtime.driver.has_virtual_memory(runtime.device.index):
             raise ConfigError(
                 f"memory_kind='vmm' is not available on {runtime.device}: its driver manages no "
@@ -36,7 +36,6 @@ class VirtualMemory:
             )
         self._granularity = runtime.driver.granularity(runtime.device.index)
         self._regions: dict[str, _Region] = {}
-        self._tensors: dict[str, Tensor] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
         """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if memory is short."""
@@ -62,10 +61,6 @@ class VirtualMemory:
         with self._runtime.as_current():
             region.unback()
         return self._tensors[name].numel()
-
-    def trim(self) -> None:
-        """Return cached memory of torch's allocator to the device."""
-        self._runtime.empty_cache()
 
     def restore(self, name: str) -> Tensor:
         """Return the same tensor with memory again. Raises ConfigError if memory is short."""

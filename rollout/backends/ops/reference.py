@@ -93,6 +93,14 @@ class TorchOps:
             cos_TD, sin_TD = cos_TD.float(), sin_TD.float()
         return _rotate(q_THD, cos_TD, sin_TD), _rotate(k_TGD, cos_TD, sin_TD)
 
+    def linear(self, x_TK: Tensor, handle: Any) -> Tensor:
+        """Return x @ weight.T + bias, [T, N]; implementations define it."""
+        raise NotImplementedError
+
+    def linear_float32(self, x_TK: Tensor, handle: Any) -> Tensor:
+        """Return `linear` cast to float32."""
+        return self.linear(x_TK, handle).float()
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(first half of the last dim) * second half."""
         gate, up = gate_up.chunk(2, dim=-1)
@@ -168,10 +176,6 @@ class ReferenceOps(TorchOps):
     def linear(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
         """Return x @ weight.T + bias, [T, N]."""
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
-
-    def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """Return `linear` cast to float32."""
-        return self.linear(x_TK, handle).float()
 
     def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
         """Return None: nothing is packed."""

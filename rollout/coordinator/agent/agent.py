@@ -261,7 +261,7 @@ class EngineAgent:
         votes = [*confirmed, *(self._cancel_update() if self._ends_staging(message) else [])]
         try:
             answer = Ack(command_id=message.command_id, result=self._do(message))
-        except Exception as error:  # whatever it is, it is the command's answer
+        except Exception as error:  # any error is the command's answer
             if not isinstance(error, RolloutError):
                 _logger.exception("command %d failed", message.command_id)
             answer = nack_of(message.command_id, error)
@@ -388,7 +388,7 @@ class EngineAgent:
             if self._lacks_weights_of(entry):
                 return []
             self._reach(EngineState[entry.state])
-        except Exception as fault:  # memory may be short, or the publisher gone, for a while
+        except Exception as fault:  # memory may be short, or the publisher unreachable, for a while
             self._num_entry_failures += 1
             if self._num_entry_failures == _MAX_ENTRY_FAILURES:
                 raise
@@ -465,7 +465,7 @@ def serve(agent: EngineAgent, link: Link) -> None:
             num_failures = 0
             _queue_all(agent, link, outbox)
             link.flush()
-    except LockstepError as error:  # in whatever call: no step can run any more
+    except LockstepError as error:  # whichever call raised it: no step can run any more
         link.close(f"it failed: {error!r}", is_fault=True, suspects=agent.suspects)
         raise
     finally:

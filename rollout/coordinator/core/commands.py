@@ -248,14 +248,14 @@ class EpochChange(Operation):
 
     def complete(self, now: float) -> None:
         if not self.refusals or self.results or self.lost_ranks:
-            self._take(now)
+            self._set_version(now)
         super().complete(now)
 
     def timed_out(self, now: float) -> None:
         self.end_unanswered(now, f"it was removed; the version is {self._version}")
-        self._take(now)
+        self._set_version(now)
 
-    def _take(self, now: float) -> None:
+    def _set_version(self, now: float) -> None:
         self.fleet.renumber(self._version)
         for engine in list(self.members.values()):
             if engine.rank in self.results:

@@ -172,7 +172,7 @@ class CoordinatorCore:
         message = frame if isinstance(frame, Message) else self._decoded(identity, frame, now)
         if message is not None:
             try:
-                self._take(identity, message, now)
+                self._dispatch(identity, message, now)
             except ProtocolError as fault:
                 self._count_malformed(identity, fault)
         return self._settled(now)
@@ -184,7 +184,7 @@ class CoordinatorCore:
             is_due, (kind, number) = True, key
             self._when_due[kind](number, now)
             self._settle(now)
-        self._registry.end_turn()
+        self._registry.send_queued()
         return self._settled(now) if is_due else self._take_outbox()
 
     def undelivered(
@@ -220,18 +220,18 @@ class CoordinatorCore:
         send."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
-        self._registry.end_turn()
+        self._registry.send_queued()
         for session in self._context.sessions.values():
             self._context.send(session, Disconnect.because(reason))
         return self._take_outbox()
 
     # ---- by sender
 
-    def _take(self, identity: bytes, message: Message, now: float) -> None:
+    def _dispatch(self, identity: bytes, message: Message, now: float) -> None:
         """Pass a message to its handler. Raises ProtocolError if its content is illegal."""
         session = self._context.sessions.get(identity)
         if session is None:
-            self._take_from_unknown_peer(identity, message, now)
+            self._dispatch_handshake(identity, message, now)
             return
         session.renew_lease(now)
         handlers = self._from_client if isinstance(session, ClientSession) else self._from_engine
@@ -242,7 +242,7 @@ class CoordinatorCore:
         else:
             handler(session, message, now)
 
-    def _take_from_unknown_peer(self, identity: bytes, message: Message, now: float) -> None:
+    def _dispatch_handshake(self, identity: bytes, message: Message, now: float) -> None:
         """Handle a handshake. Any other message may come from a peer whose session has ended: ask
         it to connect or register again, at most once per heartbeat interval."""
         if isinstance(message, Connect):

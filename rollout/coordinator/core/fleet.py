@@ -492,7 +492,7 @@ class Registry:
         if self.engines:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 
-    def end_turn(self) -> None:
+    def send_queued(self) -> None:
         """Send each engine its queued attempts: replies that it may forget, requests to abort."""
         for engine in self.engines.values():
             for message in engine.take_queued():

@@ -59,7 +59,7 @@ class RequestLifecycle:
             return
         refusal = self._refusal(client)
         if refusal is None:
-            self._take(client, message, new, now)
+            self._accept(client, message, new, now)
             return
         for sample in new:
             self.refuse(client, _failure(sample.request_id, WireError.of(refusal)))
@@ -92,7 +92,7 @@ class RequestLifecycle:
         error.is_transient = True
         return error
 
-    def _take(
+    def _accept(
         self, client: ClientSession, message: SubmitRequest, samples: list[Sample], now: float
     ) -> None:
         hashes = self._dispatcher.hash_prompt(message.prompt_tokens)

@@ -438,7 +438,7 @@ class Link:
     def _run(self) -> None:
         try:
             while self._last_message is None and not self._has_ended:
-                self._turn()
+                self._run_once()
             if self._is_in_session and self._last_message is not None:
                 self.outbox.send_all(self._dealer.send)
                 self._dealer.send(encode(self._last_message))
@@ -454,7 +454,7 @@ class Link:
             self._waker.close()
             self.context.term()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Wait for a message, an event, the owner or a timer, and handle it."""
         due_at = min(self._redial_at, self._give_up_at)
         if self._is_in_session:

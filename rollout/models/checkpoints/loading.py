@@ -56,13 +56,13 @@ def open_model(
     rank: int = 0,
     size: int = 1,
 ) -> tuple[CausalLM, Fill | None]:
-    """Return a model whose weights are undefined, and the call that writes them.
+    """Return a model whose weights are undefined, and the function that writes them.
 
-    The arguments are those of `build_model`, which makes that call; of `size` ranks that share the
-    model, this is `rank`, and the call writes its parts of the same weights. The parameters may be
-    moved before it; on a CPU this takes no memory, since pages that nobody has written are not
-    resident. The call is None for a CausalLM that comes back itself, with its values. Raises
-    ModelError, as the call does.
+    The arguments are those of `build_model`, which calls that function. `rank` and `size`: of
+    `size` ranks that share the model, this is `rank`, and the function writes its parts of the same
+    weights. The parameters may be moved before the call. On a CPU that takes no memory, because
+    pages that were never written are not resident. The function is None for a CausalLM that comes
+    back itself, with its values. Raises ModelError, as the function does.
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
@@ -100,7 +100,7 @@ def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, Tens
 
 
 def without_shards(source: Any, dtype: torch.dtype | str) -> Any:
-    """Return `source`, or a CausalLM with whole parameters if those of `source` are sharded.
+    """Return `source`, or a CausalLM with whole parameters if `source` has sharded ones.
 
     An engine in another process could not gather them. Gathering is a collective of all ranks.
     Raises ModelError.

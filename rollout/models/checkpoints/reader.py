@@ -26,7 +26,7 @@ GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDINGS = "model.embed_tokens.weight"  # quantised in no checkpoint
-_MAPPED_BYTES = 8 << 20  # of tensors that are read before their file is mapped anew
+_MAPPED_BYTES = 8 << 20  # of tensors that are read before their file is mapped again
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a file, views of it. Raises ModelError naming the file."""
-    # The file is mapped anew now and then: pages that were read count as memory of this process
+    # The file is mapped again now and then: pages that were read count as memory of this process
     # until they are unmapped, and a shard may be as large as the model. Not for each tensor: to
     # open a file means to parse all its names, a millisecond for each of ten thousand experts.
     start = 0

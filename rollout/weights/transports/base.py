@@ -85,7 +85,7 @@ class KeptTransport(Generic[P]):
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
-        """`release` is called once for all weights that are needed no longer."""
+        """`release` is called once for all weights that are no longer needed."""
         self._release = release
         self._committed: P | None = None
         self._below: list[P] = []  # what the committed weights build on

@@ -26,7 +26,7 @@ class TensorReader:
     """Reads the tensors of pushes, copies and hashes them; see `read`."""
 
     def __init__(self, *, reject_non_finite: bool, device: torch.device | None = None) -> None:
-        """`device`: where `write` gets the tensors; None for the host."""
+        """`device`: device on which `write` gets the tensors; None for the host."""
         self._reject_non_finite = reject_non_finite
         self._device = device or torch.device("cpu")
         # Made when they are needed, and once: making them compiles kernels, or looks for them.

@@ -1,4 +1,4 @@
-"""EngineAgent with a real small engine: what comes out for what goes in."""
+"""EngineAgent with a real small engine: the messages that it returns for those that it handles."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_group_is_run_reported_and_ended(interval: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 5, 9])
-def test_another_engine_goes_on_from_the_last_token_reported(num_steps: int) -> None:
+def test_a_request_resumes_on_another_engine_from_the_last_reported_token(num_steps: int) -> None:
     first, second = make_agent(), make_agent(weights_version=3)
     send_to(first, entered())
     send_to(first, assignment(0, 1, 2, 3))
@@ -301,7 +301,7 @@ def test_an_aborted_attempt_ends_with_the_tokens_it_has() -> None:
     assert_as_undisturbed(requests_of(steps(agent)))
 
 
-def test_what_cannot_run_ends_with_its_error_and_harms_nobody() -> None:
+def test_a_request_that_cannot_run_fails_alone() -> None:
     agent = make_agent()
     send_to(agent, assignment(1))
     bad = AssignRequest(
@@ -318,7 +318,7 @@ def test_what_cannot_run_ends_with_its_error_and_harms_nobody() -> None:
         agent.handle(Heartbeat(sequence=1))
 
 
-def test_a_returning_engine_keeps_only_what_still_counts() -> None:
+def test_an_engine_that_registers_again_keeps_only_current_attempts() -> None:
     agent = make_agent()
     send_to(agent, assignment(0, 1, 2))
     steps(agent, 3)
@@ -412,7 +412,7 @@ def test_weights_change_on_commit_and_on_nothing_else() -> None:
     assert agent.registration().weights_checksum == announced
 
 
-def test_prompt_log_probs_are_there_after_the_engine_that_had_them_is_lost() -> None:
+def test_prompt_log_probs_are_kept_when_their_engine_fails() -> None:
     wanted = replace(params(0), skip_prompt_log_probs=False)
     config = {"materialize_only_last_token_logits": False}
     whole = generate_all(tiny_engine(model(), **config), [(PROMPT, wanted)])[0]

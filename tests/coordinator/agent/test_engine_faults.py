@@ -1,4 +1,4 @@
-"""What goes wrong with one request, command or entry stays there: the engine process goes on."""
+"""A fault of one request, command or entry affects nothing else: the engine process continues."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class FaultyEngine:
 
 
 class ScriptedLink:
-    """Hands out one message at each `receive`, and is closed behind the last one. Nothing happens
-    while the agent stages weights. Its time is that of the waits.
+    """A link that returns one message at each `receive`, and is closed after the last one. It
+    returns nothing while the agent stages weights. Its clock advances by the waits.
     """
 
     def __init__(self, *messages: Message, max_frame_bytes: int = 2**20) -> None:
@@ -133,7 +133,7 @@ def agent_of(
 
 
 def serve_to_the_end(agent: EngineAgent, link: ScriptedLink) -> None:
-    """Until the script is over."""
+    """Run `serve` until the script is over."""
     with pytest.raises(LinkClosedError):
         serve(agent, link)  # type: ignore[arg-type]
 
@@ -180,7 +180,7 @@ def failing_at(*lengths: int, max_requests: int = 4) -> FaultyEngine:
     return FaultyEngine(max_requests=max_requests, before_forward=fail)
 
 
-def test_a_request_that_fails_every_step_is_answered_as_failed_and_the_engine_goes_on() -> None:
+def test_a_request_that_fails_every_step_fails_and_the_engine_continues() -> None:
     agent = agent_of(failing_at(6))
     link = ScriptedLink(register_ack(), assignment(0, 1), assignment(1, 3), assignment(2, 1))
     serve_to_the_end(agent, link)
@@ -203,7 +203,7 @@ def test_a_device_that_fails_every_step_ends_the_engine_and_no_request() -> None
     assert not link.of(EngineReply)
 
 
-def test_the_disconnect_of_a_failed_engine_names_what_it_ran_and_nothing_that_waited() -> None:
+def test_the_disconnect_of_a_failed_engine_names_running_requests_only() -> None:
     engine = failing_at(1, 7, max_requests=2)
     assigned = [assignment(index) for index in range(4)]
     # All are there before the first step: two of them have rows.
@@ -263,7 +263,9 @@ def test_progress_of_many_that_no_frame_can_carry_is_sent_as_two() -> None:
     assert reported == list(runs.apart())
 
 
-def test_a_record_that_nobody_would_read_is_told_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_too_large_to_read_is_reported_as_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(packed, "MAX_RECORD_PLAIN_BYTES", 10)
     agent = agent_of(FaultyEngine())
     serve_to_the_end(agent, link := ScriptedLink(register_ack(), assignment(0)))
@@ -316,7 +318,7 @@ def test_an_entry_that_never_succeeds_ends_the_engine() -> None:
 
 
 @pytest.mark.parametrize("text", ["no such file: a\udcff", "x" * 2**21])
-def test_a_command_whose_error_no_frame_can_carry_is_refused_with_what_can(text: str) -> None:
+def test_a_command_error_that_no_frame_can_carry_is_shortened(text: str) -> None:
     link = ScriptedLink(register_ack(), Pause(command_id=1), Pause(command_id=2))
     serve_to_the_end(agent_of(FaultyEngine(1, pause=OSError(text)), link), link)
     (refusal,) = link.of(Nack)

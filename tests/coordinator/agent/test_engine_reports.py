@@ -1,4 +1,4 @@
-"""What an engine tells of its requests, and when."""
+"""The progress that an engine reports of its requests, and after which steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_last_token_of_a_request_is_sent_with_its_end_only(num_steps: int) -
 
 
 def many(num_requests: int, num_streaming: int = 0) -> AssignRequest:
-    """Requests of 40 tokens, of which the first ones stream."""
+    """Return an engine with requests of 40 tokens; the first ones stream."""
     samples = tuple(
         Sample(
             request_id=index,
@@ -92,7 +92,7 @@ def test_those_that_stream_are_in_every_report_and_have_no_message_of_their_own(
         assert {0, 1} <= set(progress.runs.request_ids.tolist())
 
 
-def test_the_reports_of_requests_that_are_gone_are_given_to_others() -> None:
+def test_report_times_of_ended_requests_are_reused() -> None:
     agent = make_agent()
     agent.handle(entered(report_interval_tokens=2))
     agent.handle(many(2))

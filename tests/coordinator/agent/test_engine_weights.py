@@ -1,4 +1,4 @@
-"""Weights are staged beside the steps: whatever their source does, the engine goes on."""
+"""Weights are staged beside the steps, which continue whatever their source does."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_newer_update_is_staged_while_the_fetch_of_an_older_one_hangs(
     assert agent.registration().weights_checksum == yes.result["checksum"]
 
 
-def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
+def test_one_update_at_a_time_uses_memory(sources: HeldSources) -> None:
     """The older one is amid its tensors when the newer one comes: it ends before that begins."""
     engine, log = tiny_engine(model()), []
     agent = holding_agent(sources, engine=engine)
@@ -312,7 +312,7 @@ def test_one_update_at_a_time_takes_memory(sources: HeldSources) -> None:
 
 
 @pytest.mark.parametrize("kind", [Suspend, Shutdown])
-def test_no_thread_reads_weights_whose_memory_goes(
+def test_no_thread_reads_weights_whose_memory_is_released(
     sources: HeldSources, kind: type[Command[Any]]
 ) -> None:
     engine, begun, log = tiny_engine(model()), threading.Event(), []
@@ -368,7 +368,7 @@ def test_a_vote_that_a_registration_does_not_name_is_void(
     assert isinstance(answer, Ack) is is_known
 
 
-def test_an_engine_that_enters_receives_from_the_coordinator_while_it_fetches(
+def test_a_joining_engine_handles_messages_while_it_fetches(
     sources: HeldSources,
 ) -> None:
     agent = holding_agent(sources)
@@ -394,7 +394,7 @@ def test_an_engine_closes_while_a_fetch_hangs(sources: HeldSources) -> None:
     assert agent.poll() == []
 
 
-def test_an_engine_that_enters_puts_an_adapter_on_the_full_weights_that_it_lacks() -> None:
+def test_a_joining_engine_stages_an_adapter_with_its_full_weights() -> None:
     weights = {name: p.detach() for name, p in model(21).named_parameters()}
     adapter = random_adapter(weights)
     expected = tiny_engine(model(21)).stage_weights(merged(weights, adapter)).checksum

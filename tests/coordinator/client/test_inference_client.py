@@ -1,4 +1,4 @@
-"""InferenceClient against a scripted coordinator, over real sockets; and what it checks itself."""
+"""InferenceClient against a scripted coordinator over real sockets, and its own checks."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ from tests.coordinator.scripted_router import (
     politely,
 )
 from tests.coordinator.tcp_proxy import TcpProxy
+from tests.waiting import until_async
 
 PARAMS = SamplingParams(num_tokens_to_generate=8)
 SOURCE = WeightsSource(kind="shared_memory", address="here", manifest=b"", checksum="abc")
@@ -187,17 +188,10 @@ def acknowledged(router: ScriptedRouter) -> list[int]:
     return [named.request_id for ack in acks for named in ack.attempts]
 
 
-async def becomes(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
-
-
 # ---- handshake
 
 
-def test_a_client_says_who_it_is_and_learns_of_the_fleet():
+def test_inference_client_connects_and_gets_the_state_of_the_fleet():
     async def test(client, router):
         assert router.received[0] == Connect(client_id=client.client_id)
         assert client.coordinator == connect_ack()
@@ -206,7 +200,7 @@ def test_a_client_says_who_it_is_and_learns_of_the_fleet():
     run(polite, test)
 
 
-def test_nobody_at_the_address_is_said_clearly():
+def test_an_address_without_a_coordinator_is_named_in_the_error():
     async def test():
         with ScriptedRouter() as router:
             router.vanish()
@@ -266,7 +260,7 @@ def test_a_client_that_was_not_started_says_so():
 # ---- requests
 
 
-def test_a_request_comes_back_under_the_id_of_its_client():
+def test_a_reply_has_the_request_id_of_its_client():
     async def test(client, router):
         for request_id in range(3):
             assert client.next_request_id == request_id
@@ -276,7 +270,7 @@ def test_a_request_comes_back_under_the_id_of_its_client():
             assert record.request_id == future.request_id == request_id
             assert record.merge().generated_tokens == [0, 1, 2]
             assert record.merge().generated_text is None
-        await becomes(lambda: acknowledged(router) == [0, 1, 2])
+        await until_async(lambda: acknowledged(router) == [0, 1, 2], "the replies are acknowledged")
         submitted = router.wait_for(SubmitRequest, 3)[0]
         assert submitted.prompt_tokens.tolist() == [1, 2]
         assert (submitted.priority, submitted.streaming) == (4, False)
@@ -291,7 +285,7 @@ def test_a_thousand_requests_at_once_find_their_way():
         records = await asyncio.gather(*[client.add_request(p, PARAMS) for p in prompts])
         assert [record.request_id for record in records] == list(range(1000))
         assert [record[0].prompt_tokens.tolist() for record in records] == prompts
-        await becomes(lambda: len(acknowledged(router)) == 1000)
+        await until_async(lambda: len(acknowledged(router)) == 1000, "the replies are acknowledged")
         assert sorted(acknowledged(router)) == list(range(1000))
 
     run(obedient, test)
@@ -303,11 +297,13 @@ def test_replies_are_acknowledged_together_and_soon():
         await received(router, SubmitRequest, 70)
         router.send(*(reply_to(future.request_id) for future in futures[:-1]))
         await asyncio.gather(*futures[:-1])
-        await becomes(lambda: acknowledged(router) == list(range(69)))
+        await until_async(
+            lambda: acknowledged(router) == list(range(69)), "the replies are acknowledged"
+        )
         assert len(router.wait_for(ReplyAck)) < 10
         router.send(reply_to(69))
         await futures[-1]
-        await becomes(lambda: acknowledged(router)[69:] == [69])
+        await until_async(lambda: acknowledged(router)[69:] == [69], "the replies are acknowledged")
 
     run(polite, test)
 
@@ -410,7 +406,7 @@ def test_a_failed_record_is_a_result_and_an_error_without_one_is_raised():
             await futures[2]
         with pytest.raises(ProtocolError, match="no segment"):
             await futures[3]
-        await becomes(lambda: len(acknowledged(router)) == 4)
+        await until_async(lambda: len(acknowledged(router)) == 4, "the replies are acknowledged")
 
     run(politely(script), test)
 
@@ -424,7 +420,7 @@ def test_a_cancelled_future_aborts_its_request_and_others_go_on():
         assert aborted.attempts == (Attempt(request_id=0), Attempt(request_id=2))
         router.send(reply_to(0), reply_to(2), reply_to(1))
         assert (await futures[1]).request_id == 1
-        await becomes(lambda: acknowledged(router) == [0, 2, 1])
+        await until_async(lambda: acknowledged(router) == [0, 2, 1], "the replies are acknowledged")
 
     run(polite, test)
 
@@ -438,12 +434,12 @@ def test_aborts_of_more_requests_than_a_message_may_name_are_sent_in_parts(monke
         aborts = await received(router, AbortRequest, 2)
         assert [[named.request_id for named in abort.attempts] for abort in aborts] == [[0, 1], [2]]
         router.send(reply_to(0), reply_to(1), reply_to(2))
-        await becomes(lambda: acknowledged(router) == [0, 1, 2])
+        await until_async(lambda: acknowledged(router) == [0, 1, 2], "the replies are acknowledged")
 
     run(polite, test)
 
 
-def test_an_aborted_request_resolves_to_what_it_has():
+def test_an_aborted_request_resolves_to_a_record_with_its_tokens():
     def script(message):
         if isinstance(message, AbortRequest):
             return [reply_to(named.request_id, is_failed=True) for named in message.attempts]
@@ -471,7 +467,7 @@ def test_a_reply_counts_once():
         await received(router, SubmitRequest)
         router.send(reply_to(0), reply_to(0, prompt=(9,)), reply_to(77))
         assert (await future)[0].prompt_tokens.tolist() == [1, 2]
-        await becomes(lambda: len(acknowledged(router)) == 3)
+        await until_async(lambda: len(acknowledged(router)) == 3, "the replies are acknowledged")
 
     run(polite, test)
 
@@ -565,7 +561,7 @@ def test_a_text_that_cannot_be_written_is_missing_in_its_own_record_only():
     run(politely(script), test, tokenizer=LetterTokenizer())
 
 
-def test_what_makes_no_prompt_of_a_text_is_refused():
+def test_a_text_that_cannot_be_a_prompt_is_refused():
     with_bos = SamplingParams(num_tokens_to_generate=8, add_BOS=True)
 
     class WithoutBos(LetterTokenizer):
@@ -594,7 +590,7 @@ def test_a_batch_with_a_malformed_prompt_is_not_sent_at_all():
     run(obedient, test)
 
 
-def test_an_interrupt_amid_a_batch_aborts_what_of_it_was_sent(monkeypatch):
+def test_an_interrupt_during_add_groups_aborts_the_requests_that_were_sent(monkeypatch):
     async def test(client, router):
         before = client.add_request([9], PARAMS)
         queue, num_sent = Link.queue, 0
@@ -633,7 +629,7 @@ def submitted(router: ScriptedRouter) -> list[int]:
 def test_requests_beyond_the_window_wait_and_follow_by_their_priority():
     async def test(client, router):
         futures = [client.add_request([1], PARAMS, priority=i % 3) for i in range(10)]
-        await becomes(lambda: len(submitted(router)) == 4)
+        await until_async(lambda: len(submitted(router)) == 4, "the requests are submitted")
         order = submitted(router)
         assert order == [0, 1, 2, 3]
         for request_id in (2, 0, 1, 3, 5, 8, 4, 7, 6, 9):
@@ -664,7 +660,7 @@ def test_a_group_beyond_the_window_goes_in_parts():
     async def test(client, router):
         futures = client.add_group([1], [PARAMS] * 10)
         for end in (4, 8, 10):
-            await becomes(lambda end=end: len(submitted(router)) == end)
+            await until_async(lambda end=end: len(submitted(router)) == end, f"{end} submissions")
             router.send(*[reply_to(i) for i in submitted(router)[-4:]])
         records = await asyncio.gather(*futures)
         assert [record.request_id for record in records] == list(range(10))
@@ -681,11 +677,11 @@ def test_bytes_beyond_the_window_wait_too():
 
     async def test(client, router):
         futures = [client.add_request(prompt, PARAMS) for _ in range(4)]
-        await becomes(lambda: submitted(router) == [0, 1])
+        await until_async(lambda: submitted(router) == [0, 1], "the requests are submitted")
         router.send(reply_to(0))
-        await becomes(lambda: submitted(router) == [0, 1, 2])
+        await until_async(lambda: submitted(router) == [0, 1, 2], "the requests are submitted")
         router.send(*[reply_to(i) for i in (1, 2)])
-        await becomes(lambda: submitted(router) == [0, 1, 2, 3])
+        await until_async(lambda: submitted(router) == [0, 1, 2, 3], "the requests are submitted")
         router.send(reply_to(3))
         records = await asyncio.gather(*futures)
         assert [record.request_id for record in records] == [0, 1, 2, 3]
@@ -707,7 +703,9 @@ def test_requests_that_wait_end_by_abort_cancellation_and_deadline_without_being
             await overdue
         router.send(*[reply_to(i) for i in range(4)])
         await asyncio.gather(*running)
-        await becomes(lambda: submitted(router) == [0, 1, 2, 3, last.request_id])
+        await until_async(
+            lambda: submitted(router) == [0, 1, 2, 3, last.request_id], "the requests are submitted"
+        )
         router.send(reply_to(last.request_id))
         await last
         assert not [m for m in router.received if isinstance(m, AbortRequest)]
@@ -761,7 +759,7 @@ def test_pieces_in_any_order_give_each_token_once_in_order(pieces):
     asyncio.run(test())
 
 
-def test_the_rest_of_a_record_carries_what_was_stamped_on_it():
+def test_the_rest_of_a_record_has_its_versions():
     record = record_of([5, 6], num_tokens=4)
     record.current.policy_spans = VersionSpans()
     record.current.policy_spans.append(4, 1)
@@ -804,7 +802,7 @@ def test_a_stream_gives_each_token_once_in_order_then_the_record(partials):
     run(politely(script), test)
 
 
-def test_a_stream_gives_tokens_as_they_come_and_aborts_when_it_is_left():
+def test_stream_yields_tokens_as_they_arrive_and_aborts_when_closed():
     async def test(client, router):
         stream = client.stream([1], PARAMS)
         assert stream.request_id == 0
@@ -822,7 +820,7 @@ def test_a_stream_gives_tokens_as_they_come_and_aborts_when_it_is_left():
     run(polite, test)
 
 
-def test_a_stream_that_nobody_has_read_is_aborted_when_closed():
+def test_an_unread_stream_is_aborted_when_closed():
     async def test(client, router):
         await client.stream([1], PARAMS).aclose()
         assert (await received(router, AbortRequest))[0].attempts == (Attempt(request_id=0),)
@@ -902,7 +900,7 @@ def test_a_refusal_is_raised_with_its_class(error_type):
     run(politely(script), test)
 
 
-def test_futures_that_nobody_looks_at_warn_nobody():
+def test_futures_that_nobody_awaits_do_not_warn():
     """`run` asserts that asyncio reports nothing."""
 
     def script(message):
@@ -930,7 +928,7 @@ def test_a_client_waits_for_as_long_as_its_coordinator_may_need_after_a_deadline
     encode(connect_ack(answer_grace_s=longest.answer_grace_s))  # it fits the wire
 
 
-def test_what_is_never_answered_fails_soon_after_its_deadline():
+def test_an_unanswered_request_fails_after_deadline_and_grace():
     def impatient(message):
         return [connect_ack(answer_grace_s=0.1)] if isinstance(message, Connect) else None
 
@@ -951,7 +949,7 @@ def test_what_is_never_answered_fails_soon_after_its_deadline():
 # ---- liveness
 
 
-def test_heartbeats_are_sent_as_the_coordinator_wants():
+def test_heartbeats_are_sent_every_heartbeat_s():
     async def test(client, router):
         beats = await received(router, Heartbeat, 10)
         assert [beat.sequence for beat in beats[:10]] == list(range(1, 11))
@@ -977,7 +975,7 @@ def with_short_lease(message: Message) -> Sequence[Message] | None:
     return [connect_ack(lease_s=LEASE_S)] if isinstance(message, Connect) else None
 
 
-def test_a_network_that_fails_for_a_while_loses_nothing():
+def test_no_message_is_lost_while_the_network_fails():
     async def test(client, router, proxy):
         done = client.add_request([5], PARAMS)
         await received(router, SubmitRequest)
@@ -990,11 +988,8 @@ def test_a_network_that_fails_for_a_while_loses_nothing():
         while_away = client.add_request([3], PARAMS)
         proxy.mend()
         await received(router, Connect, 2)
-        await becomes(
-            lambda: (
-                while_away.request_id
-                in [s.request_id for m in router.wait_for(SubmitRequest) for s in m.samples]
-            )
+        await until_async(
+            lambda: while_away.request_id in submitted(router), "the last request is submitted"
         )
         done = Ack(command_id=0, result={"state": "PAUSED", "weights_version": 0})
         router.send(done, *[reply_to(i) for i in range(1, 5)])
@@ -1005,7 +1000,7 @@ def test_a_network_that_fails_for_a_while_loses_nothing():
     run_over(polite, test)
 
 
-def test_a_coordinator_that_has_forgotten_its_client_is_lost():
+def test_a_coordinator_that_no_longer_knows_the_client_is_lost():
     async def test(client, router, proxy):
         request = client.add_request([1], PARAMS)
         await received(router, SubmitRequest)
@@ -1052,7 +1047,7 @@ def test_a_client_that_is_not_known_any_more_connects_again():
     run(polite, test)
 
 
-def test_a_coordinator_that_is_out_of_reach_for_the_lease_is_lost():
+def test_a_coordinator_that_is_unreachable_for_the_lease_is_lost():
     async def test(client, router, proxy):
         request, command = client.add_request([1], PARAMS), client.pause_engines()
         stream = client.stream([1], PARAMS)
@@ -1084,7 +1079,7 @@ def test_a_coordinator_that_is_silent_for_two_leases_is_lost():
     run(politely(lambda m: [] if is_silent.is_set() else with_short_lease(m)), test)
 
 
-def test_a_coordinator_that_is_slow_with_heartbeats_is_there_while_it_says_anything():
+def test_a_coordinator_with_late_heartbeats_is_kept_while_it_sends_other_messages():
     async def test(client, router):
         future = client.add_request([1], PARAMS)
         await received(router, SubmitRequest)
@@ -1113,7 +1108,7 @@ def test_a_coordinator_whose_process_has_ended_is_lost_at_once():
     run(polite, test)
 
 
-def test_a_disconnect_fails_what_is_pending_at_once():
+def test_a_disconnect_fails_pending_futures_at_once():
     async def test(client, router):
         request = client.add_request([1], PARAMS)
         await received(router, SubmitRequest)
@@ -1161,7 +1156,7 @@ def client_connect(client: InferenceClient) -> Connect:
 # ---- the end
 
 
-def test_stopping_fails_what_is_pending_and_disconnects():
+def test_stop_fails_pending_futures_and_disconnects():
     async def test(client, router):
         request, command = client.add_request([1], PARAMS), client.pause_engines()
         stream = client.stream([1], PARAMS)

@@ -234,7 +234,7 @@ def test_a_command_past_its_deadline_names_the_ranks_that_are_silent() -> None:
 
 
 @pytest.mark.parametrize("name", ["set_generation_epoch", "update_weights", "shutdown"])
-def test_a_command_whose_deadline_passes_with_that_of_the_one_before_is_not_begun(
+def test_a_command_whose_deadline_passes_while_another_runs_is_not_begun(
     name: str,
 ) -> None:
     fleet, client, (_, second) = fleet_in("PAUSED")
@@ -282,7 +282,7 @@ def test_a_command_that_one_engine_refuses_leaves_the_state_and_can_go_either_wa
     assert (fleet.core.state.name == state) is not goes_on
 
 
-def test_engines_that_do_not_confirm_an_epoch_that_others_took_come_again() -> None:
+def test_engines_that_do_not_confirm_an_epoch_are_removed_and_register_again() -> None:
     fleet, client, (first, second) = fleet_in("PAUSED")
     second.refuses = {"SetGenerationEpoch"}
     answer = fleet.give(client, client.command(SetGenerationEpoch, version=4))
@@ -326,7 +326,7 @@ def test_a_fleet_that_is_resumed_in_part_stays_suspended_until_all_is_back() -> 
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
-def test_a_fleet_knows_what_several_suspends_have_released() -> None:
+def test_fleet_keeps_the_resources_that_several_suspends_released() -> None:
     fleet, client, _ = fleet_in("PAUSED")
     for owner in ("kv_cache", "weights"):
         order = client.command(Suspend, release=[owner])
@@ -335,7 +335,7 @@ def test_a_fleet_knows_what_several_suspends_have_released() -> None:
     assert fleet.core.state is CoordinatorState.SUSPENDED
 
 
-def test_a_stop_fails_what_is_unfinished_and_takes_nothing_more() -> None:
+def test_stop_fails_unfinished_requests_and_accepts_no_more() -> None:
     fleet, client, _ = fleet_in("PAUSED")
     fleet.send(client, client.submission([9]))
     fleet.run()
@@ -381,7 +381,7 @@ def test_the_disconnect_of_an_end_carries_any_reason() -> None:
     assert disconnect.reason.startswith("a\\udcffx")
 
 
-def test_a_clients_command_goes_on_without_it() -> None:
+def test_a_command_runs_to_its_end_after_its_client_has_left() -> None:
     fleet, client, (first, second) = fleet_in("RUNNING")
     fleet.send(client, client.command(Pause), Disconnect())
     fleet.run(client)

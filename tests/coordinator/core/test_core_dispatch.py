@@ -32,7 +32,7 @@ def waiting_fleet() -> tuple[FakeFleet, FakeEngine]:
     return fleet, engine
 
 
-def test_an_engine_holds_what_it_runs_and_a_few_that_wait() -> None:
+def test_an_engine_is_assigned_max_requests_and_num_ahead() -> None:
     fleet, engine = waiting_fleet()
     assert sizes(engine) == [16 + 8]
     assert fleet.core.num_requests_held == 192
@@ -50,7 +50,7 @@ def test_an_engine_that_joins_gets_from_the_queue_at_once() -> None:
     assert min(counts) > 80, "one of two equal engines did most of the work"
 
 
-def test_a_higher_priority_overtakes_all_that_wait_and_arrival_decides_among_equals() -> None:
+def test_groups_are_dispatched_by_priority_then_arrival() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine(max_requests=1)
     fleet.run()
@@ -63,7 +63,7 @@ def test_a_higher_priority_overtakes_all_that_wait_and_arrival_decides_among_equ
     assert seen == [*range(9), 13, 12, 14, 9, 10, 11]
 
 
-def test_a_stream_of_higher_priorities_starves_nobody() -> None:
+def test_requests_of_low_priority_do_not_starve() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine(max_requests=1)
     fleet.run()
@@ -79,7 +79,7 @@ def test_a_stream_of_higher_priorities_starves_nobody() -> None:
     assert sizes(engine) == [9]
 
 
-def test_a_group_goes_to_one_engine_whole_if_that_has_room_for_one_sample() -> None:
+def test_a_group_is_assigned_to_one_engine_with_room_for_one_sample() -> None:
     fleet = FakeFleet()
     client, first = fleet.client(), fleet.engine(max_requests=4)
     fleet.run()
@@ -94,7 +94,7 @@ def test_a_group_goes_to_one_engine_whole_if_that_has_room_for_one_sample() -> N
     assert sizes(first, second) == [17, 1]
 
 
-def test_credit_of_any_size_gives_an_engine_no_more_than_it_holds() -> None:
+def test_credit_above_max_held_assigns_no_more_than_max_held() -> None:
     fleet, engine = waiting_fleet()
     session = engine.session
     for num_granted in (engine.num_granted, 10**9):
@@ -160,7 +160,7 @@ def test_requests_that_wait_are_aborted_without_an_engine() -> None:
     assert not fleet.part("GroupQueue").groups
 
 
-def test_what_a_client_may_have_unfinished_is_said_when_it_connects() -> None:
+def test_connect_ack_names_the_window_of_a_client() -> None:
     fleet = FakeFleet()
     client = fleet.client()
     fleet.run()
@@ -199,7 +199,7 @@ def test_a_common_template_spreads_and_more_in_common_stays_together(template_to
     assert max(sizes(*engines)) <= 1.3 * 250
 
 
-def test_groups_that_leave_and_come_back_are_taken_in_order_in_memory_that_does_not_grow() -> None:
+def test_group_queue_keeps_the_order_and_bounded_memory_when_groups_return() -> None:
     queue, draw, waiting = GroupQueue(), random.Random(0), dict[int, Group]()
     known: list[Group] = []
     sizes: list[int] = []

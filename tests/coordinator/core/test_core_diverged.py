@@ -1,5 +1,5 @@
-"""Engines that may hold different memory after an order that failed: nothing is taken for granted
-until an order for all has been confirmed."""
+"""Engines that may be in different states after a failed command: the core relies on no state
+until all engines have confirmed a command."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def assert_partial_resume_is_refused(fleet: FakeFleet, client: FakeClient) -> No
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
-def test_who_may_hold_other_memory_is_not_resumed_in_part() -> None:
+def test_a_diverged_fleet_refuses_a_partial_resume() -> None:
     fleet, client, _ = suspended_late()
     assert_partial_resume_is_refused(fleet, client)
 
 
-def test_a_suspend_after_a_failed_one_does_not_say_what_each_engine_has_released() -> None:
+def test_a_suspend_after_a_failed_one_leaves_the_fleet_diverged() -> None:
     fleet, client, _ = suspended_late()
     assert isinstance(fleet.give(client, client.command(Suspend)), Ack)
     assert fleet.core.state is CoordinatorState.SUSPENDED
@@ -67,15 +67,17 @@ def test_a_whole_resume_makes_partial_ones_possible_again() -> None:
         *((Resume, {}), (Suspend, BOTH)),
         *((Resume, {"only": "weights"}), (Resume, {"only": "kv_cache"})),
     ):
-        order = client.command(kind, **arguments)
-        assert isinstance(fleet.give(client, order), Ack), kind
+        command = client.command(kind, **arguments)
+        assert isinstance(fleet.give(client, command), Ack), kind
     assert fleet.core.state is CoordinatorState.PAUSED
 
 
 @pytest.mark.parametrize(
     ("released", "state"), [(["weights"], "RUNNING"), (["kv_cache"], "SUSPENDED")]
 )
-def test_who_joins_a_suspended_fleet_may_hold_other_memory(released: list[str], state: str) -> None:
+def test_an_engine_that_joins_a_suspended_fleet_makes_it_diverged(
+    released: list[str], state: str
+) -> None:
     """A fresh engine gives its KV up; one that was away may have missed a partial resume."""
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()
@@ -96,6 +98,6 @@ def test_a_fresh_engine_that_joins_fits_a_fleet_without_kv() -> None:
     fleet.engine()
     fleet.run()
     for owner in ("weights", "kv_cache"):
-        order = client.command(Resume, only=owner)
-        assert isinstance(fleet.give(client, order), Ack)
+        command = client.command(Resume, only=owner)
+        assert isinstance(fleet.give(client, command), Ack)
     assert fleet.core.state is CoordinatorState.PAUSED

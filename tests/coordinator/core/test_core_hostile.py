@@ -1,4 +1,4 @@
-"""Whatever peers send, the coordinator's core stays up, and honest traffic completes."""
+"""The core survives any frames of its peers, and honest requests complete."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_tables_stay_bounded_under_a_flood_of_unknown_peers_and_faults() -> None
     assert fleet.core.counters.num_malformed == 5 * LIMITS.max_noted_peers
 
 
-def test_an_unknown_peer_is_answered_once_in_each_heartbeat() -> None:
+def test_an_unknown_peer_is_answered_once_per_heartbeat_interval() -> None:
     fleet, message = FakeFleet(), EngineReply(request_id=1, record=b"")
     num_answers = []
     for seconds in (0, 0.1, 0.1, 1.0, 0.1):
@@ -106,7 +106,7 @@ def test_an_unknown_peer_is_answered_once_in_each_heartbeat() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_of_a_peer_each_message_that_it_may_send_is_taken_and_no_other(
+def test_the_core_handles_only_messages_that_the_peer_may_send(
     kind: type[Message], caplog: pytest.LogCaptureFixture
 ) -> None:
     examples = {type(example): example for example in EXAMPLES}
@@ -122,7 +122,7 @@ def test_of_a_peer_each_message_that_it_may_send_is_taken_and_no_other(
 
 @quick
 @given(messages())
-def test_of_an_unknown_peer_only_handshakes_are_taken(message: Message) -> None:
+def test_the_core_handles_only_handshakes_of_unknown_peers(message: Message) -> None:
     fleet = FakeFleet()
     fleet.core.handle(b"unknown", message, fleet.now)
     assert fleet.core.counters.num_unknown_peers == (type(message) not in FROM_UNKNOWN_PEERS)
@@ -147,7 +147,7 @@ def test_a_malformed_request_or_command_of_a_client_is_answered_with_the_fault()
     assert [len(asked.replies) for asked in client.asked.values()] == [1]
 
 
-def test_a_malformed_reply_or_answer_of_an_engine_ends_what_it_names() -> None:
+def test_a_malformed_reply_or_answer_of_an_engine_ends_the_request_or_command() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.run()

@@ -1,4 +1,4 @@
-"""Requests through the coordinator's core: taken once, run to the end, answered once."""
+"""Requests through the coordinator's core: accepted once, run to the end, answered once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_request_is_answered_with_its_tokens_and_forgotten_once_acknowledged()
     assert not engine.ended
 
 
-def test_a_group_goes_to_one_rank_and_groups_take_turns() -> None:
+def test_a_group_goes_to_one_rank_and_round_robin_rotates_between_groups() -> None:
     fleet = FakeFleet()
     client, first, second = fleet.client(), fleet.engine(), fleet.engine()
     fleet.run()
@@ -70,7 +70,7 @@ def test_a_repeated_submit_runs_once_and_a_late_one_is_not_run_again() -> None:
     assert fleet.core.counters.num_duplicates == 4
 
 
-def test_a_reply_is_kept_for_a_client_that_comes_back() -> None:
+def test_a_reply_is_kept_for_a_client_that_reconnects() -> None:
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()
     client.acknowledges = False
@@ -85,7 +85,7 @@ def test_a_reply_is_kept_for_a_client_that_comes_back() -> None:
     assert fleet.core.num_requests_held == 0
 
 
-def test_a_client_that_could_not_be_reached_gets_all_again_with_its_next_heartbeat() -> None:
+def test_an_unreachable_client_gets_its_messages_again_after_its_next_heartbeat() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([4]))
@@ -173,7 +173,7 @@ def test_samples_that_go_on_travel_alone_and_fresh_ones_of_a_group_together() ->
     assert [len(asked.replies) for asked in client.asked.values()] == [1] * 4
 
 
-def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() -> None:
+def test_a_request_with_max_lost_attempts_fails() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=3))
     client = fleet.client()
     fleet.send(client, client.submission([9], streaming=True))
@@ -193,7 +193,7 @@ def test_a_request_whose_engines_are_lost_one_after_another_fails_and_says_so() 
     assert not last.held
 
 
-def test_an_engine_that_fails_is_lost_to_the_requests_that_it_names_and_to_no_others() -> None:
+def test_a_failed_engine_counts_against_the_requests_that_it_names() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([9]), client.submission([9]))
@@ -205,7 +205,7 @@ def test_an_engine_that_fails_is_lost_to_the_requests_that_it_names_and_to_no_ot
     assert not client.asked[1].replies, "an attempt that counts no more was blamed"
 
 
-def test_engines_that_leave_or_come_back_with_the_request_do_not_count_as_lost() -> None:
+def test_engines_that_disconnect_or_register_again_do_not_count_as_failed() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([9]))
@@ -223,7 +223,7 @@ def test_engines_that_leave_or_come_back_with_the_request_do_not_count_as_lost()
     assert not client.asked[0].replies[0].is_failed
 
 
-def test_an_attempt_that_its_engine_brings_back_was_not_lost() -> None:
+def test_an_attempt_that_its_engine_registers_again_does_not_count_as_failed() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=2))
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([9]))
@@ -249,7 +249,7 @@ def test_an_engine_that_cannot_be_reached_is_removed_at_once() -> None:
     assert len(second.held) == 2
 
 
-def test_what_a_returning_engine_still_says_of_old_attempts_is_dropped() -> None:
+def test_messages_of_outdated_attempts_are_dropped() -> None:
     fleet = FakeFleet()
     client, first, second = fleet.client(), fleet.engine(), fleet.engine()
     fleet.send(client, client.submission([4]))
@@ -438,7 +438,7 @@ def test_an_abort_is_answered_in_time_while_its_engine_registers_again_amid_a_co
     assert not assignments(second)
 
 
-def test_an_engine_that_must_wait_for_a_commands_end_gets_a_heartbeat() -> None:
+def test_an_engine_that_registers_during_a_command_gets_a_heartbeat() -> None:
     fleet = FakeFleet()
     client, first, _ = fleet.client(), fleet.engine(), fleet.engine(ignores={"Pause"})
     fleet.run()
@@ -538,7 +538,7 @@ def test_prompts_do_not_follow_blocks_that_a_suspend_has_dropped(mode: str, is_k
     assert bool(second.held) is not is_kept
 
 
-def test_a_slow_client_is_sent_again_what_it_missed_and_nothing_else() -> None:
+def test_a_slow_client_gets_only_undelivered_messages_again() -> None:
     fleet = FakeFleet()
     client, _ = fleet.client(), fleet.engine()
     client.acknowledges = False
@@ -553,7 +553,7 @@ def test_a_slow_client_is_sent_again_what_it_missed_and_nothing_else() -> None:
         assert [len(a.replies) for a in client.asked.values()] == [1, num_replies, 1, 1]
 
 
-def test_a_client_is_sent_again_the_streamed_tokens_that_it_missed() -> None:
+def test_undelivered_streamed_tokens_are_sent_again() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.send(client, client.submission([9], streaming=True))
@@ -607,7 +607,7 @@ def test_more_attempts_than_a_message_may_name_are_sent_in_parts() -> None:
     assert [type(message) for message in sent] == [ReplyAck] * 2 + [AbortRequest] * 2
 
 
-def test_what_one_engine_is_sent_in_a_turn_is_one_message_of_each_kind() -> None:
+def test_an_engine_gets_one_reply_ack_and_one_abort_per_turn() -> None:
     fleet = FakeFleet()
     client, engine = fleet.client(), fleet.engine()
     fleet.run()
@@ -624,3 +624,24 @@ def test_what_one_engine_is_sent_in_a_turn_is_one_message_of_each_kind() -> None
     aborts = [m for m in engine.seen[num_seen:] if isinstance(m, AbortRequest)]
     assert [len(m.attempts) for m in acks[:1] + aborts] == [3, 5]
     assert not engine.held
+
+
+# ---- handshake
+
+
+def test_connect_ack_has_the_window_and_is_resumed() -> None:
+    fleet = FakeFleet(limits=replace(LIMITS, max_client_requests=7, max_client_request_bytes=900))
+    client = fleet.client()
+    fleet.run()
+    assert client.connect_ack is not None
+    assert (client.connect_ack.max_requests, client.connect_ack.max_request_bytes) == (7, 900)
+    assert not client.connect_ack.is_resumed
+    fleet.cut(client)
+    fleet.redial(client)
+    fleet.run()
+    assert client.connect_ack.is_resumed
+    fleet.pass_time(10 * LIMITS.client_lease_s, silent=[client])
+    fleet.cut(client)
+    fleet.redial(client)
+    fleet.run()
+    assert not client.connect_ack.is_resumed

@@ -1,4 +1,4 @@
-"""Weight updates over all engines, and engines that come and go around them."""
+"""Weight updates over all engines, and engines that join and leave during them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_update_is_committed_by_all_and_answered_by_the_last() -> None:
     assert fleet.core.weights_version == 7
 
 
-def test_an_update_needs_a_quiet_fleet_unless_it_is_in_flight() -> None:
+def test_update_weights_needs_a_paused_fleet_unless_in_flight() -> None:
     fleet, client, engines = fleet_in("RUNNING")
     assert "while RUNNING" in error_of(fleet.give(client, client.update(source_of(1))))
     assert isinstance(fleet.give(client, client.update(source_of(1), in_flight=True)), Ack)
@@ -66,7 +66,7 @@ def test_one_vote_against_rolls_all_back_and_names_the_rank() -> None:
     assert versions(engines) == [1, 1, 1]
 
 
-def test_a_vote_that_does_not_come_in_time_rolls_all_back() -> None:
+def test_a_missing_vote_rolls_the_update_back_at_its_deadline() -> None:
     fleet, client, engines = fleet_in("PAUSED", 2)
     engines[1].ignores = {"Prepare"}
     update = client.update(source_of(1), deadline_s=3.0)
@@ -78,7 +78,7 @@ def test_a_vote_that_does_not_come_in_time_rolls_all_back() -> None:
     assert list(fleet.core.ranks()) == [0, 1]
 
 
-def test_a_member_lost_before_its_vote_aborts_for_all() -> None:
+def test_an_engine_that_fails_before_its_vote_rolls_the_update_back() -> None:
     fleet, client, engines = fleet_in("PAUSED", 2)
     engines[1].ignores = {"Prepare"}
     update = client.update(source_of(1))
@@ -91,7 +91,7 @@ def test_a_member_lost_before_its_vote_aborts_for_all() -> None:
     assert engines[0].prepared is None
 
 
-def test_a_member_lost_after_its_vote_is_removed_and_brought_up_on_return() -> None:
+def test_an_engine_that_fails_after_its_vote_gets_the_weights_when_it_registers_again() -> None:
     fleet, client, engines = fleet_in("PAUSED", 3)
     engines[1].ignores = {"Commit"}
     update = client.update(source_of(1))
@@ -110,7 +110,7 @@ def test_a_member_lost_after_its_vote_is_removed_and_brought_up_on_return() -> N
     assert list(fleet.core.ranks()) == [0, 1, 2]
 
 
-def test_a_voter_that_comes_back_before_the_decision_is_out_of_it_and_follows() -> None:
+def test_an_engine_that_registers_again_before_the_decision_gets_the_weights_later() -> None:
     fleet, client, engines = fleet_in("PAUSED", 2)
     engines[1].ignores = {"Prepare"}
     update = client.update(source_of(1))
@@ -128,7 +128,7 @@ def test_a_voter_that_comes_back_before_the_decision_is_out_of_it_and_follows() 
     assert list(fleet.core.ranks()) == [0, 1]
 
 
-def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_comes_again() -> None:
+def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_registers_again() -> None:
     for fault in ("refuses", "ignores"):
         fleet, client, engines = fleet_in("PAUSED", 2)
         setattr(engines[1], fault, {"Commit"})
@@ -147,8 +147,8 @@ def test_an_engine_that_fails_or_misses_its_commit_is_removed_and_comes_again() 
 def committing_amid_a_step(
     longest_step_s: float = 0.0,
 ) -> tuple[FakeFleet, FakeClient, list[FakeEngine], UpdateWeights]:
-    """A decided update of two engines. The first one is in a step with a request, and hears the
-    Commit only when that ends. `longest_step_s`: what it has measured."""
+    """Return a decided update of two engines. The first one is in a step with a request, and gets
+    the Commit only when the step ends. `longest_step_s`: the value that it reports."""
     fleet, client, engines = fleet_in("RUNNING", 2)
     engines[0].longest_step_s = longest_step_s
     fleet.send(client, client.submission([99]))
@@ -171,7 +171,7 @@ def assert_rank_0_is_removed(fleet: FakeFleet, client: FakeClient, update: Updat
     assert answer.result["lost_ranks"] == [0]
 
 
-def test_an_engine_whose_steps_last_longer_than_the_grace_keeps_its_place() -> None:
+def test_an_engine_with_steps_longer_than_the_grace_is_not_removed() -> None:
     fleet, client, engines, update = committing_amid_a_step()
     step_s = LIMITS.progress_deadline_s - 2
     assert step_s > 3 * LIMITS.commit_grace_s
@@ -244,7 +244,7 @@ def test_votes_with_different_checksums_roll_all_back() -> None:
 
 
 @pytest.mark.parametrize("checksum", [["a"], {"a": 1}, 7])
-def test_a_vote_whose_checksum_is_no_text_rolls_all_back(checksum: object) -> None:
+def test_a_vote_whose_checksum_is_not_text_rolls_the_update_back(checksum: object) -> None:
     fleet, client, (engine,) = fleet_in("PAUSED", 1)
     update = client.update(replace(source_of(1), checksum=""))
     fleet.send(client, update)
@@ -312,7 +312,7 @@ def test_a_late_joiner_waits_for_the_next_push_where_weights_are_not_kept() -> N
     assert list(fleet.core.ranks()) == [0, 1]
 
 
-def test_a_late_joiner_takes_adapters_on_the_weights_that_all_engines_start_with() -> None:
+def test_a_late_joiner_gets_an_adapter_on_the_initial_weights() -> None:
     fleet, client, _ = fleet_in("RUNNING", 1)
     adapter = replace(source_of(1), lora=TERMS, is_kept=False)
     fleet.give(client, client.update(adapter, in_flight=True))
@@ -417,7 +417,7 @@ def test_requests_of_an_engine_that_missed_a_push_go_on_elsewhere() -> None:
     assert all(len(asked.replies) == 1 for asked in client.asked.values())
 
 
-def test_a_fleet_without_engines_commits_nothing_that_nobody_has_verified() -> None:
+def test_update_weights_without_engines_is_refused() -> None:
     fleet = FakeFleet()
     client = fleet.client()
     fleet.run()
@@ -493,7 +493,7 @@ def test_of_two_engines_that_wait_and_differ_one_is_admitted() -> None:
     assert "rms_norm_eps=1e-05, the fleet 1e-06" in error_of(nack)
 
 
-def test_a_vote_nobody_remembers_is_rolled_back_on_return() -> None:
+def test_an_undecided_vote_is_rolled_back_when_the_engine_registers_again() -> None:
     fleet, _, _ = fleet_in("PAUSED", 1)
     prepare = Prepare(command_id=77, version=5, source=source_of(5))
     late = fleet.engine(prepared=prepare)
@@ -503,7 +503,7 @@ def test_a_vote_nobody_remembers_is_rolled_back_on_return() -> None:
     assert not [m for m in late.seen if isinstance(m, Commit)]
 
 
-def test_ranks_are_the_lowest_free_and_kept_for_who_returns() -> None:
+def test_ranks_are_the_lowest_free_and_kept_for_returning_engines() -> None:
     fleet, _, engines = fleet_in("RUNNING", 3)
     fleet.cut(engines[0])
     fleet.cut(engines[1])
@@ -551,7 +551,7 @@ def test_an_engine_that_measures_long_steps_may_take_four_times_as_long_for_one(
     assert ranks_after(4 * step_s + 2) == []
 
 
-def test_an_engine_without_progress_is_removed_but_not_while_it_may_stand_still() -> None:
+def test_an_engine_without_progress_is_removed_unless_it_has_no_work() -> None:
     fleet, client, (first, _) = fleet_in("RUNNING")
     fleet.send(client, client.submission([99]), client.submission([99]))
     fleet.run()

@@ -1,4 +1,4 @@
-"""Frames that travel together: in order, in bounded memory, and none hurt by its neighbours."""
+"""Batches of frames: in order, in bounded memory; a malformed frame does not affect the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_frames_arrive_as_they_were_and_no_batch_is_longer_than_allowed(lengths,
     assert all(len(together) <= max_bytes for together, _ in sent)
 
 
-def test_small_frames_are_one_frame_and_one_alone_or_large_is_sent_as_it_is():
+def test_batched_joins_small_frames_and_keeps_single_and_large_ones():
     small, large = encode(Ack(command_id=1)), bytes(2**15)
     assert [num for _, num in batched([small] * 600)] == [MAX_BATCH_FRAMES, MAX_BATCH_FRAMES, 88]
     assert list(batched([small, large, small, small]))[:2] == [(small, 1), (large, 1)]

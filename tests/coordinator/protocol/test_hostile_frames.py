@@ -1,4 +1,4 @@
-"""Frames from anyone: decode returns a message or raises ProtocolError, in bounded memory."""
+"""`decode` of any bytes returns a message or raises ProtocolError, in bounded memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def traced(frame: bytes) -> tuple[type, int, float]:
         (b"\x93\x3c\xc7\x00\x01\xc2", "Disconnect.reason: Expected `str`, got `ext`"),
     ],
 )
-def test_what_is_wrong_is_named(frame, reason):
+def test_decode_names_the_fault(frame, reason):
     with pytest.raises(ProtocolError) as caught:
         decode(frame)
     assert reason in str(caught.value)
@@ -96,7 +96,7 @@ def test_no_beginning_of_a_message_is_a_message():
 
 @settings(max_examples=200 if LONG else 20, deadline=None)
 @given(messages(), st.binary(min_size=1, max_size=8))
-def test_no_message_with_something_behind_it_is_a_message(message, tail):
+def test_decode_refuses_trailing_bytes(message, tail):
     with pytest.raises(ProtocolError):
         decode(encode(message) + tail)
 
@@ -236,7 +236,7 @@ def test_an_honest_large_reply_costs_its_bytes_once():
     assert peak_bytes < 9 * MiB
 
 
-def test_a_fault_in_a_large_frame_is_shown_in_few_words():
+def test_the_fault_of_a_large_frame_is_described_shortly():
     frame = msgpack.packb([int(Headers.DISCONNECT), b"x" * MiB, False])
     with pytest.raises(ProtocolError, match=r"^Disconnect.reason: Expected `str`, got `bytes`"):
         decode(frame)

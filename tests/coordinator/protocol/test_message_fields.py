@@ -1,30 +1,19 @@
-"""Each field takes what its annotation says and refuses the rest, by one table."""
+"""Each field of a message accepts the values of its annotation and refuses others, by one table."""
 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 from msgspec import structs
 
-from rollout import ProtocolError, SamplingParams
-from rollout.control.commands import (
-    COMMANDS,
-    ChecksumWeights,
-    Pause,
-    Resume,
-    SetGenerationEpoch,
-    Suspend,
-)
-from rollout.coordinator.protocol import messages as wire
+from rollout import ProtocolError
 from rollout.coordinator.protocol.codec import decode, encode, require_valid
-from rollout.coordinator.protocol.packed import pack_params
-from rollout.requests.token_runs import TokenRun, TokenRuns, TopNRun
-from rollout.weights import source as weights_source
+from rollout.coordinator.protocol.messages import MESSAGE_TYPES, Commit, Prepare
 from rollout.wire import FAULTS, Message, pack
+from tests.coordinator.message_examples import EXAMPLES, MESSAGES, SOURCE, TERMS
 
 DEEP = {"a": [[[[[[[[1]]]]]]]]}  # 9 levels
-# What a field may be replaced by, as msgpack hands it over.
+# Values that replace a field, as msgpack decodes them.
 VALUES = {
     "none": None,
     "true": True,
@@ -115,96 +104,6 @@ LEGAL = {
     "EngineStatus | None": {"none"},
 }
 
-NO_IDS = np.zeros(0, np.int32)
-TOP_N = TopNRun(counts=NO_IDS, token_ids=NO_IDS, log_probs=NO_IDS.astype(np.float32))
-RUN = TokenRun(
-    offset=0,
-    entry_version=0,
-    token_ids=NO_IDS,
-    policy_versions=NO_IDS,
-    context_kv_version_min=NO_IDS,
-    context_kv_version_mean=NO_IDS.astype(np.float64),
-)
-RUNS = TokenRuns(
-    **dict.fromkeys(("request_ids", "attempts", "offsets"), NO_IDS.astype(np.int64)),
-    **dict.fromkeys(("counts", "entry_versions", "token_ids", "policy_versions"), NO_IDS),
-    context_kv_version_min=NO_IDS,
-    context_kv_version_mean=NO_IDS.astype(np.float64),
-    **dict.fromkeys(("has_log_probs", "has_ranks", "has_top_n"), NO_IDS.astype(np.uint8)),
-    log_probs=NO_IDS.astype(np.float32),
-    ranks=NO_IDS,
-)
-SAMPLE = wire.Sample(request_id=1, sampling_params=pack_params(SamplingParams()))
-ERROR = wire.WireError(type_name="ConfigError", message="no")
-TENSOR = weights_source.TensorEntry(dtype="float32", shape=(2, 3), offset=0, num_bytes=24)
-TERMS = weights_source.LoraTerms(
-    rank=2, alpha=4.0, use_rslora=False, ranks={"q": 3}, alphas={"q": 1.0}
-)
-SOURCE = weights_source.WeightsSource(
-    kind="shm", address="w", manifest=b"", checksum="c", lora=TERMS
-)
-STATUS = wire.EngineStatus(
-    state="running", num_steps=1, num_waiting=0, num_running=1, weights_version=0
-)
-SECONDS = {"lease_s": 2.0, "heartbeat_s": 0.5}
-EXAMPLES = [
-    TOP_N,
-    RUN,
-    RUNS,
-    SAMPLE,
-    ERROR,
-    TENSOR,
-    TERMS,
-    SOURCE,
-    STATUS,
-    wire.Attempt(request_id=1),
-    wire.Connect(client_id=bytes(16)),
-    wire.ConnectAck(
-        coordinator_id=bytes(16),
-        state="",
-        data_parallel_size=2,
-        weights_version=0,
-        answer_grace_s=1.0,
-        **SECONDS,
-    ),
-    wire.Register(
-        engine_id=bytes(16),
-        state="running",
-        weights_version=0,
-        weights_checksum="",
-        block_size_tokens=16,
-        max_requests=4,
-    ),
-    wire.RegisterAck(
-        coordinator_id=bytes(16),
-        state="paused",
-        report_interval_tokens=8,
-        weights_version=1,
-        **SECONDS,
-    ),
-    wire.SubmitRequest(samples=(SAMPLE,), prompt_tokens=NO_IDS),
-    wire.AssignRequest(samples=(SAMPLE,), prompt_tokens=NO_IDS),
-    wire.EngineReplyPartial(request_id=1, tokens=RUN),
-    wire.EngineReply(request_id=1, record=b"r", error=ERROR, is_failed=True),
-    wire.ReplyAck(attempts=()),
-    wire.AbortRequest(attempts=()),
-    Pause(command_id=1),
-    Suspend(command_id=1, mode="offload"),
-    Resume(only="weights"),
-    SetGenerationEpoch(version=1),
-    ChecksumWeights(),
-    wire.Ack(command_id=1),
-    wire.Nack(command_id=1, error=ERROR),
-    wire.Heartbeat(sequence=1, status=STATUS),
-    wire.Disconnect(),
-    wire.Credit(num_granted=5),
-    wire.Progress(runs=RUNS),
-    wire.UpdateWeights(command_id=1, source=SOURCE),
-    wire.Prepare(command_id=1, version=1, source=SOURCE),
-    wire.Commit(command_id=1, version=1),
-    wire.Rollback(command_id=1),
-]
-MESSAGES = [example for example in EXAMPLES if isinstance(example, Message)]
 FIELDS = [
     pytest.param(example, index, name, id=f"{type(example).__name__}.{name}")
     for example in EXAMPLES
@@ -213,7 +112,7 @@ FIELDS = [
 
 
 def read(cls: type, fields: object) -> object:
-    """What arrives of a part, or of a message, that is sent as these fields."""
+    """Send a message or part with these fields. Returns it as received."""
     if issubclass(cls, Message):
         tag = [cls.__struct_config__.tag]
         return decode(pack(tag + fields if isinstance(fields, list) else fields))
@@ -233,12 +132,11 @@ def annotation_of(cls: type, name: str) -> str:
 
 def test_every_message_has_an_example():
     examples = {type(example) for example in EXAMPLES}
-    assert examples >= set(wire.MESSAGE_TYPES.values()) - set(COMMANDS)
-    assert examples & set(COMMANDS)
+    assert examples >= set(MESSAGE_TYPES.values())
 
 
 @pytest.mark.parametrize(("example", "index", "name"), FIELDS)
-def test_a_field_takes_what_the_table_says(example, index, name):
+def test_each_field_accepts_the_values_of_the_table(example, index, name):
     encoded, cls = fields_of(example), type(example)
     accepted, faults = set(), []
     for label, value in VALUES.items():
@@ -275,17 +173,17 @@ def test_require_valid_names_the_field_with_a_wrong_value(example):
             require_valid(wrong)
 
 
-def test_what_msgpack_has_no_form_for_is_not_sent():
+def test_values_that_msgpack_cannot_carry_are_not_sent():
     with pytest.raises(
         ProtocolError, match="Commit cannot be sent: object cannot be part of a message"
     ):
-        encode(wire.Commit(command_id=object(), version=1))
+        encode(Commit(command_id=object(), version=1))
     with pytest.raises(ProtocolError, match="Commit cannot be sent"):
-        encode(wire.Commit(command_id=2**64, version=1))
+        encode(Commit(command_id=2**64, version=1))
 
 
 def test_the_fault_names_the_way_to_it():
     source = structs.replace(SOURCE, lora=structs.replace(TERMS, ranks={"q": -1}))
     with pytest.raises(ProtocolError) as caught:
-        require_valid(wire.Prepare(command_id=1, version=1, source=source))
+        require_valid(Prepare(command_id=1, version=1, source=source))
     assert str(caught.value) == "Prepare.source: Expected `int` >= 0 - at `$[3][5][3][...]`"

@@ -1,4 +1,4 @@
-"""The wire protocol: what is sent arrives, and nothing else is taken for a message."""
+"""The wire protocol: messages arrive unchanged, and no other bytes are accepted as messages."""
 
 from __future__ import annotations
 
@@ -278,13 +278,13 @@ def test_an_error_type_made_up_by_the_peer_is_no_python_class():
 
 @pytest.mark.parametrize("rest", [[], [b"x" * 16, "me"], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
 @pytest.mark.parametrize("header", [Headers.CONNECT, Headers.REGISTER])
-def test_another_protocol_version_is_recognized_whatever_follows(header, rest):
+def test_another_protocol_version_is_recognized_whatever_fields_follow(header, rest):
     frame = msgpack.packb([int(header), PROTOCOL_VERSION + 1, *rest])
     with pytest.raises(ProtocolVersionError, match=f"speaks protocol {PROTOCOL_VERSION + 1}"):
         decode(frame)
 
 
-def test_a_broken_handshake_is_no_other_version():
+def test_decode_of_a_malformed_handshake_is_not_a_version_error():
     for version in (None, "1", True, [2]):
         with pytest.raises(ProtocolError) as caught:
             decode(msgpack.packb([int(Headers.CONNECT), version, b"x" * 16, ""]))
@@ -331,7 +331,7 @@ def test_require_valid_refuses_a_command_without_a_header():
             require_valid(Command(command_id=command_id))
 
 
-def test_what_nobody_would_take_is_not_sent():
+def test_encode_refuses_frames_that_receivers_refuse():
     reply = EngineReply(request_id=1, record=bytes(2000))
     assert len(encode(reply, max_bytes=2100)) <= 2100
     with pytest.raises(ProtocolError, match="at most 1000 are allowed"):
@@ -398,7 +398,7 @@ def test_bytes_that_hold_no_record_or_params_are_refused(packed):
         ([40, 9, -5], SubmitRequest, []),
     ],
 )
-def test_failures_of_a_malformed_frame_are_those_of_what_it_names(frame, accepted, named):
+def test_failures_of_a_malformed_frame_name_its_requests_or_command(frame, accepted, named):
     packed = msgpack.packb(frame)
     with pytest.raises(ProtocolError) as fault:
         decode(packed)

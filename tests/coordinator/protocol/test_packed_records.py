@@ -1,4 +1,4 @@
-"""A record arrives as it was, its values per token as arrays until somebody reads them."""
+"""Packed records arrive unchanged; their values per token are arrays until they are read."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def form(record: DynamicInferenceRequestRecord) -> bytes:
 
 @settings(deadline=None)
 @given(records())
-def test_nothing_is_lost_on_the_way(record):
+def test_packed_records_are_unpacked_unchanged(record):
     arrived = unpack_record(pack_record(record.copy()))
     assert form(arrived) == form(record)
     assert pack_record(unpack_record(pack_record(arrived))) == pack_record(arrived)
@@ -91,7 +91,7 @@ def test_nothing_is_lost_on_the_way(record):
 
 @settings(deadline=None)
 @given(records())
-def test_what_is_read_late_equals_what_is_read_at_once(record):
+def test_columns_read_late_equal_columns_read_at_once(record):
     late = unpack_record(pack_record(record.copy()))
     once = DynamicInferenceRequestRecord.deserialize(record.copy().serialize())
     assert form(late) == form(once)

@@ -1,4 +1,4 @@
-"""Runs of tokens are cut and joined without losing what was stamped on them."""
+"""TokenRuns are cut and joined without losing their versions and log-probs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_top_n_rows_keep_order_and_absence():
 
 @settings(max_examples=EXAMPLES)
 @given(st.lists(token_runs(), max_size=4))
-def test_the_runs_of_many_requests_come_apart_as_they_were(runs):
+def test_token_runs_apart_returns_the_joined_runs(runs):
     received = decode(encode(Progress(runs=joined(runs))))
     apart = list(received.runs.apart())
     assert [names for *names, _ in apart] == [[7 + i, i] for i in range(len(runs))]

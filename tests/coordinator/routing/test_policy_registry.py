@@ -1,4 +1,4 @@
-"""Policies are found by name, path or class, and refused with the reason and the nearest name."""
+"""find_policy finds policies by name, path or class; its refusals name the nearest policy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_path_a_member_or_a_class_makes_a_policy_too() -> None:
         assert type(make_policy(member)) is type(make_policy(member.value))
 
 
-def test_what_a_name_stands_for_can_be_sent_to_another_process() -> None:
+def test_find_policy_returns_a_factory_that_pickles() -> None:
     for name in NAMES:
         assert pickle.loads(pickle.dumps(find_policy(name))) is find_policy(name)
 

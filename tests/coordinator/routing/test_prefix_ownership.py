@@ -1,4 +1,4 @@
-"""Who owns which prefix: equal to a table of full scans, bounded, and given back."""
+"""PrefixOwnership equals a table of full scans, in bounded memory that is released."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def act(ownership: PrefixOwnership, oracle: FullScans, action: str, *arguments: 
 
 
 def owners_in_order(table: PrefixOwnership | FullScans, block_hash: int) -> list[int]:
-    """Who owns a block, the latest first. In a copy each drops its blocks, to see who is behind."""
+    """Return the owners of a block, the latest first. Each drops its blocks in a copy."""
     table, owners = copy.deepcopy(table), list[int]()
     while (owner := table.longest_match_owner([block_hash])) is not None:
         owners.append(owner)
@@ -133,7 +133,7 @@ def test_the_bound_holds_and_a_row_that_is_kept_is_right(
 @given(
     st.lists(st.tuples(ranks, prompts.filter(bool)), min_size=1, max_size=40), st.integers(1, 12)
 )
-def test_what_was_assigned_least_recently_goes_first_and_deepest_blocks_before_their_parents(
+def test_the_least_recent_blocks_are_evicted_first_and_children_before_parents(
     assigned: list[tuple[int, list[int]]], max_rows: int
 ) -> None:
     ownership = table(max_rows)
@@ -180,7 +180,7 @@ def test_the_latest_of_several_owners_wins_and_the_one_before_follows_it() -> No
     assert len(ownership) == 0
 
 
-def test_a_rank_that_joins_again_does_not_own_what_it_owned() -> None:
+def test_a_rank_that_joins_again_owns_no_block() -> None:
     ownership, blocks = table(), chain([1, 2])
     ownership.assign(0, blocks)
     ownership.remove_rank(0)
@@ -245,7 +245,7 @@ def decide(ownership: PrefixOwnership, hashes: Sequence[int], rank: int) -> None
     ownership.assign(rank, hashes)
 
 
-def test_a_decision_takes_as_many_lines_for_many_rows_and_ranks_as_for_few() -> None:
+def test_a_routing_decision_costs_the_same_for_many_rows_and_ranks_as_for_few() -> None:
     counts = []
     for num_prompts, num_ranks in ((10, 2), (3000, 2), (3000, 64)):
         ownership = table(max_rows=32 * num_prompts, num_ranks=num_ranks)

@@ -1,4 +1,4 @@
-"""Each policy chooses what a naive one would."""
+"""Each routing policy chooses the rank that a naive implementation chooses."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def ready(policy: RoutingPolicy, num_ranks: int = 3) -> RoutingPolicy:
     return policy
 
 
-def test_round_robin_goes_round_whoever_joins_or_leaves() -> None:
+def test_round_robin_rotates_while_ranks_join_and_leave() -> None:
     policy = ready(RoundRobinPolicy())
     assert [choice(policy) for _ in range(4)] == [0, 1, 2, 0]
     policy.rank_left(1)
@@ -203,7 +203,7 @@ def test_longest_prefix_goes_to_the_deepest_block_and_first_block_to_the_latest(
     assert choice(first, hashes_of([1, 2, 3, 9])) == 2
 
 
-def test_without_a_match_prefix_policies_take_turns() -> None:
+def test_without_a_match_prefix_policies_use_round_robin() -> None:
     for policy in (ready(LongestPrefixPolicy()), ready(FirstPrefixBlockPolicy())):
         policy.assigned(1, hashes_of([1, 2]), 10)
         prompts = [hashes_of([5]), [], hashes_of([1, 2]), hashes_of([2, 1]), hashes_of([6])]
@@ -250,7 +250,7 @@ def test_the_least_loaded_is_found_after_many_requests_in_memory_that_does_not_g
         assert number < 200 or sizes[-1] < 1.2 * max(sizes[:200])
 
 
-def test_a_rank_that_leaves_takes_its_load_with_it() -> None:
+def test_the_load_of_a_rank_ends_when_it_leaves() -> None:
     policy = ready(LoadBalancedPolicy(), num_ranks=2)
     policy.assigned(0, [], 10)
     policy.assigned(1, [], 20)

@@ -37,7 +37,7 @@ def length(completion: Any) -> float:
 
 
 def knows_its_row(answer: str, info: dict[str, Any], state: Any) -> float:
-    """1 if what the dataset says has come along, and the tokens are those of each turn."""
+    """Return 1 if the dataset's columns arrived and each turn has its tokens, else 0."""
     for step in state["trajectory"]:
         assert step["tokens"]["completion_ids"], step
     state["seen_ids"] = [list(step["tokens"]["completion_ids"]) for step in state["trajectory"]]

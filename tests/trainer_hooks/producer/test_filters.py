@@ -97,7 +97,7 @@ def test_reward_range_filter_refuses_low_above_high() -> None:
 
 
 def test_producer_draws_prompts_by_its_curriculum_also_after_a_resume() -> None:
-    """Low levels first; the run is cut after each batch, and goes on from its state."""
+    """Low levels come first; the run is killed after each batch and resumed from its state."""
     curriculum = Curriculum(weight=lambda index, history: 1000.0 ** -(index // 4))
     options: dict[str, Any] = {"curriculum": curriculum, "shuffle": True, "num_epochs": 1}
 

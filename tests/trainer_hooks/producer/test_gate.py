@@ -22,7 +22,7 @@ def test_admission_gate_admits_at_most_v_plus_s_plus_1_batches_by_version_v(boun
     gate = AdmissionGate(bound)
     assert admissible(gate, 0) == list(range(bound + 1))
     for version in range(1, 20):
-        gate.hand_over()
+        gate.deliver()
         assert not gate.may_admit(version - 1), "a place is freed by the new version alone"
         assert admissible(gate, version) == [version + bound]
 
@@ -30,7 +30,7 @@ def test_admission_gate_admits_at_most_v_plus_s_plus_1_batches_by_version_v(boun
 def test_admission_gate_without_staleness_admits_a_batch_after_the_previous_update() -> None:
     gate = AdmissionGate(0)
     assert admissible(gate, 0) == [0]
-    gate.hand_over()
+    gate.deliver()
     assert admissible(gate, 0) == []
     assert admissible(gate, 1) == [1]
 
@@ -44,7 +44,7 @@ def test_admission_gate_keeps_the_bound_at_any_timing(bound: int, schedule: list
             waiting.append((gate.admit(version), version))
         elif act == "take" and waiting and held is None:
             held = waiting.pop(0)
-            gate.hand_over()
+            gate.deliver()
             number, admitted_at = held
             assert admitted_at >= number - bound
             assert version - admitted_at <= bound, "batch k is trained at version k"
@@ -62,6 +62,6 @@ def test_admission_gate_limits_waiting_batches_whatever_versions_are_made(
     for num_versions in steps:
         version += num_versions
         admissible(gate, version)
-        assert gate.num_admitted - gate.num_handed_over <= bound + 1
-        if gate.num_handed_over < gate.num_admitted:
-            gate.hand_over()
+        assert gate.num_admitted - gate.num_delivered <= bound + 1
+        if gate.num_delivered < gate.num_admitted:
+            gate.deliver()

@@ -39,8 +39,8 @@ def test_killed_producer_finishes_each_prompt_once_per_epoch(
             return [None] * len(level)  # it fails at every attempt
         return [1.0 if level[0] == 5 else float(i) for i in range(len(level))]
 
-    async def live(until_s: float) -> bool:
-        """One life of the job; whether it came to its end."""
+    async def run_job(until_s: float) -> bool:
+        """Run the job for `until_s` seconds. Returns whether it ended."""
         nonlocal saved
         state, done, version = saved[0], saved[1].copy(), saved[2]
         llm = FakeLLM(random_delays(rng, 5.0), weights_version=version)
@@ -86,10 +86,10 @@ def test_killed_producer_finishes_each_prompt_once_per_epoch(
             return False
 
     async def work() -> int:
-        num_lives = 1
-        while not await live(10_000.0 if num_lives > 12 else rng.random() * 60.0):
-            num_lives += 1
-        return num_lives
+        num_runs = 1
+        while not await run_job(10_000.0 if num_runs > 12 else rng.random() * 60.0):
+            num_runs += 1
+        return num_runs
 
     run_virtually(work())
     state, done, _ = saved

@@ -49,7 +49,7 @@ def set_versions(bound: StalenessBound, versions: int) -> None:
 
 def observe(bound: StalenessBound, ess: float, lag: float) -> int:
     """Return the bound after a batch of tokens that are `lag` versions old."""
-    bound.hand_over(lag)
+    bound.record_delivery(lag)
     return bound.observe(ess)
 
 
@@ -162,7 +162,7 @@ def test_ess_bound_rises_for_a_slow_policy_and_falls_for_a_fast_one(order: Any) 
 def test_producer_under_a_changing_bound_keeps_it_and_loses_no_prompt(
     seed: int, extra: int, slow: str, order: Any, least: int
 ) -> None:
-    """The bound jumps, the run is killed now and then and goes on from its state."""
+    """The bound changes at random, and the run is killed at random and resumed from its state."""
     rng = random.Random(seed)
     trained: Counter[int] = Counter()
 

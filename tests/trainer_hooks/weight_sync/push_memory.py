@@ -70,7 +70,7 @@ def _push(transport: Any, policy: nn.Module, pipe: Any) -> None:
 def _peak_of(work: Callable[[], object]) -> int:
     """Return the peak number of bytes of the process during `work`, above those before it."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status_bytes("VmRSS")
     work()
     return _status_bytes("VmHWM") - before

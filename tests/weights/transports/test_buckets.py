@@ -1,4 +1,4 @@
-"""Buckets: whatever the sizes, the tensors come whole, and a byte that differs is noticed."""
+"""BucketWriter and BucketReader: tensors of any size arrive whole, and a changed byte is found."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def made(kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
     kinds=st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=8),
     bucket_bytes=st.integers(1, 20).map(lambda n: 8 * n),
 )
-def test_tensors_of_any_size_come_through_buckets_of_any_size(
+def test_bucket_reader_rebuilds_tensors_from_buckets_of_any_size(
     kinds: list[tuple[torch.dtype, tuple[int, ...]]], bucket_bytes: int
 ) -> None:
     tensors = made(kinds)
@@ -108,7 +108,7 @@ def ended_by_the_sender(buckets: Sent, end: PushEnd) -> tuple[Sent, PushEnd]:
         (ended_by_the_sender, r"the sender ended the push: 'b' holds NaN"),
     ],
 )
-def test_a_push_that_is_not_what_was_sent_is_refused_and_says_where(
+def test_bucket_reader_names_the_fault_of_a_changed_push(
     change: Callable[[Sent, PushEnd], tuple[Sent, PushEnd]], message: str
 ) -> None:
     buckets, end = sent(weights(), 24)
@@ -124,7 +124,9 @@ def test_a_push_that_is_not_what_was_sent_is_refused_and_says_where(
         (4, 100, "not the one that follows"),
     ],
 )
-def test_a_header_that_lies_is_refused(field: int, value: object, message: str) -> None:
+def test_bucket_reader_refuses_a_header_that_does_not_fit_its_bucket(
+    field: int, value: object, message: str
+) -> None:
     buckets, end = sent({"a": torch.arange(10.0)}, 40)
     tag, chunks, num_bytes, hash_ = msgspec.msgpack.decode(buckets[0][0])
     chunks[0][field] = value

@@ -1,5 +1,4 @@
-"""CollectiveTransport: whatever happens to a push, it ends for all, by name, and the next one
-works."""
+"""CollectiveTransport: every push ends for all engines, with its reason, and the next one works."""
 
 from __future__ import annotations
 
@@ -77,7 +76,9 @@ def group_of(transport: CollectiveTransport) -> str:
     return transport._group
 
 
-def test_the_group_stays_while_the_same_engines_come(transport: CollectiveTransport) -> None:
+def test_collective_send_keeps_the_group_of_the_same_engines(
+    transport: CollectiveTransport,
+) -> None:
     receivers = [CollectiveReceiver() for _ in range(3)]
     pushed(transport, receivers, weights(1.0))
     first = group_of(transport)
@@ -91,7 +92,7 @@ def test_the_group_stays_while_the_same_engines_come(transport: CollectiveTransp
     assert group_of(transport) not in (first, smaller)
 
 
-def test_nothing_of_old_pushes_stays_where_the_engines_meet(
+def test_collective_send_removes_the_store_keys_of_old_pushes(
     transport: CollectiveTransport,
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
@@ -102,7 +103,7 @@ def test_nothing_of_old_pushes_stays_where_the_engines_meet(
     assert counts[1:] == counts[1:2] * 3
 
 
-def test_a_torn_bucket_is_named_by_all_and_the_group_goes_on(
+def test_collective_fetch_names_a_changed_bucket_on_all_engines(
     transport: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
@@ -125,7 +126,7 @@ def test_a_torn_bucket_is_named_by_all_and_the_group_goes_on(
     assert group_of(transport) == group
 
 
-def test_a_wrong_checksum_of_the_whole_is_a_fault_of_all(
+def test_collective_fetch_refuses_a_wrong_checksum_on_all_engines(
     transport: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
@@ -139,7 +140,7 @@ def test_a_wrong_checksum_of_the_whole_is_a_fault_of_all(
     pushed(transport, receivers, weights(3.0))
 
 
-def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works(
+def test_collective_send_ends_at_the_stall_timeout_and_the_next_push_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport = CollectiveTransport(bucket_bytes=1 << 20, stall_timeout_s=3.0)
@@ -170,7 +171,7 @@ def test_a_member_that_is_slow_in_the_middle_is_given_up_and_the_next_push_works
     transport.close()
 
 
-def test_a_member_that_never_comes_keeps_nobody_after_the_push_is_dropped(
+def test_collective_roll_back_ends_a_send_that_waits_for_an_engine(
     transport: CollectiveTransport,
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
@@ -185,7 +186,7 @@ def test_a_member_that_never_comes_keeps_nobody_after_the_push_is_dropped(
     pushed(transport, receivers, weights(2.0))
 
 
-def test_a_member_that_goes_is_noticed_and_the_others_take_the_next_push(
+def test_collective_send_fails_when_an_engine_ends_and_the_next_push_works(
     transport: CollectiveTransport,
 ) -> None:
     """As a killed engine does, whose sockets the system closes."""
@@ -209,7 +210,7 @@ def test_a_member_that_goes_is_noticed_and_the_others_take_the_next_push(
     pushed(transport, receivers, weights(2.0))
 
 
-def test_a_member_that_comes_back_to_a_push_that_is_over_gives_it_up_and_takes_the_next_one(
+def test_collective_fetch_of_a_finished_push_fails_and_the_next_push_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one does whose link was cut: the others have been given another push meanwhile."""
@@ -238,7 +239,7 @@ def test_a_member_that_comes_back_to_a_push_that_is_over_gives_it_up_and_takes_t
     transport.close()
 
 
-def test_engines_notice_a_killed_sender_and_take_the_pushes_of_the_next_one() -> None:
+def test_collective_fetch_fails_when_the_sender_is_killed_and_a_new_sender_works() -> None:
     program = """
 import sys, torch
 from rollout.weights.transports.collective import CollectiveTransport
@@ -280,7 +281,7 @@ transport.send(source)
     transport.close()
 
 
-def test_an_engine_that_comes_after_the_push_is_told_to_wait_for_the_next_one(
+def test_collective_fetch_after_the_push_says_that_the_next_one_brings_weights(
     transport: CollectiveTransport,
 ) -> None:
     pushed(transport, [CollectiveReceiver()], weights())
@@ -291,7 +292,7 @@ def test_an_engine_that_comes_after_the_push_is_told_to_wait_for_the_next_one(
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:x y", "127.0.0.1:1 y"])
-def test_an_address_where_nobody_sends_is_refused(address: str) -> None:
+def test_collective_fetch_refuses_an_address_without_a_sender(address: str) -> None:
     source = WeightsSource(
         kind="collective", address=address, manifest=b"", checksum="", num_members=1
     )
@@ -299,7 +300,7 @@ def test_an_address_where_nobody_sends_is_refused(address: str) -> None:
         CollectiveReceiver(connect_timeout_s=0.2).fetch(source)
 
 
-def test_an_address_that_is_not_of_this_machine_is_refused_when_it_is_named() -> None:
+def test_collective_transport_refuses_a_host_of_another_machine() -> None:
     with pytest.raises(ConfigError, match="no engine can reach weights at"):
         CollectiveTransport("192.0.2.1")
     with pytest.raises(ConfigError, match="bucket_bytes=12"):

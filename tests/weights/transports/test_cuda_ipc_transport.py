@@ -1,4 +1,4 @@
-"""CudaIpcTransport: another process reads the bucket in place, and says when it has."""
+"""CudaIpcTransport: another process reads the bucket in place, and reports when it has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("place", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_another_process_reads_every_push(place: str) -> None:
+def test_cuda_ipc_pushes_are_fetched_by_another_process(place: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", READER],
         cwd=ROOT,
@@ -76,7 +76,7 @@ def test_another_process_reads_every_push(place: str) -> None:
         transport.close()
 
 
-def test_an_engine_that_does_not_read_a_bucket_ends_the_push_and_the_next_one_works() -> None:
+def test_cuda_ipc_send_ends_if_an_engine_reads_no_bucket_and_the_next_push_works() -> None:
     transport = CudaIpcTransport(place="host", bucket_bytes=64, stall_timeout_s=2.0)
     receiver, weights = CollectiveReceiver(), {"a": torch.ones(100)}
     for is_slow in (False, True, False):
@@ -104,14 +104,14 @@ def _forget(self: object, key: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_a_place_that_is_not_there_is_refused_when_it_is_named() -> None:
+def test_cuda_ipc_transport_refuses_an_unknown_place() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         CudaIpcTransport()
     with pytest.raises(ConfigError, match="'moon'"):
         CudaIpcTransport(place="moon")
 
 
-def test_only_a_buffer_that_is_there_and_large_enough_is_opened() -> None:
+def test_open_shared_buffer_refuses_a_missing_or_small_buffer() -> None:
     buffer = create_shared_buffer("host", 64)
     buffer.bytes_N.fill_(5)
     opened_N = open_shared_buffer("host", buffer.address, 64)
@@ -141,7 +141,7 @@ class Recorded:
         self.calls.append("synchronize")
 
 
-def test_a_member_waits_for_its_copies_of_a_bucket_and_not_for_the_whole_device(
+def test_taken_waits_for_the_copies_of_its_stream_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine may capture a step meanwhile: who waits for all streams of the device then gets an

@@ -1,4 +1,4 @@
-"""DeltaTransport: only changes travel, and whoever applies them has what the trainer has."""
+"""DeltaTransport: only changes travel, and engines that apply them have the trainer's weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def link_of(source: WeightsSource) -> Tensors:
     return {name: values + 0 for name, values in Checkpoint.open(Path(source.address)).items()}
 
 
-def test_only_the_elements_that_changed_travel(transport: DeltaTransport) -> None:
+def test_delta_publish_sends_only_changed_elements(transport: DeltaTransport) -> None:
     fetcher, tensors = WeightFetcher(), weights()
     check(fetcher(pushed(transport, tensors)), tensors)
     tensors["a"][3, 2] = 7.0
@@ -95,7 +95,7 @@ MADE = st.sampled_from(["change", "all", "resize", "cast", "remove", "add", "neg
     ),
     whole_every=st.integers(1, 4),
 )
-def test_any_row_of_pushes_reaches_engines_that_saw_all_some_or_none_of_them(
+def test_delta_fetch_follows_any_pushes_at_engines_that_missed_some(
     pushes: list[tuple[list[tuple[str, int]], bool]], whole_every: int, tmp_path: Path
 ) -> None:
     transport = DeltaTransport(DirectoryTransport(tmp_path), whole_every=whole_every)
@@ -137,7 +137,7 @@ def change(tensors: Tensors, kind: str, number: int) -> None:
         tensor[0] = 0 if tensor.dtype is torch.int64 else -0.0
 
 
-def test_values_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
+def test_delta_publish_names_a_tensor_that_is_not_finite(
     transport: DeltaTransport,
 ) -> None:
     fetcher, tensors = WeightFetcher(), weights()
@@ -149,7 +149,7 @@ def test_values_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
     check(fetcher(pushed(transport, tensors)), tensors)
 
 
-def test_a_nan_that_is_let_pass_does_not_travel_again(tmp_path: Path) -> None:
+def test_delta_publish_sends_an_unchanged_nan_once(tmp_path: Path) -> None:
     carrier = DirectoryTransport(tmp_path, reject_non_finite=False)
     transport = DeltaTransport(carrier, reject_non_finite=False)
     pushed(transport, {"a": torch.full((5,), torch.nan)})
@@ -158,7 +158,7 @@ def test_a_nan_that_is_let_pass_does_not_travel_again(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_the_push_after_a_refused_one_and_every_nth_is_whole(tmp_path: Path) -> None:
+def test_delta_publish_is_whole_after_a_refusal_and_every_nth_time(tmp_path: Path) -> None:
     transport = DeltaTransport(DirectoryTransport(tmp_path), whole_every=3)
     tensors, builds_on = weights(), []
     for number in range(9):
@@ -174,7 +174,7 @@ def test_the_push_after_a_refused_one_and_every_nth_is_whole(tmp_path: Path) -> 
     transport.close()
 
 
-def test_an_adapter_in_between_does_not_break_the_chain(transport: DeltaTransport) -> None:
+def test_delta_chain_continues_after_an_adapter(transport: DeltaTransport) -> None:
     fetcher, tensors = WeightFetcher(), weights()
     fetcher(pushed(transport, tensors))
     adapter = LoraAdapter(
@@ -201,7 +201,7 @@ def test_an_adapter_in_between_does_not_break_the_chain(transport: DeltaTranspor
         ("#delta", torch.tensor([1], dtype=torch.uint8), r"is no link of a chain"),
     ],
 )
-def test_a_link_with_other_changes_is_refused_and_the_next_whole_push_arrives(
+def test_delta_fetch_refuses_a_link_that_does_not_fit_until_a_whole_push(
     transport: DeltaTransport, name: str, values: Tensor, message: str
 ) -> None:
     fetcher, tensors = WeightFetcher(), weights()
@@ -219,7 +219,7 @@ def test_a_link_with_other_changes_is_refused_and_the_next_whole_push_arrives(
     check(fetcher(pushed(transport, tensors)), tensors)
 
 
-def test_a_chain_whose_links_are_gone_says_what_is_missing(
+def test_delta_fetch_names_the_checksum_of_missing_links(
     transport: DeltaTransport, tmp_path: Path
 ) -> None:
     tensors = weights()
@@ -233,6 +233,6 @@ def test_a_chain_whose_links_are_gone_says_what_is_missing(
     check(WeightFetcher()(source), tensors)
 
 
-def test_a_chain_of_no_links_is_refused(tmp_path: Path) -> None:
+def test_delta_fetch_refuses_a_chain_without_links(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="whole_every=0"):
         DeltaTransport(DirectoryTransport(tmp_path), whole_every=0)

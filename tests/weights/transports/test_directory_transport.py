@@ -1,4 +1,4 @@
-"""DirectoryTransport: checkpoints that anybody can read, valid once they are whole."""
+"""DirectoryTransport: checkpoints in safetensors files, valid once they are whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from safetensors import safe_open
 from rollout.errors import ModelError, WeightUpdateError
 from rollout.models.checkpoints.reader import INDEX_FILE, Checkpoint
 from rollout.models.checkpoints.writer import CheckpointWriter, map_tensors
-from rollout.weights.source import WeightsSource
 from rollout.weights.transports.directory import DirectoryTransport
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.update import by_name
@@ -44,7 +43,7 @@ def check_equal(read: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(read[name].double(), tensor.double())
 
 
-def test_any_reader_of_safetensors_reads_what_was_published(tmp_path: Path) -> None:
+def test_directory_publish_writes_files_that_safe_open_reads(tmp_path: Path) -> None:
     transport = DirectoryTransport(tmp_path)
     source = transport.publish(tensors())
     check_equal(dict(Checkpoint.open(Path(source.address)).items()), tensors())
@@ -55,7 +54,7 @@ def test_any_reader_of_safetensors_reads_what_was_published(tmp_path: Path) -> N
     transport.close()
 
 
-def test_tensors_that_no_file_can_hold_together_come_in_several(tmp_path: Path) -> None:
+def test_checkpoint_writer_begins_a_new_file_when_one_is_full(tmp_path: Path) -> None:
     many = {f"{'long' * 40}.{i}": torch.full((3,), float(i)) for i in range(500)}
     with CheckpointWriter(tmp_path, max_file_bytes=2000) as writer:
         for name, tensor in many.items():
@@ -73,7 +72,7 @@ def test_tensors_that_no_file_can_hold_together_come_in_several(tmp_path: Path) 
     check_equal(dict(Checkpoint.open(fits_no_header).items()), many)
 
 
-def test_only_a_whole_push_of_the_source_is_read(tmp_path: Path) -> None:
+def test_directory_fetch_refuses_an_incomplete_or_other_push(tmp_path: Path) -> None:
     transport = DirectoryTransport(tmp_path)
     source = transport.publish(tensors())
     for other in ("relative", str(tmp_path / "nowhere"), str(tmp_path)):
@@ -93,7 +92,7 @@ def test_only_a_whole_push_of_the_source_is_read(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_the_last_committed_push_stays_and_those_before_and_refused_ones_go(
+def test_directory_transport_leaves_only_the_last_committed_push(
     tmp_path: Path,
 ) -> None:
     transport = DirectoryTransport(tmp_path)
@@ -115,7 +114,7 @@ def test_the_last_committed_push_stays_and_those_before_and_refused_ones_go(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_full_is_a_fault_of_the_push(
+def test_directory_publish_on_a_full_disk_raises_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(self: CheckpointWriter, name: str, values: torch.Tensor) -> None:
@@ -140,45 +139,7 @@ def memory() -> Iterator[Path]:
         yield Path(path)
 
 
-def files_of(source: WeightsSource) -> list[int]:
-    return sorted(file.stat().st_ino for file in Path(source.address).glob("*.safetensors"))
-
-
-def test_files_in_memory_are_written_again_once_nobody_reads_them(memory: Path) -> None:
-    transport = DirectoryTransport(memory)
-    files = []
-    for scale in range(5):
-        pushed = {name: tensor.float() * scale for name, tensor in tensors().items()}
-        source = transport.publish(pushed)
-        transport.commit()
-        files.append(files_of(source))
-        check_equal(by_name(WeightFetcher()(source)), pushed)
-        check_equal(dict(Checkpoint.open(Path(source.address)).items()), pushed)
-    assert files == [*files[:2], *files[:2], files[0]]
-    assert files[0] != files[1]
-    smaller = transport.publish({"w": torch.ones(3)})
-    check_equal(by_name(WeightFetcher()(smaller)), {"w": torch.ones(3)})
-    transport.commit()
-    transport.close()
-    assert not list(memory.iterdir())
-
-
-def test_files_that_are_read_are_left_alone_until_the_last_view_has_gone(memory: Path) -> None:
-    transport = DirectoryTransport(memory)
-    first = transport.publish({"w": torch.ones(1000), "v": torch.zeros(3)})
-    transport.commit()
-    view = by_name(WeightFetcher()(first))["w"][5:9]
-    used = files_of(first)
-    for value in (2.0, 3.0, 4.0):
-        source = transport.publish({"w": torch.full((1000,), value), "v": torch.zeros(3)})
-        transport.commit()
-        assert files_of(source) != used
-        assert torch.equal(view, torch.ones(4))
-    transport.close()
-    assert torch.equal(view, torch.ones(4))
-
-
-def test_files_are_not_read_while_they_are_written_again(memory: Path) -> None:
+def test_map_tensors_refuses_a_file_that_is_being_rewritten(memory: Path) -> None:
     transport = DirectoryTransport(memory)
     for value in (1.0, 2.0):
         source = transport.publish({"w": torch.full((1000,), value)})
@@ -199,14 +160,7 @@ def test_files_are_not_read_while_they_are_written_again(memory: Path) -> None:
     transport.close()
 
 
-def test_a_reader_keeps_what_it_has_opened_after_the_push_was_removed(tmp_path: Path) -> None:
-    transport = DirectoryTransport(tmp_path)
-    fetched = by_name(WeightFetcher()(transport.publish(tensors())))
-    transport.close()
-    check_equal(fetched, tensors())
-
-
-def test_the_index_says_how_much_there_is(tmp_path: Path) -> None:
+def test_directory_index_has_size_and_checksum(tmp_path: Path) -> None:
     transport = DirectoryTransport(tmp_path)
     source = transport.publish({"a": torch.ones(3), "b": torch.ones(2)})
     index = json.loads(Path(source.address, INDEX_FILE).read_text())

@@ -1,4 +1,4 @@
-"""The transport that a name says, and the host at which a collective listens."""
+"""transport_of: the transport that a name means, and the host at which a collective listens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from rollout.weights.transports.registry import transport_of
         ("collective:127.0.0.7", "127.0.0.7"),
     ],
 )
-def test_a_collective_without_a_host_listens_where_others_reach_the_coordinator(
-    named: str, host: str
-) -> None:
+def test_transport_of_collective_without_a_host_calls_own_host(named: str, host: str) -> None:
     transport = transport_of(named, reject_non_finite=True, own_host=lambda: "127.0.0.5")
     with closing(transport):
         assert transport.publish({}).address.startswith(f"{host}:")
 
 
-def test_other_transports_do_not_ask_for_a_host(tmp_path: Path) -> None:
+def test_transport_of_other_kinds_does_not_call_own_host(tmp_path: Path) -> None:
     asked = []
 
     def own_host() -> str:
@@ -42,7 +40,7 @@ def test_other_transports_do_not_ask_for_a_host(tmp_path: Path) -> None:
     assert asked
 
 
-def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
+def test_own_host_refuses_a_host_of_another_machine() -> None:
     with pytest.raises(ConfigError, match=r"no engine can reach weights at '192\.0\.2\.1'"):
         transport_of("collective:192.0.2.1", reject_non_finite=True)
 
@@ -58,17 +56,17 @@ def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
         ("::", None, "::1"),
     ],
 )
-def test_a_trainer_is_reached_where_its_coordinator_is(
+def test_own_host_is_the_host_of_the_coordinator(
     host: str | None, advertise_host: str | None, reached_at: str
 ) -> None:
     assert own_host(host, advertise_host) == reached_at
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "ipc:///run/socket"])
-def test_the_way_to_this_machine_is_the_loopback(address: str) -> None:
+def test_host_towards_this_machine_is_the_loopback(address: str) -> None:
     assert host_towards(address) == LOOPBACK
 
 
-def test_the_way_to_a_host_begins_at_the_address_of_its_interface() -> None:
+def test_host_towards_another_host_is_the_address_of_the_interface() -> None:
     assert host_towards("tcp://127.0.0.9:5555") == "127.0.0.1"
     assert host_towards("tcp://[::1]:5555") in ("::1", LOOPBACK), "where there is IPv6"

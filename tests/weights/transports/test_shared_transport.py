@@ -1,4 +1,5 @@
-"""SharedTransport: one copy for all, fetchable from other processes, and never left behind."""
+"""SharedTransport: one copy for all engines, which other processes fetch, and which nothing
+leaves behind."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def over_the_wire(source: WeightsSource) -> WeightsSource:
     return message.source
 
 
-def test_what_is_fetched_is_what_was_published() -> None:
+def test_shared_fetch_returns_the_published_tensors() -> None:
     publisher = SharedTransport()
     fetched = WeightFetcher()(over_the_wire(publisher.publish(tensors())))
     publisher.close()
@@ -58,31 +59,6 @@ def test_what_is_fetched_is_what_was_published() -> None:
     for name, tensor in tensors().items():
         assert fetched[name].dtype == tensor.dtype
         assert torch.equal(fetched[name], tensor), "also after the publisher gave it up"
-
-
-def test_the_committed_weights_stay_until_the_next_are() -> None:
-    publisher = SharedTransport()
-    assert publisher.committed is None
-    first = publisher.publish({"w": torch.ones(4)})
-    assert publisher.committed is None
-    publisher.commit()
-    publisher.publish({"w": torch.zeros(4)})
-    publisher.roll_back()
-    assert publisher.committed is first
-    assert torch.equal(WeightFetcher()(first)["w"], torch.ones(4))
-    second = publisher.publish({"w": torch.full((4,), 2.0)})
-    publisher.commit()
-    assert publisher.committed is second
-    assert torch.equal(WeightFetcher()(second)["w"], torch.full((4,), 2.0))
-    with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        WeightFetcher()(first)
-    publisher.publish({"w": torch.ones(4)})
-    with pytest.raises(WeightUpdateError, match="released for newer ones"):
-        WeightFetcher()(first)
-    publisher.close()
-    publisher.close()
-    with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        WeightFetcher()(second)
 
 
 def weight_files() -> int:
@@ -95,7 +71,7 @@ def weight_files() -> int:
     return len(found)
 
 
-def test_no_descriptor_is_left_by_any_number_of_updates() -> None:
+def test_shared_transport_leaves_no_descriptor_after_many_updates() -> None:
     publisher = SharedTransport()
     before = weight_files()
     for num_kept in (1, *[2] * 50):
@@ -117,43 +93,7 @@ def file_of(source: WeightsSource) -> int:
     return Path(source.address.partition(" ")[0]).stat().st_ino
 
 
-def test_memory_is_written_again_once_nobody_reads_it() -> None:
-    publisher = SharedTransport()
-    files = []
-    for value in range(4):
-        source = publisher.publish({"w": torch.full((1000,), float(value))})
-        publisher.commit()
-        files.append(file_of(source))
-        assert torch.equal(WeightFetcher()(source)["w"], torch.full((1000,), float(value)))
-    assert files == [*files[:2], *files[:2]]
-    assert len(set(files)) == 2
-    larger = publisher.publish({"w": torch.ones(1 << 20), "v": torch.zeros(3)})
-    assert file_of(larger) == files[0]
-    assert torch.equal(WeightFetcher()(larger)["w"], torch.ones(1 << 20))
-    publisher.commit()
-    publisher.close()
-
-
-def test_memory_that_is_read_is_left_alone_until_its_last_view_has_gone() -> None:
-    publisher = SharedTransport()
-    first = publisher.publish({"w": torch.ones(1000), "v": torch.zeros(3)})
-    publisher.commit()
-    view = WeightFetcher()(first)["w"][10:20]
-    used = [file_of(first)]
-    for value in (2.0, 3.0, 4.0):
-        source = publisher.publish({"w": torch.full((1000,), value), "v": torch.zeros(3)})
-        publisher.commit()
-        used.append(file_of(source))
-        assert torch.equal(view, torch.ones(10))
-    assert used[0] not in used[1:], "somebody reads it"
-    del view
-    again = WeightFetcher()(source)["w"]
-    assert torch.equal(again, torch.full((1000,), 4.0))
-    publisher.close()
-    assert torch.equal(again, torch.full((1000,), 4.0))
-
-
-def test_who_dies_while_it_reads_keeps_no_memory_from_being_written_again() -> None:
+def test_shared_publish_reuses_memory_of_a_killed_reader() -> None:
     publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(1000)})
     publisher.commit()
@@ -178,7 +118,7 @@ def read_until_killed(source: WeightsSource, pipe: Any) -> None:
     pipe.recv()
 
 
-def test_a_tensor_that_cannot_be_copied_is_named() -> None:
+def test_shared_publish_names_a_tensor_that_cannot_be_copied() -> None:
     publisher = SharedTransport()
     with pytest.raises(WeightUpdateError, match="'bad'"):
         publisher.publish({"good": torch.ones(2), "bad": torch.empty(2, device="meta")})
@@ -186,9 +126,15 @@ def test_a_tensor_that_cannot_be_copied_is_named() -> None:
     assert publisher.committed is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_values_that_are_not_finite_are_refused_before_anything_is_announced(
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (float("nan"), torch.float32),
+        (float("inf"), torch.bfloat16),
+        (float("-inf"), torch.float64),
+    ],
+)
+def test_shared_publish_refuses_values_that_are_not_finite(
     value: float, dtype: torch.dtype
 ) -> None:
     bad = torch.ones(1000, dtype=dtype)
@@ -206,7 +152,7 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_announced(
     lenient.close()
 
 
-def test_the_checksum_is_that_of_an_engine_which_reads_all_of_it() -> None:
+def test_tensors_checksum_is_verified_by_stage_weights() -> None:
     weights = dict(tiny_model(seed=3).named_parameters())
     publisher = SharedTransport()
     source = publisher.publish(weights | {"rotary_emb.inv_freq": torch.ones(3)})
@@ -224,7 +170,7 @@ def test_the_checksum_is_that_of_an_engine_which_reads_all_of_it() -> None:
     publisher.close()
 
 
-def test_dtypes_that_engines_cast_can_be_published() -> None:
+def test_shared_publish_takes_float8_and_float64() -> None:
     publisher = SharedTransport()
     eighth = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
     fetched = WeightFetcher()(publisher.publish({"w": eighth[:1], "d": torch.ones(2).double()}))
@@ -234,7 +180,7 @@ def test_dtypes_that_engines_cast_can_be_published() -> None:
     publisher.close()
 
 
-def test_while_it_is_written_nobody_reads_it() -> None:
+def test_shared_fetch_of_memory_being_rewritten_is_refused() -> None:
     publisher = SharedTransport()
     first = publisher.publish({"w": torch.ones(4)})
     publisher.commit()
@@ -266,7 +212,7 @@ def source_at(descriptor: int, name: str) -> Iterator[WeightsSource]:
         os.close(descriptor)
 
 
-def test_memory_of_another_push_is_refused() -> None:
+def test_shared_fetch_refuses_memory_of_another_push() -> None:
     descriptor = os.memfd_create("rollout-weights", os.MFD_CLOEXEC)
     os.write(descriptor, b"0" * 80)
     with (
@@ -276,7 +222,7 @@ def test_memory_of_another_push_is_refused() -> None:
         WeightFetcher()(source)
 
 
-def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
+def test_shared_fetch_refuses_a_file_of_another_name_or_size(tmp_path: Path) -> None:
     publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4)})
     path, _, name = source.address.partition(" ")
@@ -296,7 +242,7 @@ def test_a_file_of_another_name_or_size_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "pipe", "0" * 32])
 @pytest.mark.parametrize("by_descriptor", [False, True])
-def test_a_pipe_that_nobody_fills_blocks_no_reader(
+def test_shared_fetch_of_a_pipe_does_not_block(
     tmp_path: Path, name: str, by_descriptor: bool
 ) -> None:
     path = tmp_path / "pipe"
@@ -332,7 +278,7 @@ def test_a_pipe_that_nobody_fills_blocks_no_reader(
         {"shape": (2**62, 2**62, 0), "num_bytes": 0},
     ],
 )
-def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
+def test_shared_fetch_refuses_a_manifest_that_does_not_fit(change: dict[str, object]) -> None:
     publisher = SharedTransport()
     source = publisher.publish({"w": torch.ones(4), "behind it": torch.ones(4)})
     manifest = pack_manifest({"w": structs.replace(source.entries()["w"], **change)})
@@ -343,7 +289,7 @@ def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     publisher.close()
 
 
-def test_other_processes_fetch_it_and_nothing_is_left_of_a_killed_publisher() -> None:
+def test_shared_fetch_from_another_process_ends_with_its_publisher() -> None:
     program = """
 import sys, torch
 from rollout.weights.transports.shared import SharedTransport
@@ -377,7 +323,7 @@ sys.stdin.read()
 # ---- adapters
 
 
-def test_of_an_adapter_only_its_own_tensors_are_published() -> None:
+def test_shared_publish_of_an_adapter_sends_only_a_and_b() -> None:
     weights = dict(tiny_model("qwen2").named_parameters())
     adapter = random_adapter(weights, rank=2, use_rslora=True, dtype=torch.bfloat16)
     adapter = replace(adapter, alphas={"lm_head": 3})
@@ -402,7 +348,7 @@ def test_of_an_adapter_only_its_own_tensors_are_published() -> None:
     publisher.close()
 
 
-def test_the_full_weights_below_an_adapter_stay_until_the_next_full_ones() -> None:
+def test_shared_commit_keeps_the_weights_below_an_adapter() -> None:
     before = weight_files()
     adapter = random_adapter({"w.weight": torch.ones(4, 4)}, ["w"])
     publisher = SharedTransport()
@@ -433,7 +379,7 @@ def test_the_full_weights_below_an_adapter_stay_until_the_next_full_ones() -> No
         ({"rank": 4}, "rank 4"),
     ],
 )
-def test_an_adapter_that_is_none_is_refused_before_it_is_published(
+def test_shared_publish_refuses_an_adapter_that_is_malformed(
     changes: dict[str, object], message: str
 ) -> None:
     adapter = random_adapter({"w.weight": torch.ones(4, 4)}, ["w"])
@@ -443,7 +389,7 @@ def test_an_adapter_that_is_none_is_refused_before_it_is_published(
     assert weight_files() == before
 
 
-def test_a_manifest_of_the_largest_mixtures_fits_into_a_message() -> None:
+def test_manifest_of_the_largest_mixtures_fits_a_message() -> None:
     entry = TensorEntry(dtype="bfloat16", shape=(2048, 7168), offset=2**41, num_bytes=2**25)
     names = (f"model.layers.{i % 61}.mlp.experts.{i // 61}.down_proj.weight" for i in range(10**5))
     source = WeightsSource(

@@ -1,5 +1,5 @@
-"""Random walks through the coordinator's core: whatever dies, repeats or comes late, every request
-is answered once, with its own tokens, and the fleet's state is what all engines confirmed."""
+"""Random schedules of the core: peers fail, messages repeat and come late. Every request is
+answered once, with its own tokens, and the fleet's state is the one that all engines confirmed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pick = st.integers(0, 99)
 
 
 class FleetWalk(RuleBasedStateMachine):
-    """`dead` engines are gone for good; `silent` ones are stopped, and may go on later."""
+    """`dead` engines never come back; `silent` ones are stopped, and may continue later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class FleetWalk(RuleBasedStateMachine):
         self.silent: list[Peer] = []
         self.said: list[tuple[FakeEngine, Progress | EngineReply]] = []
         self.gone: list[FakeClient] = []
-        self.ordered: list[tuple[FakeClient, Command | UpdateWeights]] = []
+        self.commands: list[tuple[FakeClient, Command | UpdateWeights]] = []
         self.fleet.run()
 
     def one_of(self, peers: list[Any], number: int) -> Any:
@@ -96,7 +96,8 @@ class FleetWalk(RuleBasedStateMachine):
     @precondition(lambda self: any(client.submitted for client in self.clients))
     @rule(number=pick, which=pick)
     def submit_again(self, number: int, which: int) -> None:
-        """A coordinator that forgot a client takes what it has answered for new: none asks so."""
+        """Submit known requests again. A coordinator that forgot the client gets no answered ones,
+        which it would accept as new."""
         client = self.one_of([c for c in self.clients if c.submitted], number)
         message = self.one_of(client.submitted, which)
         session = self.fleet.part("Clients").sessions.get(client.client_id)
@@ -119,14 +120,14 @@ class FleetWalk(RuleBasedStateMachine):
     @precondition(lambda self: self.clients)
     @rule(number=pick)
     def client_redials(self, number: int) -> None:
-        """All on its way is lost; as a real client, it says what was not answered again."""
+        """Lose all messages on their way. Like a real client, it repeats unanswered ones."""
         client = self.one_of(self.clients, number)
         self.fleet.redial(client)
         for message in client.submitted:
             samples = tuple(s for s in message.samples if not client.asked[s.request_id].replies)
             if samples:
                 self.fleet.send(client, structs.replace(message, samples=samples))
-        for _, command in [o for o in self.ordered if o[0] is client]:
+        for _, command in [c for c in self.commands if c[0] is client]:
             if client.answer(command) is None:
                 self.fleet.send(client, command)
 
@@ -184,7 +185,7 @@ class FleetWalk(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.held for engine in self.engines))
     @rule(number=pick, start=st.integers(0, 12), end=st.integers(0, 12))
     def engine_reports_any_piece(self, number: int, start: int, end: int) -> None:
-        """Of what it has, in any order: also pieces that leave a gap, and empty ones."""
+        """Report tokens in any order: also runs that leave a gap, and empty ones."""
         engine = self.one_of([e for e in self.engines if e.held], number)
         request_id, held = self.one_of(list(engine.held.items()), number)
         end = min(end, held.num_tokens)
@@ -207,8 +208,8 @@ class FleetWalk(RuleBasedStateMachine):
     @rule(number=pick, kind=st.sampled_from(COMMANDS))
     def command(self, number: int, kind: type[Command[Any]]) -> None:
         client = self.one_of(self.clients, number)
-        self.ordered.append((client, client.command(kind)))
-        self.fleet.send(client, self.ordered[-1][1])
+        self.commands.append((client, client.command(kind)))
+        self.fleet.send(client, self.commands[-1][1])
 
     @precondition(lambda self: self.clients)
     @rule(number=pick, in_flight=st.booleans(), is_kept=st.booleans())
@@ -217,13 +218,13 @@ class FleetWalk(RuleBasedStateMachine):
         version = self.fleet.core.weights_version + 1
         source = structs.replace(source_of(version), is_kept=is_kept)
         message = client.update(source, version=version, in_flight=in_flight)
-        self.ordered.append((client, message))
+        self.commands.append((client, message))
         self.fleet.send(client, message)
 
-    @precondition(lambda self: any(client in self.clients for client, _ in self.ordered))
+    @precondition(lambda self: any(client in self.clients for client, _ in self.commands))
     @rule(number=pick)
     def command_again(self, number: int) -> None:
-        client, message = self.one_of(self.ordered[-4:], number)
+        client, message = self.one_of(self.commands[-4:], number)
         self.fleet.send(client, message)
 
     # ---- what moves
@@ -245,7 +246,7 @@ class FleetWalk(RuleBasedStateMachine):
 
     @rule()
     def everybody_works(self) -> None:
-        """So that most of what is asked gets somewhere."""
+        """Let all engines step, so that most requests end."""
         self.all_messages_move()
         for peer in self.awake():
             if isinstance(peer, FakeEngine):
@@ -360,7 +361,7 @@ FleetWalk.TestCase.settings = settings(
 test_walks = FleetWalk.TestCase
 
 
-def test_an_engine_that_dials_anew_beside_a_command_comes_in_as_the_command_leaves_the_fleet():
+def test_an_engine_that_registers_again_during_a_command_gets_the_resulting_state():
     walk = FleetWalk()
     walk.engine_is_stopped_or_goes_on(number=0)
     walk.command(kind=Pause, number=0)

@@ -1,4 +1,5 @@
-"""An engine that was given up while its memory was released comes back, and is what it must be."""
+"""An engine that is removed while its memory is released registers again and gets the fleet's state
+and weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An engine that does what it is told at the address it dials. No torch here.
+"""An engine that follows the commands of the address it connects to. It does not import torch.
 
-`python -m tests.launch.told_engine --child` is one, as a child of a LocalLauncher.
+`python -m tests.launch.scripted_engine --child` is one, as a child of a LocalLauncher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Words(list[str]):
 def run_engine(
     address: str, *, authkey: bytes, words: Words, on_registered: Callable[[], object]
 ) -> None:
-    """Say who it is and what it was given; then "end", "fail", or "refuse" before it registers."""
+    """Send the process id and the arguments, then follow commands: "register", "fail", "end"."""
     host, _, port = address.rpartition(":")
     with Client((host, int(port)), authkey=authkey) as line:
         line.send((os.getpid(), words))

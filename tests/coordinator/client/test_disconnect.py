@@ -1,4 +1,4 @@
-"""What a coordinator sends right before its Disconnect counts, however close both come."""
+"""Messages that a coordinator sends right before its Disconnect are handled."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rollout.errors import CoordinatorLostError, EngineStateError
 from tests.coordinator.scripted_router import BOUND_S, ScriptedRouter
 
 
-def test_answers_that_come_together_with_the_disconnect_are_taken() -> None:
+def test_answers_that_arrive_together_with_a_disconnect_are_handled() -> None:
     reports: list[dict[str, Any]] = []
 
     async def work() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
         with ScriptedRouter() as router:
             async with InferenceClient(router.address) as client:
-                order, unanswered = client.shutdown_engines(), client.pause_engines()
+                shutting_down, unanswered = client.shutdown_engines(), client.pause_engines()
                 request = client.add_request([1], SamplingParams(num_tokens_to_generate=1))
                 # Blocking on purpose: the client's loop finds all three at once.
                 shutdown = router.wait_for(Command)[0]
@@ -44,7 +44,7 @@ def test_answers_that_come_together_with_the_disconnect_are_taken() -> None:
                     EngineReply(request_id=submitted.request_id, error=failure, is_failed=True),
                     Disconnect(reason="shut down"),
                 )
-                assert await asyncio.wait_for(order, BOUND_S) is None
+                assert await asyncio.wait_for(shutting_down, BOUND_S) is None
                 assert client.state is EngineState.STOPPED
                 with pytest.raises(EngineStateError, match="stopped"):
                     await asyncio.wait_for(request, BOUND_S)

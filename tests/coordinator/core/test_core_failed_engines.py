@@ -1,4 +1,4 @@
-"""Engines that are lost: which requests that counts against, and what goes on."""
+"""Failed engines: the requests that a failure counts against, and those that continue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_request_that_kills_engine_after_engine_fails_and_no_other_does() -> N
     assert all(len(asked.replies) == 1 for asked in client.asked.values())
 
 
-def test_what_waits_at_an_engine_that_is_lost_is_not_why() -> None:
+def test_requests_that_wait_at_a_failed_engine_are_not_suspects() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()
     fleet.run()
@@ -65,7 +65,7 @@ def test_what_waits_at_an_engine_that_is_lost_is_not_why() -> None:
     assert failed(client) == [0, 1]
 
 
-def test_no_request_is_why_an_engine_is_taken_out_for_what_it_did_not_confirm() -> None:
+def test_no_request_is_a_suspect_when_an_engine_does_not_confirm_a_command() -> None:
     fleet = FakeFleet(limits=replace(LIMITS, max_lost_attempts=1))
     client, engine = fleet.client(), fleet.engine()
     fleet.run()

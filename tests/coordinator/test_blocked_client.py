@@ -18,7 +18,7 @@ LIMITS = CoordinatorLimits(client_lease_s=1.0, heartbeat_s=0.2)
 PARAMS = SamplingParams(num_tokens_to_generate=100)
 
 
-def test_an_optimizer_step_of_several_leases_between_suspend_and_resume_loses_nothing() -> None:
+def test_no_request_is_lost_when_a_client_blocks_between_suspend_and_resume() -> None:
     async def work(fleet: LiveFleet) -> None:
         async with InferenceClient(fleet.address) as client:
             futures = [client.add_request(prompt_of(5, seed=i), PARAMS) for i in range(9)]

@@ -1,4 +1,4 @@
-"""One turn of the coordinator's loop, without its thread and its peers' sockets."""
+"""One turn of the coordinator's loop, without its thread and with a fake socket."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_peer_counts_as_alive_when_its_frame_is_received_and_not_before(
     assert heard_at == [100.25, 100.5, 100.75]
 
 
-def test_a_stop_amid_a_turn_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_coordinator_process_does_not_end_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
     socket.seconds_per_frame = 100.0  # far above any lease
     counted: list[tuple[int, int]] = []
@@ -114,7 +114,7 @@ def test_a_stop_amid_a_turn_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) 
     assert counted == [(len(ENGINES), 0)]
 
 
-def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
+def test_frames_are_kept_for_slow_engines_and_not_for_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client is sent it again; an engine would be given up."""
@@ -125,7 +125,7 @@ def test_what_is_sent_to_an_engine_is_kept_if_it_is_slow_and_to_a_client_not(
     assert sent == [(b"client", False), (b"engine0", True)]
 
 
-def test_peers_that_have_gone_before_the_end_are_no_alarm(
+def test_closing_with_disconnected_peers_logs_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
@@ -139,7 +139,7 @@ def test_peers_that_have_gone_before_the_end_are_no_alarm(
     assert not caplog.records
 
 
-def test_an_engine_that_disconnects_while_it_is_sent_something_is_not_lost(
+def test_an_engine_that_disconnects_while_a_message_is_sent_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its Disconnect arrives before the connection ends, perhaps after the turn has received."""

@@ -22,7 +22,7 @@ _SCALE = 30.0
 _MULTIPLE = 8
 
 
-def save_told_model(
+def save_scripted_model(
     directory: str | Path, replies: Mapping[str, str], tags: Sequence[str], template: str
 ) -> None:
     """Save a model that answers a prompt which ends with a key of `replies`, one byte, with that
