@@ -165,7 +165,8 @@ def check_plain(name: str, value: Any) -> None:
                 if type(key) is not str:
                     raise ProtocolError(f"{name}: a map's key is {type(key).__name__}, not str")
             items = value.values()
-        pending += [(item, depth_left - 1) for item in items]
+        for item in items:
+            pending.append((item, depth_left - 1))
 
 
 def pack(value: Any) -> bytes:

@@ -61,7 +61,7 @@ class NetworkAccessError(RuntimeError):
 
 
 def is_local(address: object) -> bool:
-    """Whether a socket address is a Unix path or a loopback host."""
+    """Return whether a socket address is a Unix path or a loopback host."""
     if not isinstance(address, tuple):
         return True
     host = address[0]

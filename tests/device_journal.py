@@ -78,7 +78,7 @@ def listed(variable: str) -> set[str] | None:
 
 
 def has_test(nodeids: set[str], nodeid: str) -> bool:
-    """Whether they name the test, or its whole file."""
+    """Return whether the node ids name the test or its whole file."""
     return nodeid in nodeids or nodeid.partition("::")[0] in nodeids
 
 
@@ -109,13 +109,13 @@ def described(excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, Any]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file is of this repository, and of no environment that lies in it."""
+    """Return whether the file belongs to this repository, but not to an environment inside it."""
     resolved = path.resolve()
     return resolved.is_relative_to(ROOT) and "site-packages" not in resolved.parts
 
 
 def is_cuda_error(error: BaseException | None) -> bool:
-    """Whether the error, or one that it came from, is CUDA's. Memory refused is no such error."""
+    """Return whether the error or a cause of it is CUDA's. Lack of memory does not count."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -210,7 +210,7 @@ class EndAtCudaError:
 
 
 def device_answers() -> bool:
-    """Whether this process can still use its device; True if it has used none.
+    """Return whether this process can still use its device; True if it has used none.
 
     Ends the process if the device says nothing.
     """

@@ -24,7 +24,7 @@ def mark_device_tests(items: Iterable[pytest.Item]) -> None:
 
 
 def runs_on_a_device(item: pytest.Item) -> bool:
-    """Whether the test launches there. False for managed memory."""
+    """Return whether the test launches on a device. False for tests of managed memory."""
     if MANAGED_MEMORY in item.nodeid.lower():
         return False
     marks = ("gpu", "device")
@@ -32,7 +32,7 @@ def runs_on_a_device(item: pytest.Item) -> bool:
 
 
 def names_in_parameters(item: pytest.Item) -> set[str]:
-    """The strings among the values of all its parameters, also of its fixtures."""
+    """Return the strings among the values of the test's parameters, fixtures' included."""
     call = getattr(item, "callspec", None)
     values = () if call is None else call.params.values()
     return {value for value in values if isinstance(value, str)}

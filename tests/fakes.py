@@ -31,7 +31,7 @@ def token_score(history: Tokens[int], target: int) -> float:
 
 
 def values_of(plan: StepPlan) -> list[object]:
-    """All that a plan says, as values that can be compared."""
+    """Return the contents of a plan as comparable values."""
     values = (getattr(plan, field.name) for field in fields(plan))
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
 
@@ -58,7 +58,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a plan was seen to do. `contexts`: for each sample row, the versions it attended to."""
+    """Effects of a plan. `contexts`: for each sample row, the versions it attended to."""
 
     plan: StepPlan
     contexts: list[list[int]]

@@ -110,7 +110,7 @@ class _Forked(subprocess.Popen[bytes]):
 
 
 def _adopt_orphans(is_on: bool) -> None:
-    """Whether a process below this one becomes its child when the process between ends."""
+    """Return whether a grandchild becomes this process's child when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 

@@ -65,7 +65,7 @@ def merged(weights: Mapping[str, Tensor], adapter: LoraAdapter) -> Weights:
 
 
 class LoraLinear(nn.Module):
-    """What PEFT puts in the place of a linear layer."""
+    """Stand-in for the layer with which PEFT replaces a linear layer."""
 
     def __init__(self, adapters: dict[str, float]) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ def crowded(**config: Any) -> tuple[DynamicInferenceEngine, list[DynamicInferenc
 
 
 def pointers_after_a_release(**config: Any) -> bool:
-    """Whether the addresses are the same although others took memory meanwhile."""
+    """Return whether the addresses are unchanged although others took memory meanwhile."""
     engine = tiny_engine(model(), kv_cache_management_mode="recompute", **config)
     before = engine.kv_data_ptrs()
     engine.pause()

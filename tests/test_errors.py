@@ -45,7 +45,7 @@ PLAIN_ERRORS = [
 
 
 def travel(error: BaseException, *, is_transient: bool = False) -> RolloutError:
-    """What another process gets of `error`."""
+    """Return `error` as another process receives it."""
     encoded = encode_error(error, is_transient=is_transient)
     return decode_error(msgpack.unpackb(msgpack.packb(encoded)))
 

@@ -38,7 +38,7 @@ words_lists = st.lists(st.text("abé ", min_size=1, max_size=4), min_size=1, max
 
 
 def first_stop(ids: Sequence[int], words: Sequence[str], min_tokens: int) -> int | None:
-    """How many tokens there are when a stop string first ends in the text of the newest one."""
+    """Return the number of tokens at which a stop string first ends in the newest token's text."""
     for count in range(1, len(ids) + 1):
         before, text = (TOKENIZER.decode(ids[:n]) for n in (count - 1, count))
         shown = [complete_length(each) for each in (before, text)]

@@ -56,7 +56,7 @@ def _pinned(name: str, default: Any) -> str:
 
 
 def agrees(pinned: str, parameter: str) -> bool:
-    """Whether a parameter has the pinned name, and the default if that is pinned, too."""
+    """Return whether a parameter has the pinned name, and the pinned default if there is one."""
     return pinned == (parameter if "=" in pinned else parameter.partition("=")[0])
 
 

@@ -126,7 +126,7 @@ def _module_names() -> Iterator[str]:
 
 @cache
 def settings_dataclasses() -> list[type]:
-    """All settings dataclasses of the product and its examples, found by walking its modules."""
+    """Return all settings dataclasses of the product and examples, found in their modules."""
     found = {*OTHERS}
     for name in _module_names():
         try:

@@ -41,7 +41,7 @@ class ByteTokenizer:
 
 
 def pieces_of(tokenizer: Tokenizer, chunks: list[list[int]]) -> list[str]:
-    """What a stream gives for `chunks`, the rest last."""
+    """Return a stream's texts for `chunks`, the rest last."""
     stream = IncrementalDetokenizer(tokenizer)
     return [*(stream.push(chunk) for chunk in chunks), stream.finish()]
 

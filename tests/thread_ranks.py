@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0  # of a rank that waits for one that has failed
 
 
 class Rendezvous:
-    """Where the threads of `size` ranks leave a tensor each, and find the others'."""
+    """Exchange of one tensor for each of `size` ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -58,7 +58,7 @@ class ThreadCollectives:
 def on_ranks(
     size: int, work: Callable[[Collectives], Result], *, num_threads: int = 1
 ) -> list[Result]:
-    """What `work` returns on each rank. If it raises on one, the others do not wait for it.
+    """Return what `work` returns on each rank. If it raises on one, the others do not wait for it.
 
     `num_threads`: torch's, on each rank.
     """

@@ -65,7 +65,7 @@ def checkpoint_activations(model: Any, *, use_reentrant: bool) -> None:
 
 
 def corrections_of(model: Any) -> list[torch.Tensor]:
-    """What routers add to the scores by which they choose, and by nothing else."""
+    """Return the corrections that routers add to scores only to choose experts."""
     return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
@@ -79,7 +79,7 @@ def perturb_routers(model: Any, std: float, seed: int = 0) -> None:
 
 @contextmanager
 def routing_of(model: Any) -> Iterator[list[torch.Tensor]]:
-    """What the routers choose within the block: [tokens, K] each, in the order of their calls."""
+    """Collect the routers' choices within the block: [tokens, K] each, in the order of calls."""
     chosen: list[torch.Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _module, _args, result: chosen.append(result[2]))
@@ -94,7 +94,7 @@ def routing_of(model: Any) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def own_routing(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """What the model's own routers choose in a forward pass without cache, int16 [B, T, L, K]."""
+    """Return the routers' choices in a forward pass without cache, int16 [B, T, L, K]."""
     with routing_of(model) as chosen:
         model(input_ids=tokens_BT, use_cache=False)
     routing_NLK = torch.stack(chosen, dim=1)

@@ -157,7 +157,7 @@ def suspend_and_resume(engine: DynamicInferenceEngine, mode: str | None = None) 
 def generate_all(
     engine: DynamicInferenceEngine, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> list[DynamicInferenceRequest]:
-    """All requests at once, in input order."""
+    """Generate for all requests at once. Returns them in input order."""
     ids = [engine.add_request(prompt, params) for prompt, params in requests]
     finished = drain(engine)
     return [finished[i] for i in ids]

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Launches:
-    """How many kernels this process has launched in the interpreter."""
+    """Count of the kernels that this process has launched in the interpreter."""
 
     def __init__(self) -> None:
         self.count = 0

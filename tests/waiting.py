@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does and announces by no event.
+"""Polling for a change by another process or thread that sets no event. Used by all tests.
 
 Use the event where there is one. The deadline is generous: a machine may be slow, and a test that
 fails at it has hung.
@@ -27,7 +27,7 @@ async def until_async(
     what: str,
     every_s: float = _LOOK_EVERY_S,
 ) -> None:
-    """As `until`, while other tasks go on. `condition` may be a coroutine function."""
+    """Wait as `until` does, while other tasks run. `condition` may be a coroutine function."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         answer = condition()

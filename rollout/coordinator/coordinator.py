@@ -173,7 +173,7 @@ class DataParallelInferenceCoordinator:
         self._is_serving, self._awake_at = True, time.monotonic()
         poller = zmq.Poller()
         poller.register(self._router.socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
+        poller.register(self._waker.descriptor, zmq.POLLIN)
         parent = multiprocessing.parent_process()
         sentinel = None if parent is None else parent.sentinel  # readable once the parent has ended
         if sentinel is not None:
@@ -183,7 +183,7 @@ class DataParallelInferenceCoordinator:
                 ready = self._wait(poller)
                 if sentinel in ready or self._is_orphaned():
                     self.stop("the coordinator's parent has ended")
-                if self._waker.fileno() in ready:
+                if self._waker.descriptor in ready:
                     self._waker.drain()
                 self._run_once()
         except Exception:

@@ -1,1 +1,1 @@
-"""An HTTP server over an AsyncLLM, in the protocols of OpenAI, vLLM and SGLang."""
+"""An HTTP server over an AsyncLLM or ThreadedLLM, in the protocols of OpenAI, vLLM and SGLang."""

@@ -89,7 +89,11 @@ class FakeClient:
     # ---- what an AsyncLLM orders
 
     def add_groups(
-        self, groups: Sequence[tuple[Any, Sequence[SamplingParams]]], *, priority: int
+        self,
+        groups: Sequence[tuple[Any, Sequence[SamplingParams]]],
+        *,
+        priority: int,
+        deadline_s: float | None = None,
     ) -> list[list[RequestFuture]]:
         return [self.add_group(params, priority) for _, params in groups]
 

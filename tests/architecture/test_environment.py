@@ -73,7 +73,7 @@ def test_draws(worker):
 
 
 def drawn_in_a_run(directory: Path, *arguments: str) -> tuple[str, list[str]]:
-    """What a run prints, and the seed and draws of each of its two tests."""
+    """Return a run's output, and the seed and draws of each of its two tests."""
     (directory / "test_draws.py").write_text(DRAWS_AND_FAILS)
     environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -123,7 +123,7 @@ def test_warning_of_another_package_is_none() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """What `sets_left_out` reads of a collected test."""
+    """The attributes of a collected test that `sets_left_out` reads."""
 
     nodeid: str
     marks: tuple[tuple[str, pytest.Mark], ...] = (("drawn", pytest.mark.drawn(2).mark),)

@@ -1,7 +1,7 @@
 """Every attention kernel as the engine launches it, for compiling without a device.
 
-`python -m tests.backends.aot_attention DTYPE` compiles those of a model's dtype for an H100 and
-prints what memory each uses as JSON. It must run where TRITON_INTERPRET is not set.
+`python -m tests.backends.aot_attention DTYPE` compiles the kernels of a model's dtype for an H100
+and prints the memory of each as JSON. It must run where TRITON_INTERPRET is not set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every kernel of TritonOps as the engine launches it, for compiling without a device.
 
 `python -m tests.backends.aot_ops SHARE` compiles those of a model's dtype, or all others, for an
-H100 and prints what each takes of it as JSON. It must run where TRITON_INTERPRET is
+H100 and prints the registers and memory of each as JSON. It must run where TRITON_INTERPRET is
 not set.
 """
 

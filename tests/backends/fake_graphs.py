@@ -5,7 +5,7 @@ none left it lives on as long as memory of it is in use, and no capture may join
 
 A call that a capturing stream does not allow invalidates the capture, and then ending the capture
 raises. Both allocators, of the device and of page-locked memory, go on as if that capture were
-under way: the graph gives its use of the pool never back, no cached memory is freed, the filter
+under way: the graph counts as a user of the pool forever, no cached memory is freed, the filter
 that they call at every allocation reads the graph, and no capture may join the pool.
 Source: create_or_incref_pool, release_cached_blocks and synchronize_and_free_events of torch's
 CUDACachingAllocator, CachingHostAllocatorImpl, ~MemPool, CUDAGraph::capture_end and ::reset.

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class RepeatingDevice:
-    """A replay runs the captured program again: whatever of it the host had fixed stays fixed.
+    """A replay runs the captured program again, with the host values that it was captured with.
 
     Captures obey the rules of torch's pools of graphs.
     """

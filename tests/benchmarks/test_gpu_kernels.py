@@ -95,7 +95,7 @@ def test_a_fault_fails_and_a_tool_that_is_not_there_has_nothing_to_run(tmp_path:
 
 
 def call_of(folder: Path) -> tuple[list[str], str]:
-    """What the tool that `recording` made was called with, and how torch was to allocate."""
+    """Return the recorded arguments of the tool, and torch's allocator setting."""
     *arguments, caching = (folder / "call").read_text().splitlines()
     return arguments, caching
 

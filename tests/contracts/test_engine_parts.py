@@ -1,6 +1,6 @@
 """Contract of the Protocols of rollout.engine.protocols: scheduler, pipeline, executor, suspension.
 
-It runs over this project's parts and over the parts of tests/listed_engine.py.
+It runs over this project's parts and over the parts of tests/contracts/listed_engine.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rollout import EngineState, SamplingParams
 from rollout.engine.engine import Engine
 from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from rollout.models.plain_tensors import named_weights
+from tests.contracts.listed_engine import listed_engine, table_of
 from tests.inspected_engine import running_ahead
-from tests.listed_engine import listed_engine, table_of
 from tests.tiny_models import drain, tiny_engine, tiny_model
 
 Weights = dict[str, Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollout.control.commands import Command
+from rollout.control.commands import Command, engine_state_of
 from rollout.coordinator.core import core, dispatcher
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.core.core import CoordinatorCore
@@ -164,7 +164,7 @@ class FakeFleet:
         by_id = {p.engine_id: p for p in engines_now if p.identity != comes_in}
         engines = [by_id[i] for _, i in ranks & core.ranks().items() if i in by_id]
         if core.state is not state:
-            assert {engine.state for engine in engines} <= {core.state.engine_state.name}
+            assert {engine.state for engine in engines} <= {engine_state_of(core.state.name).name}
         if core.weights_version != version:
             promised = {(engine.prepared or engine).version for engine in engines}
             assert version < core.weights_version

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from rollout import SamplingParams
+from rollout.control.commands import engine_state_of
 from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.errors import RolloutError, WeightUpdateError
@@ -97,13 +98,15 @@ async def updates(sender: CommandSender) -> None:
 
 async def comes_to(state: CoordinatorState, fleet: LiveFleet) -> None:
     """Wait until all engines, including removed ones, are in the coordinator's state."""
-    await until_async(lambda: fleet.engine_states() == {state.engine_state}, f"engines {state}")
+    await until_async(
+        lambda: fleet.engine_states() == {engine_state_of(state.name)}, f"engines {state}"
+    )
     assert fleet.coordinator.state is state
 
 
 def assert_is(state: CoordinatorState, fleet: LiveFleet) -> None:
     assert fleet.coordinator.state is state
-    assert fleet.engine_states() == {state.engine_state}
+    assert fleet.engine_states() == {engine_state_of(state.name)}
 
 
 async def serves(fleet: LiveFleet, sender: CommandSender) -> None:

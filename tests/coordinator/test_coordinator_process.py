@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -20,9 +21,12 @@ from typing import Any
 import pytest
 import zmq
 
+from rollout import SamplingParams
 from rollout.control.commands import Pause, Resume, Shutdown, Stats
+from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits, num_ahead
+from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys, CurveServerKeys
 from rollout.coordinator.protocol.codec import decode, encode, frames_in
 from rollout.coordinator.protocol.messages import (
@@ -34,14 +38,17 @@ from rollout.coordinator.protocol.messages import (
     EngineReply,
     Nack,
 )
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, CoordinatorLostError
 from rollout.wire import Message, pack
 from tests.coordinator.fake_client import FakeClient
 from tests.coordinator.fake_engine import FakeEngine, tokens_of
+from tests.coordinator.test_link import registration, status
 from tests.processes import PROCESSES
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120.0
+# Far below the lease of 30 s, and far above a fraction of a second on a busy machine.
+AT_ONCE_S = 10.0
 
 
 class Line:
@@ -96,8 +103,9 @@ def until(condition: Callable[[], object], *lines: Line) -> None:
 
 
 @contextmanager
-def coordinator_process(**options: Any) -> Iterator[tuple[Any, str]]:
-    """A started coordinator and its address; it must be gone at the end."""
+def coordinator_process(is_killed: bool = False, **options: Any) -> Iterator[tuple[Any, str]]:
+    """Yield a coordinator process and its address. At the end the process must end by itself, in
+    order, or, if `is_killed`, have been killed."""
     here, there = PROCESSES.Pipe()
     ready = PROCESSES.Event()
     options = {"data_parallel_size": 2, "tokenizer": None} | options
@@ -110,7 +118,7 @@ def coordinator_process(**options: Any) -> Iterator[tuple[Any, str]]:
         assert here.poll(WAIT_S)
         yield process, here.recv()
         process.join(WAIT_S)
-        assert process.exitcode == 0
+        assert process.exitcode == (-signal.SIGKILL if is_killed else 0)
     finally:
         process.kill()
         process.join()
@@ -408,3 +416,46 @@ def test_a_coordinator_loads_no_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert ended.stdout.split() == []
+
+
+# ---- a killed coordinator
+
+
+def test_pending_futures_fail_at_once_when_the_coordinator_is_killed() -> None:
+    async def work(process: Any, address: str) -> None:
+        async with InferenceClient(address) as client:
+            # Without an engine no request ends.
+            params = SamplingParams(num_tokens_to_generate=5)
+            pending = [client.add_request([1], params) for _ in range(100)]
+            stats = await client.engine_stats()  # which says that all have arrived
+            assert stats.state == "RUNNING"
+            stream = client.stream([1], params)
+            process.kill()
+            killed_at = time.monotonic()
+            for future in pending:
+                with pytest.raises(CoordinatorLostError, match="connections are refused"):
+                    await future
+            with pytest.raises(CoordinatorLostError):
+                await stream.__anext__()
+            seconds = time.monotonic() - killed_at
+            print(f"\nall failed {seconds:.3f} s after the SIGKILL")
+            assert seconds < AT_ONCE_S
+            with pytest.raises(CoordinatorLostError, match="connections are refused"):
+                client.unpause_engines()
+
+    with coordinator_process(is_killed=True) as (process, address):
+        asyncio.run(work(process, address))
+
+
+def test_an_engine_ends_some_time_after_its_coordinator_is_killed() -> None:
+    with (
+        coordinator_process(is_killed=True) as (process, address),
+        Link(address, handshake=registration, status=status, give_up_s=1.0) as link,
+    ):
+        link.wait_registered(WAIT_S)
+        link.receive()
+        process.kill()
+        killed_at = time.monotonic()
+        with pytest.raises(CoordinatorLostError, match="unreachable for 1"):
+            link.receive(WAIT_S)
+        assert 1.0 <= time.monotonic() - killed_at < AT_ONCE_S

@@ -144,8 +144,8 @@ def test_a_forged_torchrun_command_runs_no_code(ranks: Mapping[str, str], tmp_pa
     store = TorchrunLauncher()._store
     for words, fault in [
         (elsewhere.read_bytes(), "malformed command"),
-        (msgspec.msgpack.encode({"file": str(elsewhere)}), "no name of a file"),
-        (msgspec.msgpack.encode({"file": f"../{elsewhere.name}"}), "no name of a file"),
+        (msgspec.msgpack.encode({"file": str(elsewhere)}), "not the name of a file"),
+        (msgspec.msgpack.encode({"file": f"../{elsewhere.name}"}), "not the name of a file"),
         (msgspec.msgpack.encode({"file": elsewhere.name}), "cannot be read"),
     ]:
         store.set(f"{torchrun._COMMAND}/1", words)

@@ -137,7 +137,7 @@ def _judge_one(case: Outcome, rule: Rule | None) -> Judgement:
 
 
 def counts_by_file(cases: Iterable[Judgement]) -> Mapping[str, Counter[Verdict]]:
-    """How many cases of each file have each verdict, in the order of the files' names."""
+    """Count the cases of each verdict, by file in the order of names."""
     counts: dict[str, Counter[Verdict]] = {}
     for case in cases:
         counts.setdefault(case.case.partition("::")[0], Counter())[case.verdict] += 1

@@ -1,5 +1,5 @@
 """Fields of requests: all that vLLM, SGLang and the openai package have are served, neutral or
-refused by name, and none is ignored. scripts/door_keys.py reads what the packages have."""
+refused by name, and none is ignored. scripts/http_fields.py reads what the packages have."""
 
 from __future__ import annotations
 

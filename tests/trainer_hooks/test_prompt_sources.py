@@ -114,10 +114,7 @@ def test_chat_template_of_a_transformers_tokenizer_is_used(tmp_path: Path) -> No
         ('{"prompt": ', r"p\.jsonl, line 2 is not JSON"),
         ("[1]", r"line 2 is a list; it must be an object"),
         ('{"question": "a", "answer": 1}', r"line 2 has no column 'prompt'; it has question, ans"),
-        (
-            '{"prompt": null}',
-            r"line 2, column 'prompt' is None; it must be text, token ids or messages",
-        ),
+        ('{"prompt": null}', r"line 2, column 'prompt' is None; it must be text, token ids"),
         ('{"prompt": ""}', r"line 2, column 'prompt' is ''"),
         ('{"prompt": [1, true]}', r"line 2, column 'prompt' is \[1, True\]"),
         (json.dumps({"prompt": MESSAGES}), r"line 2, column 'prompt' holds chat.*chat_template"),

@@ -93,7 +93,7 @@ class Learner:
     def load(
         cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
     ) -> tuple[Learner, TrainerState]:
-        """Return the learner and trainer state of a checkpoint. Restores torch's random states.
+        """Return the learner and trainer state of a checkpoint. Restores its random states.
 
         All `ranks` read the checkpoint and keep their parts. The reference policy is read from
         reference/ beside the checkpoints, and from this checkpoint if it moves; an adapter's

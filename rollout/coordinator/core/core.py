@@ -145,11 +145,6 @@ class CoordinatorCore:
         """Whether a SHUTDOWN is done, so that the coordinator must end."""
         return self._commands.is_over
 
-    @property
-    def num_requests_held(self) -> int:
-        """Number of requests that are unfinished or whose reply is kept."""
-        return len(self._table.requests)
-
     def ranks(self) -> dict[int, bytes]:
         """Return the ids of the engines that get work, by rank."""
         engines = self._registry.ready_engines()

@@ -19,7 +19,6 @@ from rollout.control.commands import (
     SetGenerationEpoch,
     Suspend,
     Unpause,
-    engine_state_of,
 )
 from rollout.control.state import EngineState, StateMachine
 from rollout.coordinator.core.context import Context, num_ahead
@@ -48,11 +47,6 @@ class CoordinatorState(Enum):
     PAUSED = auto()
     SUSPENDED = auto()
     STOPPING = auto()
-
-    @property
-    def engine_state(self) -> EngineState:
-        """The state that every engine is in."""
-        return engine_state_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,16 +32,14 @@ from rollout.errors import ConfigError, ProtocolError
 class SelfPipe:
     """A pair of sockets that ends a poller's wait from another thread or a signal handler.
 
-    Register its `fileno()` with the poller: readable after a `wake` until the next `drain`.
+    Register its `descriptor` with the poller: readable after a `wake` until the next `drain`.
     """
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
+        self.descriptor = self._reader.fileno()
 
     def wake(self) -> None:
         # A full buffer wakes the poller already; a closed socket has no poller.
@@ -273,7 +271,7 @@ class DealerSocket:
         except zmq.ZMQError as fault:
             self.close()
             raise ConfigError(f"{address!r} is not an address to connect to: {fault}") from fault
-        self._poller.register(waker.fileno(), zmq.POLLIN)
+        self._poller.register(waker.descriptor, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
@@ -284,7 +282,7 @@ class DealerSocket:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
             self._is_listening = for_messages
         ready: dict[Any, int] = dict(self._poller.poll(timeout_ms))
-        if self._waker.fileno() in ready:
+        if self._waker.descriptor in ready:
             self._waker.drain()
         return self.socket in ready, self._monitor in ready
 
@@ -323,7 +321,7 @@ class DealerSocket:
             self._monitor.close()
             self.socket.close(linger=linger_ms)
             self._poller = zmq.Poller()
-            self._poller.register(self._waker.fileno(), zmq.POLLIN)
+            self._poller.register(self._waker.descriptor, zmq.POLLIN)
 
 
 def _options(address: str, max_frame_bytes: int, curve: CurveKeys | None) -> list[tuple[int, Any]]:

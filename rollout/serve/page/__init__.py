@@ -1,1 +1,1 @@
-"""The page to watch at `/`: engines, throughput, staleness and the latest samples, live."""
+"""The page at `/`: engines, throughput, staleness and the latest samples, live."""

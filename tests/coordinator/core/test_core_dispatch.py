@@ -35,7 +35,7 @@ def waiting_fleet() -> tuple[FakeFleet, FakeEngine]:
 def test_an_engine_is_assigned_max_requests_and_num_ahead() -> None:
     fleet, engine = waiting_fleet()
     assert sizes(engine) == [16 + 8]
-    assert fleet.core.num_requests_held == 192
+    assert len(fleet.part("RequestTable").requests) == 192
 
 
 def test_an_engine_that_joins_gets_from_the_queue_at_once() -> None:
@@ -156,7 +156,7 @@ def test_requests_that_wait_are_aborted_without_an_engine() -> None:
     assert sum(bool(asked.replies) for asked in client.asked.values()) == 192 - 24
     assert len(engine.seen) == num_seen
     fleet.run()
-    assert fleet.core.num_requests_held == 0
+    assert len(fleet.part("RequestTable").requests) == 0
     assert not fleet.part("GroupQueue").groups
 
 

@@ -41,7 +41,7 @@ def test_a_request_is_answered_with_its_tokens_and_forgotten_once_acknowledged()
     asked = client.asked[0]
     assert len(asked.replies) == 1
     assert asked.streamed == tokens_of(asked.seed, 0, 4)  # the last tokens come with the record
-    assert fleet.core.num_requests_held == 0
+    assert len(fleet.part("RequestTable").requests) == 0
     assert not engine.ended
 
 
@@ -77,12 +77,12 @@ def test_a_reply_is_kept_for_a_client_that_reconnects() -> None:
     fleet.send(client, client.submission([4]))
     fleet.run()
     fleet.finish()
-    assert fleet.core.num_requests_held == 1
+    assert len(fleet.part("RequestTable").requests) == 1
     client.acknowledges = True
     fleet.redial(client)
     fleet.run()
     assert len(client.asked[0].replies) == 2
-    assert fleet.core.num_requests_held == 0
+    assert len(fleet.part("RequestTable").requests) == 0
 
 
 def test_an_unreachable_client_gets_its_messages_again_after_its_next_heartbeat() -> None:
@@ -484,7 +484,7 @@ def test_a_client_that_vanishes_or_leaves_has_its_requests_aborted() -> None:
     fleet.run()
     assert len(engine.held) == 1
     assert fleet.core.counters.num_abandoned == 2
-    assert fleet.core.num_requests_held == 1
+    assert len(fleet.part("RequestTable").requests) == 1
 
 
 LIMITS_S = int(LIMITS.client_lease_s) + 2

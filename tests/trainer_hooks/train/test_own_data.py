@@ -192,7 +192,7 @@ BAD_ROWS = [
     ({"prompt": ""}, "is ''"),
     ({"question": "1 + 1"}, "no column 'prompt'"),
     ({"prompt": [10**6]}, "token ids must be in"),
-    ({"prompt": "1 + 1", "answer": None}, "'answer', which is None; a text or a number"),
+    ({"prompt": "1 + 1", "answer": None}, "'answer', which is None; it must be a text or"),
 ]
 
 

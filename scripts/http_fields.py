@@ -1,8 +1,8 @@
 """List the request fields of vLLM, SGLang and the openai package, and what becomes of each here.
 
-    python scripts/door_keys.py peers          # writes tests/serve/peer_keys.json
-    python scripts/door_keys.py peers --check  # exits with 1 if that is not what the packages have
-    python scripts/door_keys.py page           # writes docs/reference/http-fields.md
+    python scripts/http_fields.py peers          # writes tests/serve/peer_keys.json
+    python scripts/http_fields.py peers --check  # exits with 1 if the packages have other fields
+    python scripts/http_fields.py page           # writes docs/reference/http-fields.md
 
 The released packages come from PyPI into a temporary folder. Their sources are read, never run.
 """
@@ -388,7 +388,7 @@ would be a run at another temperature. Any other field that is not listed here i
 asks for text or tokens, so that later versions of clients are served; the server's log names it
 once. Operations on the engines refuse it. `GET /openapi.json` has all fields with their types.
 
-`scripts/door_keys.py` makes this page from the structs that decode requests. It makes the list of
+`scripts/http_fields.py` makes this page from the structs that decode requests. It makes the list of
 the fields of other servers and clients from their released packages. A test compares the two.
 
 | request | fields elsewhere | served | neutral | refused |

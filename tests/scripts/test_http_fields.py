@@ -1,4 +1,4 @@
-"""scripts/door_keys.py: how it reads the fields of a class or a handler, and the page it makes."""
+"""How scripts/http_fields.py reads the fields of a class or a handler, and the page it makes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from scripts.door_keys import PAGE, PEER_KEYS, SOURCES, Source, keys_of, page
+from scripts.http_fields import PAGE, PEER_KEYS, SOURCES, Source, keys_of, page
 
 TREE = ast.parse('''
 class Base:
@@ -84,5 +84,5 @@ def test_the_list_has_fields_of_every_source() -> None:
 
 
 def test_the_page_is_that_of_the_structs() -> None:
-    """Write it by `python scripts/door_keys.py page`."""
+    """Write it by `python scripts/http_fields.py page`."""
     assert PAGE.read_text(encoding="utf-8") == page()
