@@ -202,7 +202,10 @@ class Task:
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
     ) -> list[dict[str, str]]:
-        """Return greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}."""
+        """Return greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}.
+
+        The prompt of a chat is its last message, behind the system prompt and the examples.
+        """
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
@@ -212,6 +215,8 @@ class Task:
             else:
                 ids = (await self.rollout_fn(scoped, item.prompt)).completion_ids
             prompt = item.prompt if isinstance(item.prompt, str) else str(list(item.prompt))
+            if messages := item.columns.get("messages"):
+                prompt = str(messages[-1]["content"])
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             answers.append({"prompt": prompt, "answer": text})
         return answers
