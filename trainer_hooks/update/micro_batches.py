@@ -50,6 +50,8 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 logger = logging.getLogger(__name__)
 
+MAX_NODES = 16_384  # of a tree of several rows: its attention mask takes 256 MiB
+
 # Keywords of TRL, verl and OpenRLHF, and the names of the same settings here.
 UPDATE_HINTS = {
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_epochs", "max_epochs"), "num_iterations"),
@@ -224,11 +226,11 @@ def _split(
         raise ConfigError(
             f"max_tokens={settings.max_tokens} is less than the {longest} tokens of a rollout"
         )
-    cost = pair_cost(policy)
+    cost, max_nodes = pair_cost(policy), min(settings.max_tokens or MAX_NODES, MAX_NODES)
     passes = []
     for own in contiguous_parts([rows[index] for index in trained], num_ranks):
         indices = [trained[index] for index in own]
-        trees = split_into_trees([rows[index] for index in indices], settings.max_tokens, cost)
+        trees = split_into_trees([rows[index] for index in indices], max_nodes, cost)
         passes.append([torch.tensor([indices[i] for i in tree]) for tree in trees])
     return _filled(passes)
 
