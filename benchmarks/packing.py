@@ -40,25 +40,31 @@ def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
     """Return random rollouts with completions of lognormal lengths, cut at `limit`, unsorted."""
     rng = np.random.default_rng(0)
     new = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_rollouts)).astype(int)
-    new_B = torch.from_numpy(new.clip(1, limit))
-    lengths_B = new_B + PROMPT_TOKENS
+    return random_batch(torch.from_numpy(new.clip(1, limit)), PROMPT_TOKENS, VOCABULARY, limit)
+
+
+def random_batch(
+    new_B: torch.Tensor, prompt_tokens: int, vocabulary: int, limit: int
+) -> RolloutBatch:
+    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens."""
+    num_rollouts, lengths_B = len(new_B), new_B + prompt_tokens
     positions_T = torch.arange(int(lengths_B.max()))
     is_token_BT = positions_T < lengths_B[:, None]
     shape = is_token_BT.shape
     zeros_BT = torch.zeros(shape)
     generator = torch.Generator().manual_seed(0)
     return RolloutBatch(
-        tokens_BT=torch.randint(VOCABULARY, shape, generator=generator) * is_token_BT,
+        tokens_BT=torch.randint(vocabulary, shape, generator=generator) * is_token_BT,
         position_ids_BT=positions_T * is_token_BT,
         attention_mask_BT=is_token_BT,
-        mask_BT=is_token_BT & (positions_T >= PROMPT_TOKENS),
+        mask_BT=is_token_BT & (positions_T >= prompt_tokens),
         behaviour_logprobs_BT=zeros_BT - 8.0,
         policy_lag_BT=zeros_BT.int(),
         kv_lag_BT=zeros_BT,
         kv_staleness_BT=zeros_BT.int(),
         rewards_R=torch.zeros(num_rollouts),
         rollout_index_B=torch.arange(num_rollouts),
-        prompt_lengths_B=torch.full((num_rollouts,), PROMPT_TOKENS),
+        prompt_lengths_B=torch.full((num_rollouts,), prompt_tokens),
         completion_lengths_B=new_B,
         lengths_B=lengths_B,
         is_truncated_B=new_B == limit,
@@ -82,9 +88,16 @@ def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, 
 
     everything = torch.arange(len(batch))
     ways: dict[str, list[tuple[torch.Tensor, UpdateSettings]]] = {
-        "fixed rows": [(rows, UpdateSettings()) for rows in everything.split(FIXED_ROWS)],
-        "padded": [(everything, UpdateSettings(max_tokens=max_tokens))],
-        "packed": [(everything, UpdateSettings(max_tokens=max_tokens, is_packed=True))],
+        "fixed rows": [
+            (rows, UpdateSettings(share_prefixes=False)) for rows in everything.split(FIXED_ROWS)
+        ],
+        "padded": [(everything, UpdateSettings(max_tokens=max_tokens, share_prefixes=False))],
+        "packed": [
+            (
+                everything,
+                UpdateSettings(max_tokens=max_tokens, share_prefixes=False, is_packed=True),
+            )
+        ],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(num_rounds + 1):

@@ -240,7 +240,26 @@ class ReasoningGymPrompts(_LazyPrompts):
         if self._template is None:
             return PromptItem(entry["question"], columns)
         messages = self._template.messages(entry["question"])
-        return PromptItem(self._template(messages), {**columns, "messages": messages})
+        return PromptItem(self._template.render(messages), {**columns, "messages": messages})
+
+
+class FormattedPrompts(_LazyPrompts):
+    """Rows whose prompts go through a chat template: texts, as what a user says, and messages.
+
+    `rows`: rows as `as_prompt_item` takes them. Prompts that are token ids stay as they are.
+    """
+
+    def __init__(self, rows: PromptRows, chat_template: ChatFormat) -> None:
+        self._rows, self._template = rows, chat_template
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def _read(self, index: int) -> PromptItem:
+        item = as_prompt_item(self._rows[index])
+        values = {**item.columns, "prompt": item.prompt}
+        return as_item(values, "prompt", self._template, self.place_of(index))
 
 
 class MixedPrompts(_LazyPrompts):

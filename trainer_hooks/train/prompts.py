@@ -17,6 +17,7 @@ from trainer_hooks.prompts.checks import CheckedRows, PromptCheck, SelectedRows,
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, as_rows
 from trainer_hooks.prompts.sources import (
     DatasetPrompts,
+    FormattedPrompts,
     JsonlPrompts,
     MixedPrompts,
     ParquetPrompts,
@@ -47,7 +48,12 @@ def open_source(
         return DatasetPrompts(path, column, chat_template=chat, **options)
     if source.kind == "reasoning_gym":
         return ReasoningGymPrompts(path, chat_template=chat, **options)
-    return as_rows(import_object(path, "data.path")(part, seed, **options))
+    rows = as_rows(import_object(path, "data.path")(part, seed, **options))
+    if chat is None:
+        return rows
+    formatted = FormattedPrompts(rows, chat)
+    # Rows of a list are checked before the job begins, others when they are read.
+    return list(formatted) if isinstance(rows, (list, tuple)) else formatted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
