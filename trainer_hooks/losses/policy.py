@@ -2,7 +2,7 @@
 
 Used by `accumulate_gradients`, and directly by training loops. Pure functions.
 
-Shape letters: B rollouts, T positions of prompt + completion, right padded. Column t of a log-prob
+Shape letters: B rows, T positions of prompt + completion, right padded. Column t of a log-prob
 tensor is the log-prob of token t; the mask is 1 on the tokens to train on.
 """
 
