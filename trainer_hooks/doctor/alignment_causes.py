@@ -1,4 +1,4 @@
-"""Causes between tokens and columns: shifts, positions, padding, dropout. Used by diagnosis.
+"""Causes between tokens and columns: shifts, positions, padding, dropout. Used by `diagnose`.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Causes in the computation of logits: the weights, their precision, the KV, the head.
 
-Used by diagnosis.
+Used by `diagnose`.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """

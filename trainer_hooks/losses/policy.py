@@ -3,7 +3,7 @@
 `accumulate_gradients` calls policy_loss, and the training job's critic calls value_loss. Training
 loops may call both. Pure functions.
 
-Shape letters: B rollouts, T positions of prompt + completion, right padded. Column t of a log-prob
+Shape letters: B rows, T positions of prompt + completion, right padded. Column t of a log-prob
 tensor is the log-prob of token t; the mask is 1 on the tokens to train on.
 """
 
