@@ -128,16 +128,16 @@ class RolloutBatch:
     def split_rollouts(
         self, num_parts: int, kept_R: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Split the rollouts at random into at most `num_parts` parts. Returns each part's rows.
+        """Split the rollouts at random into `num_parts` parts, or one each. Returns their rows.
 
-        All rows of a rollout are in one part. Rollouts without a trained token, or with False in
-        `kept_R`, are left out. Draws from torch's generator. Parts are filled in turn, as by
-        torch.chunk, so there may be fewer: 5 rollouts in 4 parts give 2, 2 and 1.
+        Parts differ by at most one rollout, and all rows of a rollout are in one part. Rollouts
+        without a trained token, or with False in `kept_R`, are left out. Draws from torch's
+        generator.
         """
         is_trained_R = self.per_rollout(self.mask_BT.sum(dim=1)) > 0
         rollouts = (is_trained_R if kept_R is None else is_trained_R & kept_R).nonzero().flatten()
         rollouts = rollouts[torch.randperm(len(rollouts))]
-        parts = rollouts.chunk(num_parts) if len(rollouts) else ()
+        parts = rollouts.tensor_split(min(num_parts, len(rollouts))) if len(rollouts) else ()
         matches = (part[:, None] == self.rollout_index_B for part in parts)
         return [match.nonzero()[:, 1] for match in matches]
 

@@ -226,6 +226,14 @@ def test_split_micro_batches_leaves_out_rollouts_without_a_turn(
     assert (logprobs_BT != 0.0).sum(dim=1).tolist() == [0, 3, 0]
 
 
+@pytest.mark.parametrize(("num_parts", "sizes"), [(4, [2, 2, 1, 1]), (6, [1] * 6), (9, [1] * 6)])
+def test_split_rollouts_makes_as_many_parts_as_it_is_asked_for(
+    num_parts: int, sizes: list[int]
+) -> None:
+    parts = random_batch().without_truncated().split_rollouts(num_parts)
+    assert [len(part) for part in parts] == sizes
+
+
 def test_split_rollouts_leaves_out_rollouts_without_a_trained_token(policy: Any) -> None:
     """Without a gradient, a step would only follow the optimizer's momentum."""
     batch = random_batch().without_truncated()  # the first failed, the last was cut

@@ -71,8 +71,8 @@ class UpdateSettings:
     """How a batch is divided into optimizer steps and forward passes.
 
     `num_iterations`: number of passes over the batch.
-    `num_minibatches`: most optimizer steps of each pass; every step takes a random part of the
-    rollouts (`RolloutBatch.split_rollouts`).
+    `num_minibatches`: number of optimizer steps of each pass, at most one for each rollout; every
+    step takes a random part of the rollouts (`RolloutBatch.split_rollouts`).
     `max_tokens`: limit on the tokens of a forward pass, with padding. None computes a minibatch in
     one pass.
     `is_packed`: True puts the rollouts of a forward pass one behind the other in a single row,
