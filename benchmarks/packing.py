@@ -1,10 +1,12 @@
-"""Trained tokens per second on long-tailed rollouts: fixed rows, a budget of tokens, packing.
+"""Compare three ways to cut long-tailed rollouts into micro-batches, by trained tokens per second.
 
     python benchmarks/packing.py            # two minutes
     python benchmarks/packing.py --small    # seconds: shows that it runs, not how well
 
-The gradient of the same batch three ways, in CPU time, in interleaved rounds; ratios are taken
-within a round. Writes a Markdown page and a JSON file.
+The ways are a fixed number of rollouts, a budget of padded tokens, and the same budget of packed
+tokens. Each round computes the gradient of one batch in all three ways and measures CPU time;
+speedups are ratios within a round. Writes a Markdown page and a JSON file to benchmarks/results,
+or to the folder of --output.
 """
 
 from __future__ import annotations
@@ -35,28 +37,34 @@ VOCABULARY = 4096
 
 
 def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
-    """Lognormal completions, cut at `limit`, in the order in which they were drawn."""
+    """Return random rollouts with completions of lognormal lengths, cut at `limit`, unsorted."""
     rng = np.random.default_rng(0)
     new = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_rollouts)).astype(int)
-    new_B = torch.from_numpy(new.clip(1, limit))
-    lengths_B = new_B + PROMPT_TOKENS
+    return random_batch(torch.from_numpy(new.clip(1, limit)), PROMPT_TOKENS, VOCABULARY, limit)
+
+
+def random_batch(
+    new_B: torch.Tensor, prompt_tokens: int, vocabulary: int, limit: int
+) -> RolloutBatch:
+    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens."""
+    num_rollouts, lengths_B = len(new_B), new_B + prompt_tokens
     positions_T = torch.arange(int(lengths_B.max()))
     is_token_BT = positions_T < lengths_B[:, None]
     shape = is_token_BT.shape
     zeros_BT = torch.zeros(shape)
     generator = torch.Generator().manual_seed(0)
     return RolloutBatch(
-        tokens_BT=torch.randint(VOCABULARY, shape, generator=generator) * is_token_BT,
+        tokens_BT=torch.randint(vocabulary, shape, generator=generator) * is_token_BT,
         position_ids_BT=positions_T * is_token_BT,
         attention_mask_BT=is_token_BT,
-        mask_BT=is_token_BT & (positions_T >= PROMPT_TOKENS),
+        mask_BT=is_token_BT & (positions_T >= prompt_tokens),
         behaviour_logprobs_BT=zeros_BT - 8.0,
         policy_lag_BT=zeros_BT.int(),
         kv_lag_BT=zeros_BT,
         kv_staleness_BT=zeros_BT.int(),
         rewards_R=torch.zeros(num_rollouts),
         rollout_index_B=torch.arange(num_rollouts),
-        prompt_lengths_B=torch.full((num_rollouts,), PROMPT_TOKENS),
+        prompt_lengths_B=torch.full((num_rollouts,), prompt_tokens),
         completion_lengths_B=new_B,
         lengths_B=lengths_B,
         is_truncated_B=new_B == limit,
@@ -65,7 +73,7 @@ def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
 
 
 def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each way in each round."""
+    """Return the CPU seconds of each way in each round, without the warm-up round."""
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -80,9 +88,16 @@ def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, 
 
     everything = torch.arange(len(batch))
     ways: dict[str, list[tuple[torch.Tensor, UpdateSettings]]] = {
-        "fixed rows": [(rows, UpdateSettings()) for rows in everything.split(FIXED_ROWS)],
-        "padded": [(everything, UpdateSettings(max_tokens=max_tokens))],
-        "packed": [(everything, UpdateSettings(max_tokens=max_tokens, is_packed=True))],
+        "fixed rows": [
+            (rows, UpdateSettings(share_prefixes=False)) for rows in everything.split(FIXED_ROWS)
+        ],
+        "padded": [(everything, UpdateSettings(max_tokens=max_tokens, share_prefixes=False))],
+        "packed": [
+            (
+                everything,
+                UpdateSettings(max_tokens=max_tokens, share_prefixes=False, is_packed=True),
+            )
+        ],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(num_rounds + 1):
@@ -118,7 +133,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was found."""
+    """Measure, print the page and write both files. Returns the content of the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch")

@@ -1,4 +1,4 @@
-"""Writing a benchmark's results: a Markdown page for people, with a JSON file beside it."""
+"""Write a benchmark's results: a Markdown page, and a JSON file beside it. Used by benchmarks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.machine import kind
 
 
 def page_path(results: dict[str, Any], name: str, folder: Path) -> Path:
-    """The page is named after the `date` and the `machine` of its results."""
+    """Return the path of the page in `folder`, named after `date` and `machine` of the results."""
     return folder / f"{results['date']}-{name}-{kind(results['machine'])}.md"
 
 
 def write_page(results: dict[str, Any], page: str, path: Path) -> None:
-    """Write both files, in place of earlier ones."""
+    """Write the page to `path` and the results to the JSON file beside it. Overwrites both."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     path.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

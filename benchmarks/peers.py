@@ -1,4 +1,4 @@
-"""Generation beside OpenVINO GenAI, vLLM, llama.cpp and transformers on a CPU.
+"""Compare generation with OpenVINO GenAI, vLLM, llama.cpp and transformers on a CPU.
 
     python -m benchmarks.peers                         # everything, more than an hour
     python -m benchmarks.peers --models 4M --dtypes float32 --threads 1              # three minutes
@@ -6,12 +6,14 @@
     python -m benchmarks.peers --merge A.json B.json   # one page of what was measured before
     python -m benchmarks.peers --small --peers transformers                   # shows that it runs
 
-Each peer is installed once, in an environment of its own below --cache: minutes, and for llama.cpp
-a build of a quarter of an hour. Each contestant is a process with as many computing threads. First
-all generate the same greedy tokens, then they take turns. Of a large model only one peer at a time
-is in memory beside ours. A peer that cannot be installed or cannot run here is listed with its
-reason. Page, JSON and plot of the day are written after each model and dtype: a selection that runs
-later replaces the rounds of its peers in them and leaves the others.
+A peer is another engine; a contestant is a peer or our engine, in a process of its own. Each peer
+is installed once, in its own environment below --cache, which takes minutes, and a quarter of an
+hour for llama.cpp. All contestants get the same number of threads. First all generate the same
+greedy tokens, then they take turns. With a large model, only one peer at a time is in memory beside
+our engine. A peer that cannot be installed or cannot run here is listed with the reason.
+
+After each model and dtype, the day's Markdown page, JSON file and plot in --output are written. A
+later run replaces only the rounds of the peers and workloads that it measures.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ CACHE = Path.home() / ".cache" / "rollout-bench"
 WORKLOADS = ("W1", "W2", "W3", "W4")
 DTYPES = ("float32", "bfloat16")
 LARGE = "0.5B"
-_START_S = 30.0  # of a contestant: it loads, compiles and warms up
+_START_S = 30.0  # for a contestant to load, compile and warm up
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,7 +101,7 @@ class Line:
     num_threads: int
     contests: Sequence[Contest]
     ours: Entry
-    groups: Sequence[Sequence[Entry]]  # peers by who is in memory at once
+    groups: Sequence[Sequence[Entry]]  # peers of a group are in memory at once
 
     @property
     def name(self) -> str:
@@ -110,16 +112,16 @@ class Line:
         return num_parameters(MODELS[self.model])
 
     def play_seconds(self, contest: Contest) -> float:
-        """The estimate for one contestant and round."""
+        """Return the estimated seconds of one contestant in one round."""
         return contest.estimated_seconds(self.num_parameters, self.num_threads)
 
     def rounds_seconds(self, num_rounds: float) -> float:
-        """Return the estimate for all rounds, if every contestant plays all of them."""
+        """Return the estimated seconds of all rounds, if every contestant plays all of them."""
         num_plays = num_rounds * sum(1 + len(group) for group in self.groups)
         return num_plays * sum(self.play_seconds(contest) for contest in self.contests)
 
     def total_seconds(self, num_rounds: int) -> float:
-        """The estimate with the starts of all contestants, if half of the peers stop early."""
+        """Return the estimated seconds with all starts, if half of the peers stop early."""
         num_starts = 1 + sum(len(group) for group in self.groups)
         return self.rounds_seconds(1 + (num_rounds - 1) / 2) + _START_S * num_starts
 
@@ -148,7 +150,7 @@ def lines(arguments: argparse.Namespace) -> list[Line]:
 
 
 def _default_workloads(model: str, num_threads: int) -> Sequence[str]:
-    """Return the workloads that run without --workloads: the informative ones for their time."""
+    """Return the workloads that run without --workloads: those that tell most for their time."""
     if num_threads == 1:
         return ("W1", "W3") if model == LARGE else WORKLOADS
     return () if model == LARGE else ("W1", "W2")
@@ -170,7 +172,8 @@ class LineDisplay:
 
 
 def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Comparison:
-    """Play all rounds. Raises PeerError if our engine fails or a workload has no peer left."""
+    """Play all rounds and return the results. Raises PeerError if our engine fails or a workload
+    has no peer left."""
     torch.set_num_threads(line.num_threads)
     tournament = _play(line, arguments, LineDisplay(progress, line, arguments.rounds))
     for name, result in tournament.results.items():
@@ -193,7 +196,10 @@ def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Co
 
 
 def _play(line: Line, arguments: argparse.Namespace, display: LineDisplay) -> Tournament:
-    """Start ours, and group after group of peers; each process runs until its last round."""
+    """Start our engine, then one group of peers after another, and play their rounds.
+
+    A peer's process ends with its group, ours with the last group.
+    """
     folder = model_directory(line.model, line.dtype, arguments.cache)
 
     def start(entry: Entry, stack: ExitStack) -> Contestant:
@@ -222,7 +228,7 @@ def _play(line: Line, arguments: argparse.Namespace, display: LineDisplay) -> To
 
 
 def write(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> Path:
-    """Merge them into the page of their day, with its JSON and plot; returns the page's path."""
+    """Merge `comparisons` into the page, JSON file and plot of their day. Returns the page."""
     name = "peers-small" if arguments.small else "peers"
     path = page_path(as_json(comparisons), name, arguments.output)
     earlier = read_json(path.with_suffix(".json")) if path.with_suffix(".json").is_file() else []
@@ -234,7 +240,7 @@ def write(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> P
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Comparison], int]:
-    """Compare and write line by line; returns what was measured and the number of failures."""
+    """Measure and write line by line. Returns the comparisons and the number of failed lines."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     comparisons, num_failed = [], 0
     for line in lines(arguments):
@@ -252,7 +258,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Compa
 
 
 def estimate_table(arguments: argparse.Namespace) -> Table:
-    """Lines and their minutes."""
+    """Return a table of the lines and their estimated minutes."""
     table = Table("model, dtype, threads", "workloads", "minutes, about")
     total = 0.0
     for line in lines(arguments):
@@ -267,7 +273,7 @@ def estimate_table(arguments: argparse.Namespace) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print and write. Returns the exit code."""
     arguments = parse_arguments(argv)
-    # As an exception it ends the contestants' processes too.
+    # SIGTERM raises an exception, so that the contestants' processes end too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(stderr=True)
     num_failed = 0

@@ -19,7 +19,7 @@ from benchmarks.peers_results import INT8_SUFFIX
 from benchmarks.peers_rounds import Contestant
 from benchmarks.peers_worker import KV_CACHE_GIB
 
-# Of a model whose processes are all in memory at once. A peer holds about twice its weights.
+# Limit for a model with which all peers are in memory at once. A peer needs twice its weights.
 _MAX_SHARED_PARAMETERS = 200_000_000
 
 
@@ -37,9 +37,9 @@ class Entry:
     def start(
         self, model: Path, num_threads: int, arguments: argparse.Namespace, stack: ExitStack
     ) -> Contestant:
-        """Install it, convert the model, load it; `stack` will end its process.
+        """Install the engine, convert the model if need be, and load it in a process.
 
-        Raises PeerError.
+        `stack` ends the process. Raises PeerError.
         """
         logs = arguments.cache / "logs"
         python = python_of(self.recipe, arguments.cache, logs)
@@ -57,7 +57,7 @@ class Entry:
     def _converted(
         self, model: Path, arguments: argparse.Namespace, converter: WorkerProcess
     ) -> Path:
-        """The model in the peer's own form, made unless it is there."""
+        """Return the folder of the model in the peer's format. Converts it if it is not there."""
         folder = f"{model.name}-{self.precision}-{self.recipe.name}-{self.recipe.version}"
         target: Path = arguments.cache / "converted" / folder.lower().replace(" ", "-")
         complete = target / "complete"
@@ -94,7 +94,7 @@ INSTALL_TIMEOUT_S = 3600.0
 class PeerRecipe:
     """How to install and run a peer. Without `requirements` it runs in this environment.
 
-    `removed` come along as dependencies and fail beside the pinned torch.
+    `removed`: dependencies to uninstall again, because they fail with the pinned torch.
     """
 
     name: str
@@ -104,7 +104,7 @@ class PeerRecipe:
     removed: tuple[str, ...] = ()
     install_environment: dict[str, str] = field(default_factory=dict)
     run_environment: dict[str, str] = field(default_factory=dict)
-    is_converted: bool = False  # reads files of its own form, in float32, bfloat16 or int8
+    is_converted: bool = False  # reads its own file format, in float32, bfloat16 or int8
 
 
 OURS = PeerRecipe(name="rollout", version="this tree", module="benchmarks.peers_rollout")
@@ -158,7 +158,8 @@ PEERS = {
 
 
 def run_environment(recipe: PeerRecipe, num_threads: int) -> dict[str, str]:
-    """Variables of a contestant's process. It finds this package, and nothing on the network."""
+    """Return the environment variables of a contestant's process: this package is on its path, and
+    Hugging Face downloads are off."""
     return {
         **thread_environment(num_threads),
         "PYTHONPATH": str(ROOT),
@@ -167,7 +168,7 @@ def run_environment(recipe: PeerRecipe, num_threads: int) -> dict[str, str]:
 
 
 def python_of(recipe: PeerRecipe, cache: Path, logs: Path) -> Path:
-    """The Python that runs the peer; its environment is made unless it is there.
+    """Return the Python that runs the peer. Creates the peer's environment if it is not there.
 
     Raises PeerError if it cannot be installed.
     """

@@ -1,4 +1,4 @@
-"""The process of llama.cpp, through its C functions. NumPy samples all rows of a step at once."""
+"""The process of llama.cpp in benchmarks/peers.py: calls its C functions, samples with NumPy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The tensors of a safetensors file in float32; NumPy itself has no bfloat16."""
+    """Yield the tensors of a safetensors file in float32, because NumPy has no bfloat16."""
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))
@@ -85,7 +85,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 def _for_paired_rotation(
     name: str, tensor: NDArray[np.float32], config: dict[str, Any]
 ) -> NDArray[np.float32]:
-    """Rows of Llama's query and key in the order in which llama.cpp rotates neighbours."""
+    """Return the tensor. The rows of Llama's query and key projections are reordered, because
+    llama.cpp rotates neighbouring rows."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = next((part for part in heads if part in name), None)
     if config["model_type"] != "llama" or part is None:
@@ -107,7 +108,7 @@ _DRAW_WIDTH = 256  # tokens of a part of the vocabulary; all vocabularies are mu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A token of one sequence of a batch; logits are made where the next token is wanted."""
+    """A token of one sequence of a batch. `wants_logits`: the next token is sampled from it."""
 
     token: int
     position: int
@@ -174,7 +175,7 @@ class LlamaCpp:
         return Generated(tokens=tokens, logprobs=logprobs if workload.wants_logprobs else None)
 
     def _prefill(self, workload: Workload) -> NDArray[np.float32]:
-        """The logits after each prompt. Each is computed once; its samples share its cells."""
+        """Return the logits after each prompt. Each prompt is computed once for all samples."""
         parts: list[NDArray[np.float32]] = []
         rows: list[_Row] = []
         for index, prompt in enumerate(workload.prompts):
@@ -190,7 +191,8 @@ class LlamaCpp:
         return np.concatenate(parts)
 
     def _decode(self, rows: Sequence[_Row]) -> NDArray[np.float32]:
-        """Run a batch; a view of the logits of its rows that want them, until the next one."""
+        """Run a batch. Returns the logits of its rows that want them: a view, valid until the next
+        batch."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for index, row in enumerate(rows):
@@ -220,15 +222,17 @@ def _prompt_rows(prompt: Sequence[int], sequence_id: int) -> list[_Row]:
 
 
 class _Sampler:
-    """Draws a token per row by its inverse distribution function, or takes the likeliest."""
+    """Samples one token per row from the inverse of the distribution function, or greedily."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self._is_greedy = workload.temperature == 0
         self._random = np.random.default_rng(seed)
 
     def draw(self, logits_RV: NDArray[np.float32]) -> tuple[list[int], list[float]]:
-        """Tokens and their log-probs. The sums over parts of the vocabulary are drawn from first,
-        so that only one part of each row is added up.
+        """Return one token per row, and the tokens' log-probs.
+
+        First a part of the vocabulary is drawn by its sum, then a token of this part: so a
+        cumulative sum is needed over one part only.
         """
         if self._is_greedy:
             return logits_RV.argmax(axis=1).tolist(), [0.0] * len(logits_RV)

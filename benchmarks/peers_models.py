@@ -1,4 +1,4 @@
-"""The models of the comparison: Hugging Face directories with random weights, made in place."""
+"""The models of benchmarks/peers.py: Hugging Face directories with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transformers
 from benchmarks.models import M45, QWEN_05B, SMALL, transformers_model
 from rollout.models.spec import parse_dtype
 
-# Positions for a prompt of 2,048 tokens and what follows it.
+# Enough positions for a prompt of 2,048 tokens and its output.
 _MAX_POSITIONS = 4096
 _SHAPES = {
     "small": SMALL,
@@ -30,8 +30,8 @@ _SHAPES = {
     "44M": M45,
     "0.5B": QWEN_05B,
 }
-# Of the usual initial weights. Without it the greedy tokens of random weights repeat one token,
-# whatever attention does; with it nearly all of them differ.
+# Factor on the usual initial weights. Without it, greedy decoding repeats one token whatever
+# attention does; with it, nearly all greedy tokens differ.
 _MATRIX_SCALE = 3.0
 # Some peers refuse a model without an end token; requests ignore it.
 _END_TOKEN_ID = 0
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def model_directory(name: str, dtype: str, cache: Path) -> Path:
-    """The directory of a model and its tokenizer; made below `cache` unless it is there."""
+    """Return the directory of a model and its tokenizer. Creates it below `cache` if needed."""
     spec = replace(MODELS[name], dtype=parse_dtype(dtype))
     folder = cache / "models" / f"{name}-{dtype}"
     if (folder / "complete").is_file():
@@ -63,8 +63,8 @@ def model_directory(name: str, dtype: str, cache: Path) -> Path:
 def _trained_tokenizer(vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer on this package's own sources.
 
-    Its vocabulary is smaller than that of a model with more rows than the text has merges. Prompts
-    are token ids; peers merely want a tokenizer to be there.
+    Its vocabulary has at most 4,096 tokens, fewer than some models. That does no harm: prompts are
+    token ids, and peers only check that there is a tokenizer.
     """
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

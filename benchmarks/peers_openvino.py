@@ -1,4 +1,4 @@
-"""The process of OpenVINO GenAI with continuous batching."""
+"""The process of OpenVINO GenAI, with continuous batching, in benchmarks/peers.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import openvino_genai
 from benchmarks.peers_worker import KV_CACHE_GIB, MAX_NUM_SEQUENCES, serve
 from benchmarks.workloads import Generated, Workload
 
-# At least the longest prompt of a workload: one of many parts is slower.
+# At least the longest prompt of a workload: a prompt in several chunks is slower.
 _MAX_BATCHED_TOKENS = 2048
 _FILE = "openvino_model.xml"
 
 
 def convert(model: Path, target: Path, precision: str) -> None:
-    """Export it; matrices of int8 have a scale per row."""
+    """Export `model` to `target`. int8 matrices have one scale per row."""
     _require_instructions(precision)
     # Both import torch, which the process that is measured must not.
     import nncf
@@ -37,7 +37,7 @@ def convert(model: Path, target: Path, precision: str) -> None:
 
 
 def _require_instructions(precision: str) -> None:
-    """Raises RuntimeError for bfloat16 on a processor without its instructions: OpenVINO would
+    """Raise RuntimeError for bfloat16 on a processor without bfloat16 instructions: OpenVINO would
     compute in float32 there.
     """
     able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -46,7 +46,7 @@ def _require_instructions(precision: str) -> None:
 
 
 class OpenVino:
-    """Reads OpenVINO's own form of a model, in float32, bfloat16 or with weights of int8."""
+    """Runs a model in OpenVINO's format, in float32, in bfloat16, or with int8 weights."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         _require_instructions(precision)

@@ -1,4 +1,7 @@
-"""Processes with a time limit: contestants, and installers of their environments."""
+"""Processes with a time limit: contestants, and installers of their environments.
+
+Used by peers_environments and peers_rounds. Writes log files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ class PeerError(Exception):
 def run_logged(
     command: Sequence[str], log: Path, timeout_s: float, environment: Mapping[str, str]
 ) -> None:
-    """Run to the end; what it prints goes to `log`. Raises PeerError, with nothing left running."""
+    """Run `command` to its end and append its output to `log`.
+
+    Raises PeerError if it fails or takes longer than `timeout_s`; then it is killed.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         process = subprocess.Popen(
@@ -49,10 +55,11 @@ def run_logged(
 
 
 class WorkerProcess:
-    """A contestant's process. A context manager: leaving it ends the process."""
+    """A contestant's process, whose other end is peers_worker. A context manager: leaving it ends
+    the process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """`log` takes what the process prints."""
+        """Start the process. `log`: file to which its stderr is appended."""
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as output:
@@ -68,7 +75,7 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the process; None while it runs."""
         return self._process.poll()
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -95,7 +102,7 @@ class WorkerProcess:
         return dict(reply)
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """A line, or None at the deadline."""
+        """Return the next line, or None at the deadline. Raises PeerError at the end of output."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._unread:
@@ -123,7 +130,8 @@ class WorkerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End of input ends it; one that is busy or stuck is killed, with its own children."""
+        """Close the process's input and wait for its end. After an error, or if it does not end in
+        time, kill it and its children."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Page and plot of the comparisons of benchmarks/peers.py."""
+"""The Markdown page and the plot of benchmarks/peers.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOCK_TITLES = {"cpu": "CPU", "wall": "wall"}
 
 
 def as_markdown(comparisons: Sequence[Comparison], plot: str) -> str:
-    """A page: the machine, all ratios at a glance, then each comparison with its rounds."""
+    """Return the page: the machine, a table of all ratios, then each comparison with its rounds."""
     machine, date = comparisons[0].machine, as_json(comparisons)["date"]
     lines = [
         f"# Generation beside other engines, {date}",
@@ -43,7 +43,7 @@ def as_markdown(comparisons: Sequence[Comparison], plot: str) -> str:
 
 
 def summary_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """A table: the ratio to the best peer, per workload and comparison."""
+    """Return a table with the ratio to the best peer, for each workload of each comparison."""
     lines = [
         "| model | dtype | threads | | ours / best peer, CPU | range | wall | range | best peer |",
         "|---|---|---:|---|---:|---:|---:|---:|---|",
@@ -89,7 +89,7 @@ def _comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def _workload_lines(result: WorkloadResult) -> list[str]:
-    """Ratios by peer and round, with the median of the rounds and of the speed."""
+    """Return a table of the ratios by peer and round, with their medians and the median speed."""
     num_rounds = len(result.ratios("cpu"))
     numbers = [f"round {index + 1}" for index in range(num_rounds)]
     header = ["clock", *numbers, "median", f"{result.counted} tokens/s"]
@@ -106,7 +106,7 @@ def _workload_lines(result: WorkloadResult) -> list[str]:
 
 
 def _ratio_cells(ratios: Sequence[float], num_rounds: int) -> list[str]:
-    """A cell per round, empty ones for those that were not played, and the median."""
+    """Return one cell for each round, empty if it was not played, and one for the median."""
     cells = [f"{ratio:.2f}" for ratio in ratios] + [""] * (num_rounds - len(ratios))
     return [*cells, f"{statistics.median(ratios):.2f}"]
 
@@ -137,7 +137,7 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def _draw_row(axis: Any, row: Sequence[Comparison], peers: Sequence[str]) -> None:
-    """The comparisons of one dtype and number of threads side by side."""
+    """Draw the comparisons of one dtype and number of threads side by side."""
     _, dtype, num_threads = row[0].key
     spots = [
         (f"{comparison.model} {name}", comparison.clock, result)

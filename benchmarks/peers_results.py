@@ -20,8 +20,8 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadResult:
-    """The rounds of a workload. Each group of `groups` has the rounds of peers that were in memory
-    together; ours takes part in all groups. Speeds are those of `num_counted` tokens.
+    """The rounds of a workload. A group of `groups` has the rounds of peers that were in memory
+    together; our engine plays in all groups. Speeds count `num_counted` tokens for each round.
     """
 
     summary: str
@@ -36,22 +36,25 @@ class WorkloadResult:
         return [name for name in dict.fromkeys(names) if name != OUR_NAME]
 
     def ratios_to(self, peer: str, clock: str) -> list[float]:
-        """Return our speed over that of `peer`, for each round that it played."""
+        """Return our speed over the speed of `peer`, for each round that `peer` played."""
         rounds = [seconds for group in self.groups for seconds in group if peer in seconds]
         return [seconds[peer][clock] / seconds[OUR_NAME][clock] for seconds in rounds]
 
     def best_peers(self, clock: str) -> list[tuple[float, str]]:
-        """Return, by round, our speed over the fastest peer's, and its name, without int8."""
+        """Return, for each round, our speed over the fastest peer's, and that peer's name.
+
+        Peers with int8 weights are left out.
+        """
         peers = [name for name in self.peers if not name.endswith(INT8_SUFFIX)]
         columns = [[(ratio, peer) for ratio in self.ratios_to(peer, clock)] for peer in peers]
         return [min(cell for cell in row if cell is not None) for row in zip_longest(*columns)]
 
     def ratios(self, clock: str) -> list[float]:
-        """Return our speed over the fastest peer's, by round."""
+        """Return our speed over the fastest peer's, for each round."""
         return [ratio for ratio, _ in self.best_peers(clock)]
 
     def speed(self, name: str, clock: str) -> float:
-        """The median of its tokens per second."""
+        """Return the median, over its rounds, of a contestant's tokens per second."""
         rounds = [seconds for group in self.groups for seconds in group if name in seconds]
         return statistics.median(self.num_counted / seconds[name][clock] for seconds in rounds)
 
@@ -70,8 +73,10 @@ def _without(seconds: Seconds, names: Sequence[str]) -> Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One model in one dtype with a number of threads. `versions` and `equal_greedy_share` are by
-    peer, `left_out` has reasons; `load_averages` are those of the machine at each round's start.
+    """The results of one model in one dtype with a number of threads.
+
+    `versions`, `equal_greedy_share` and `left_out` (reasons) are by peer. `load_averages`: the
+    machine's load average at the start of each round.
     """
 
     date: str
@@ -87,12 +92,12 @@ class Comparison:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Model, dtype and threads: what tells one comparison from another."""
+        """Model, dtype and number of threads, which identify a comparison."""
         return self.model, self.dtype, int(self.machine["threads"])
 
     @property
     def clock(self) -> str:
-        """The one that counts: CPU seconds of one thread, wall time of several."""
+        """The clock that counts: CPU time for one thread, wall time for several."""
         return "cpu" if self.machine["threads"] == 1 else "wall"
 
     def updated(self, newer: Comparison) -> Comparison:
@@ -128,14 +133,14 @@ def merged(older: Sequence[Comparison], newer: Sequence[Comparison]) -> list[Com
 
 
 def as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Plain values, with the last day and the machine, which the files are named after."""
+    """Return the content of the JSON file, with the latest date and the machine, which name it."""
     machine = {k: v for k, v in comparisons[0].machine.items() if k != "threads"}
     date = max(comparison.date for comparison in comparisons)
     return {"date": date, "machine": machine, "comparisons": [asdict(c) for c in comparisons]}
 
 
 def read_json(path: Path) -> list[Comparison]:
-    """The comparisons of a file of results."""
+    """Return the comparisons of a JSON file that `as_json` made."""
     comparisons = []
     for values in json.loads(path.read_text())["comparisons"]:
         workloads = {name: WorkloadResult(**each) for name, each in values["workloads"].items()}

@@ -1,4 +1,4 @@
-"""The process of rollout.LLM."""
+"""The process of rollout.LLM in benchmarks/peers.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout import LLM, InferenceConfig
 
 
 class Rollout:
-    """Reads the Hugging Face directory."""
+    """Runs rollout.LLM on a Hugging Face directory."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         config = InferenceConfig(

@@ -1,4 +1,4 @@
-"""Interleaved rounds of contestants in processes of their own."""
+"""Tournament: interleaved rounds of contestants, each in its own process. Used by peers.py."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from benchmarks.peers_results import CLOCKS, Seconds, WorkloadResult
 from benchmarks.peers_workloads import Contest, greedy_workload
 from benchmarks.workloads import Workload
 
-# A peer so many times slower than the best one, by both clocks, plays one round of a workload.
+# A peer that is more than this many times slower than the best peer, by both clocks, plays only one
+# round of a workload.
 FAR_BEHIND = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A process that has loaded the model. With int8 weights its tokens are not compared."""
+    """A process that has loaded the model. Tokens from int8 weights are not compared."""
 
     name: str
     worker: WorkerProcess
     is_int8: bool = False
 
     def generate(self, workload: Workload, seed: int, timeout_s: float) -> Answer:
-        """Raises PeerError."""
+        """Run the workload in the process and return its samples and times. Raises PeerError."""
         request = {"method": "generate", "workload": asdict(workload), "seed": seed}
         reply = self.worker.ask(request, timeout_s)
         return Answer(
@@ -36,8 +37,8 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Samples, and the seconds that they took by each clock: CPU of all threads and processes of
-    the contestant, and wall.
+    """Samples, and the seconds that they took: by "cpu", summed over all threads and processes of
+    the contestant, and by "wall".
     """
 
     tokens: list[list[int]]
@@ -52,7 +53,7 @@ class Display(Protocol):
         ...
 
     def advance(self, contest: Contest, num_plays: int) -> None:
-        """Count plays of one contestant that have ended or will not take place."""
+        """Count plays (one contestant, one round) that have ended or will not take place."""
         ...
 
 
@@ -109,13 +110,13 @@ class Tournament:
         return self._remaining(group)
 
     def _play_rounds(self, contest: Contest, peers: Sequence[Contestant]) -> int:
-        """Rounds of those that are left; returns the number of plays.
+        """Play the rounds of `peers` and write them into the results. Returns the number of plays.
 
-        Peers far behind the best one of all groups play the first round only.
+        A peer far behind the best peer of all groups plays only the first round.
         """
         result, num_plays = self.results[contest.name], 0
         rounds: list[Seconds] = []
-        # So that nothing is built in the first round.
+        # The warm-up builds what an engine builds at its first use.
         self._everyone(f"{contest.name}: warm-up", contest.warm_up(), 0, peers)
         peers = self._remaining(peers)
         for index in range(self._num_rounds):
@@ -137,7 +138,11 @@ class Tournament:
     def _everyone(
         self, title: str, workload: Workload, seed: int, peers: Sequence[Contestant]
     ) -> dict[str, Answer]:
-        """Answers by name; every second seed turns the order round."""
+        """Run the workload on our engine and all peers. Returns the answers by name.
+
+        The order is reversed for odd seeds. A peer that fails goes to `left_out`; PeerError is
+        raised if our engine fails.
+        """
         answers = {}
         order = [self._ours, *peers]
         for contestant in order if seed % 2 == 0 else reversed(order):
@@ -156,14 +161,17 @@ class Tournament:
 
 
 def _is_near(result: WorkloadResult, peer: str) -> bool:
-    """Whether a peer is near the best of the first rounds, by one clock or the other."""
+    """Return whether a peer is near the best one in the first rounds, by at least one clock."""
     return any(
         result.ratios_to(peer, clock)[0] <= FAR_BEHIND * result.ratios(clock)[0] for clock in CLOCKS
     )
 
 
 def equal_share(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
-    """The share of `expected` up to each row's first other token: what follows it has to differ."""
+    """Return the share of `expected` that comes before the first different token of each row.
+
+    Tokens after it are not compared, since they depend on it.
+    """
     num_equal = 0
     for row, wanted in zip(tokens, expected, strict=True):
         for token, wanted_token in zip(row, wanted, strict=True):

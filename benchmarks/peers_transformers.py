@@ -1,4 +1,5 @@
-"""The process of transformers' `generate`: one batch, run to the longest output."""
+"""The process of transformers' `generate` in benchmarks/peers.py: one batch, run to the longest
+output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of vLLM on a CPU."""
+"""The process of vLLM on a CPU, in benchmarks/peers.py."""
 
 from __future__ import annotations
 

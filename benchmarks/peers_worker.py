@@ -1,7 +1,12 @@
-"""A contestant's process: requests come as lines of JSON on stdin, each is answered by one line.
+"""`serve`: the process of one engine of benchmarks/peers.py. Reads requests, writes replies.
 
-It runs in the environment of its peer and imports the standard library and NumPy only. What the
-peer prints goes to stderr, which the parent keeps in a file.
+A request is a line of JSON on stdin, its reply a line of JSON on stdout. The programs
+benchmarks/peers_<engine>.py call `serve`; WorkerProcess of peers_process.py is the other end. The
+process runs in the engine's own environment, so this module needs only the standard library and
+NumPy. Anything that the engine prints goes to stderr, which the parent writes to a log file.
+serving_processes.py uses `process_seconds`.
+
+Each kind of request, and its reply:
 
     {"method": "convert", "model": FOLDER, "target": FOLDER, "precision": "float32"}   {}
     {"method": "load", "model": FOLDER, "precision": "float32", "num_threads": 1}      {}
@@ -25,38 +30,37 @@ from typing import Any, Protocol, TextIO
 
 from benchmarks.workloads import Generated, Workload, require_what_was_asked
 
-# Of prompt and output; of the KV cache, where a peer wants its size.
-MAX_SEQUENCE_LENGTH = 2304
+MAX_SEQUENCE_LENGTH = 2304  # tokens of prompt and output
 MAX_NUM_SEQUENCES = 64
-KV_CACHE_GIB = 1
+KV_CACHE_GIB = 1  # for engines that need a size
 
 
 class Peer(Protocol):
     """An engine under measurement. `precision` is float32, bfloat16 or int8."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
-        """Read a Hugging Face directory, or what `convert` has made of it.
+        """Load a model from a Hugging Face directory, or from the folder that `convert` wrote.
 
-        Raises if this machine cannot run the model in this precision.
+        Raises an error if this machine cannot run the model in this precision.
         """
         ...
 
     def generate(self, workload: Workload, seed: int) -> Generated:
-        """Generate everything the workload asks for."""
+        """Generate all samples of the workload."""
         ...
 
 
-# Writes a Hugging Face directory to another folder, in a precision and in a peer's own form.
+# Converts a Hugging Face directory to a peer's own format: model, target folder, precision.
 Convert = Callable[[Path, Path, str], None]
 
 
 def serve(peer: Peer, convert: Convert | None = None) -> None:
-    """Answer requests until the input ends. `convert` is for peers with files of their own form."""
+    """Answer requests until the input ends. `convert`: for peers with their own file format."""
     replies = _replies()
     for line in sys.stdin:
         try:
             reply = _answer(peer, convert, json.loads(line))
-        except Exception as error:  # the parent decides what becomes of it
+        except Exception as error:  # the parent decides whether to go on
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
@@ -64,7 +68,7 @@ def serve(peer: Peer, convert: Convert | None = None) -> None:
 
 
 def _replies() -> TextIO:
-    """The pipe to the parent. From now on, what is printed goes to stderr, also from C."""
+    """Return the pipe to the parent, and redirect stdout to stderr, for C code too."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return pipe
@@ -96,14 +100,14 @@ def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of all threads of this process and of its descendants, ended ones included."""
+    """Return the CPU seconds of this process and its descendants, including ended ones."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     running = sum(process_seconds(pid) for pid in _descendants(os.getpid()))
     return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Pids, on systems with /proc."""
+    """Return the process ids of all descendants of `ancestor`, from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -120,7 +124,10 @@ def _descendants(ancestor: int) -> list[int]:
 
 
 def process_seconds(pid: int) -> float:
-    """Return the CPU seconds of a running process, by the clock id of clock_getcpuclockid(3)."""
+    """Return the CPU seconds of a running process; 0 if it has ended.
+
+    The clock id is that of clock_getcpuclockid(3).
+    """
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:  # it has ended

@@ -1,4 +1,4 @@
-"""What is generated, W1 to W4, with prompts of its own for every round."""
+"""The workloads W1 to W4 of benchmarks/peers.py, with new prompts for every round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.workloads import (
 
 GREEDY_TOKENS = 16
 _WARM_UP_TOKENS = 3
-# What the estimate of the seconds of a contestant assumes of a core and of its memory.
+# Assumed speed of a core and of its memory, to estimate a contestant's seconds.
 _FLOPS = 25e9
 _BYTES_PER_SECOND = 8e9
 _STEP_OVERHEAD_S = 5e-3
@@ -25,7 +25,7 @@ Size = Literal["small", "reduced", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A workload, and the tokens that its speed counts: those of the output, or of the prompt."""
+    """A workload, and which of its tokens the speed counts: "output" or "prompt" tokens."""
 
     workload: Workload
     num_counted: int
@@ -47,7 +47,7 @@ class Contest:
         return self.workload.shortened(_WARM_UP_TOKENS)
 
     def estimated_seconds(self, num_parameters: int, num_threads: int) -> float:
-        """Estimate a contestant's seconds: its products, and its reads of the weights."""
+        """Estimate a contestant's seconds, from its matrix products and its reads of weights."""
         num_tokens = sum(map(len, self.workload.prompts)) + self.workload.num_tokens
         products_s = num_tokens * 2 * num_parameters / _FLOPS
         step_s = _STEP_OVERHEAD_S + 4 * num_parameters / _BYTES_PER_SECOND
@@ -80,7 +80,7 @@ def contests(vocab_size: int, size: Size) -> dict[str, Contest]:
 
 
 def greedy_workload(contest: Contest) -> Workload:
-    """The likeliest tokens after each prompt of a contest."""
+    """Return a workload that decodes greedily after each prompt of the contest."""
     workload = contest.workload
     return replace(
         workload,

@@ -1,4 +1,7 @@
-"""The results as JSON for programs and as Markdown for people."""
+"""Formats benchmark results as JSON for programs and as a Markdown page for people.
+
+Used by benchmarks.generate and benchmarks.moe, which write the files.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from benchmarks.rounds import Contest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContestResult:
-    """A contest, and what the bare matrix products of the same steps would have cost, if that was
-    measured.
+    """A contest and its floor: CPU seconds of the bare matrix products of the same steps.
+
+    `floor_seconds` is None if the floor was not measured.
     """
 
     contest: Contest
@@ -35,7 +39,7 @@ class Results:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Plain values; every figure of the Markdown page is among them."""
+    """Return the results as values for json.dumps, with every round and decode step."""
     return {
         "date": results.date,
         "machine": results.machine,
@@ -65,7 +69,7 @@ def _own_seconds(contest: Contest) -> float:
 
 
 def as_markdown(results: Results) -> str:
-    """A page: the machine, a table per workload, the distance to the floor."""
+    """Return a page: the machine, a table per workload, and decode steps beside their floor."""
     machine = results.machine
     lines = [
         f"# Generation, {results.date}",

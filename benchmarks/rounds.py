@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.contestants import Contestant, timed
 from benchmarks.workloads import Workload
 
-# A way to run transformers this much slower than its best in the first round runs no more.
+# Peers this much slower than the best peer of the first round are left out of later rounds.
 DROP_BEHIND = 1.1
 WARM_UP_TOKENS = 3
 
@@ -29,7 +29,7 @@ class Round:
 
 @dataclass(slots=True, kw_only=True)
 class Contest:
-    """The rounds of one workload. Peers that know the lengths beforehand are judged apart."""
+    """The rounds of one workload. Peers that know output lengths beforehand are compared apart."""
 
     workload: Workload
     ours: Contestant
@@ -46,13 +46,13 @@ class Contest:
 
 
 def warm_up(contest: Contest) -> None:
-    """Run everyone on a few tokens, so that nothing is loaded or built in the first round."""
+    """Run each contestant on a few tokens, so that the first round loads and builds nothing."""
     for contestant in (contest.ours, *contest.peers):
         timed(contestant, contest.workload.shortened(WARM_UP_TOKENS), seed=0)
 
 
 def play_round(contest: Contest, announce: Callable[[str], None]) -> None:
-    """Play one more round. The order is reversed each time."""
+    """Run each contestant once and append the round. The order is reversed each time."""
     gc.collect()
     index = len(contest.rounds)
     order = [contest.ours, *contest.peers]

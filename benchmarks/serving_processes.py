@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and the CPU time of each with all its children."""
+"""HTTP servers in child processes, and their CPU time with all their children."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _VLLM_PORT = 8731
 
 
 class ServerProcess:
-    """A server and its children, which end with it. A context manager."""
+    """A context manager that runs a server and ends it with its children."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
     ) -> None:
-        """url: where it will answer; "": it prints {"url": ...} as its first line."""
+        """url: the server's address; "" if the server prints {"url": ...} as its first line."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -75,7 +75,7 @@ class ServerProcess:
             self._process.wait()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """User and system time of each process of the server so far, by what it is."""
+        """Return the CPU seconds so far, by the kind of process: server, coordinator or engine."""
         found: dict[str, float] = {}
         for pid in _with_children(self._process.pid):
             with suppress(OSError):  # it has ended
@@ -112,7 +112,8 @@ def rollout_server(
 
 @contextmanager
 def vllm_server(directory: Path, cache: Path, max_length: int) -> Iterator[ServerProcess]:
-    """Raises OSError if it is not installed, or ends, and TimeoutError if it does not answer."""
+    """Run vLLM's server. Raises OSError if vLLM is not installed or the server ends, and
+    TimeoutError if it does not answer."""
     installed = sorted((cache / "peers").glob("vllm-*/bin/python"))
     if not installed:
         raise OSError("it is not installed; benchmarks/peers.py does that")

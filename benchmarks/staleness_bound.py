@@ -1,10 +1,11 @@
-"""What the bound on staleness costs in reward: fixed bounds beside one that follows the ESS.
+"""Measure what the staleness bound costs in reward: fixed bounds, and one that follows the ESS.
 
     python benchmarks/staleness_bound.py
 
-The counting problem of examples/async_minimal.py with the real producer and engine, in one process:
-the same model, prompts and number of steps for each bound, seeds interleaved. The trainer is quick,
-so tokens are about as old as the bound lets them be. Prints a Markdown table.
+Each run solves the counting problem of examples/async_minimal.py with the real producer and engine,
+in one process. For each seed, every bound gets the same initial weights, prompts and number of
+steps. A training step is short, so tokens are about as old as the bound allows. Prints a Markdown
+table; ESS is the effective sample size of a batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BATCH_GROUPS, GROUP_SIZE, WINDOW_STEPS = 16, 8, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Means over a run's steps. `reward_last`: of the last WINDOW_STEPS."""
+    """Means over all steps of a run; `reward_last` over its last WINDOW_STEPS steps."""
 
     reward_mean: float
     reward_last: float
@@ -48,7 +49,7 @@ class Run:
 
 
 async def train(bound: Bound, seed: int, num_steps: int, learning_rate: float) -> Run:
-    """Train once, from the initial weights of `seed`."""
+    """Run one training, from the initial weights of `seed`."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)

@@ -1,6 +1,6 @@
 """Decodes lines of files that must be UTF-8, and finds strings that UTF-8 cannot encode.
 
-Used by everything that reads prompts from files.
+Used by `rollout generate` and by the prompt sources of trainer_hooks. Pure functions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def decode_line(line: bytes) -> str:
-    """Return the text of a line, without the byte order mark that Windows writes.
+    """Return the text of a line, without a leading byte order mark, which Windows writes.
 
-    Raises ValueError, with the place and the remedy, for bytes that are not UTF-8.
+    Raises ValueError for bytes that are not UTF-8. The message names the first such byte and a
+    command that converts the file; the caller puts the name of the line in front.
     """
     try:
         return line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
@@ -28,9 +29,10 @@ def decode_line(line: bytes) -> str:
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Return the first string in a JSON value that has half a surrogate pair; None if none has.
+    """Return the first string in a JSON value, keys included, that UTF-8 cannot encode, or None.
 
-    Python's JSON reads the escape \\ud83d as such a string. Tokenizers and files refuse it.
+    Such a string has half a surrogate pair: Python's JSON makes it from the lone escape \\ud83d.
+    Tokenizers and files refuse it.
     """
     if isinstance(value, str):
         return None if value.isascii() or _is_unicode(value) else value

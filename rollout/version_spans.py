@@ -1,6 +1,7 @@
 """VersionSpans: the weights version of each entry of a sequence, stored as runs.
 
-Requests and the scheduler keep one for the sampled tokens and one for the KV of each request.
+A request keeps one for the versions that sampled its tokens and one for the versions that wrote
+its KV. The scheduler and the prefix index keep KV versions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class VersionSpans:
             self.append(count, version)
 
     def __len__(self) -> int:
-        """Number of entries, not of runs."""
+        """Return the number of entries, not of runs."""
         return self._length
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
@@ -48,7 +49,7 @@ class VersionSpans:
             start = end
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Every run as `(end, version)`."""
+        """Return every run as `(end, version)`."""
         if self._version is None:
             return []
         return [*self._closed[: self._num_closed], (self._length, self._version)]
@@ -63,7 +64,10 @@ class VersionSpans:
         return f"VersionSpans({runs})"
 
     def append(self, count: int, version: int) -> None:
-        """Add `count` entries made under `version`. O(1). Raises ValueError if `count` < 0."""
+        """Add `count` entries of `version`. Raises ValueError if `count` < 0.
+
+        O(1), or O(runs) if a copy that shares runs with this object has been appended to.
+        """
         if version == self._version and count > 0:
             self._length += count
             return
@@ -105,7 +109,7 @@ class VersionSpans:
         return part
 
     def copy(self) -> VersionSpans:
-        """Return an independent copy. O(1), in time and memory."""
+        """Return an independent copy in O(1). The two share their runs until both append."""
         other = VersionSpans()
         other._closed, other._num_closed = self._closed, self._num_closed
         other.last_run = self.last_run
@@ -158,7 +162,10 @@ class VersionSpans:
 
     @classmethod
     def deserialize(cls, runs: Sequence[int]) -> VersionSpans:
-        """Return what `serialize` wrote. Raises ValueError if the list is not pairs."""
+        """Return the spans of a list that `serialize` returned.
+
+        Raises ValueError if the list has an odd length or a negative count.
+        """
         if len(runs) % 2:
             raise ValueError(f"{len(runs)} numbers are not (count, version) pairs")
         return cls(zip(runs[::2], runs[1::2], strict=True))

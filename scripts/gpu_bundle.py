@@ -55,7 +55,7 @@ class Wheel(NamedTuple):
 
 
 def parse_wheel(file_name: str) -> Wheel:
-    """Raises ValueError if it is no wheel's name."""
+    """Split the name of a wheel. Raises ValueError if `file_name` is not the name of a wheel."""
     parts = file_name.removesuffix(".whl").split("-")
     if not file_name.endswith(".whl") or len(parts) not in (5, 6):
         raise ValueError(f"{file_name!r} is not the name of a wheel")
@@ -77,19 +77,19 @@ def runs_there(wheel: Wheel) -> bool:
 
 
 def normalised(name: str) -> str:
-    """A package's name as PEP 503 compares it."""
+    """Return a package's name in the form in which PEP 503 compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pinned_versions(constraints: str) -> dict[str, str]:
-    """name -> version of every `name==version` line; what follows a `;` is left out."""
+    """Return the version of each package with a line `name==version`. Ignores text after a `;`."""
     lines = (line.partition("#")[0].partition(";")[0].strip() for line in constraints.splitlines())
     pairs = (line.split("==") for line in lines if "==" in line)
     return {normalised(name): version for name, version in pairs}
 
 
 def requirements(constraints: str) -> dict[str, str]:
-    """name -> version of all that the bundle holds. Raises ValueError for one without a pin."""
+    """Return the version of each package of the bundle. Raises ValueError for one without a pin."""
     pinned = pinned_versions(constraints)
     missing = [name for name in PACKAGES if name not in pinned]
     if missing:
@@ -119,7 +119,7 @@ def make_plan(wanted: dict[str, str], file_names: Iterable[str]) -> Plan:
 
 
 def fetch_command(name: str, version: str, folder: Path) -> list[str]:
-    """The pip call that puts the wheel into `folder`."""
+    """Return the pip command that downloads or builds the wheel in `folder`."""
     pip = [sys.executable, "-m", "pip"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
     if name in SOURCE_ONLY:
@@ -131,7 +131,7 @@ def fetch_command(name: str, version: str, folder: Path) -> list[str]:
 
 
 def table(folder: Path) -> str:
-    """A line per wheel and the sum, in KiB."""
+    """Return one line with the size of each wheel, and one with the sum, in KiB."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.whl"))}
     rows = [f"{size / 1024:8.0f} KiB  {name}" for name, size in sizes.items()]
     return "\n".join([*rows, f"{sum(sizes.values()) / 1024:8.0f} KiB  in {folder}"])
@@ -170,7 +170,7 @@ def recordings(tests: Path, launches: Path) -> list[Recording]:
 
 
 def walks(tests: Path) -> list[str]:
-    """The files of whole paths that also run on a device."""
+    """Return the files of tests/scenarios that also run on a device."""
     files = sorted((tests / "scenarios").glob("test_*.py"))
     return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
@@ -238,7 +238,7 @@ def pack_kernels(launches: Path, packed: Path) -> Compiled:
 
 
 def missing_kernels(launches: Path, packed: Path) -> list[str]:
-    """The names of what a machine with this packed cache would still have to compile."""
+    """Return the names of the kernels that a machine with this packed cache must still compile."""
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
         triton_cache.install(packed, cache)
@@ -246,7 +246,7 @@ def missing_kernels(launches: Path, packed: Path) -> list[str]:
 
 
 def fill_triton(packed: Path) -> bool:
-    """Record, compile and pack all kernels. Returns whether none is missing, after a line if so."""
+    """Record, compile and pack all kernels. Returns whether all are there; else prints why not."""
     with tempfile.TemporaryDirectory() as folder:
         launches = Path(folder, "launches")
         failed = record(launches)
@@ -261,7 +261,8 @@ def fill_triton(packed: Path) -> bool:
 
 
 def fetch_wheels() -> bool:
-    """Make the folder hold the wheels. Returns whether it does, after a line that says why not."""
+    """Remove wheels that do not fit, and download missing ones. Returns whether all are there; else
+    prints why not."""
     wanted = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     plan = make_plan(wanted, wheel_names(FOLDER))
     for file_name in plan.remove:
@@ -288,7 +289,7 @@ def bytes_that_travel(root: Path) -> int:
 
 
 def main() -> int:
-    """Returns the exit status: 1, after a line that says why, if the bundle is not complete."""
+    """Fill .gpu/. Returns the exit status: 1, after a line that says why, if it is not complete."""
     FOLDER.mkdir(exist_ok=True)
     if not fetch_wheels() or not fill_triton(TRITON):
         return 1

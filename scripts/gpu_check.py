@@ -3,11 +3,14 @@
     python3 scripts/gpu_check.py first        # in 330 s: facts, tests, benchmark
     python3 scripts/gpu_check.py again FILE   # in 240 s: the tests that FILE names, benchmark
 
-Each part is a process group with a time limit: one that fails, aborts, hangs or loses the device
-costs no other part its result. Results go to $OUT, or to outputs/gpu-check: facts.txt, check.json,
-tests.jsonl (each test that ran), again.txt (node ids of failed tests: FILE of the second call),
-logs.txt, gpu.json and gpu.md. The last 12,000 characters of what is printed sum up. Exit status: 0
-if all parts passed, 1 if one did not, 2 if nothing can run here.
+Each part is a process group with a time limit. A part that fails, aborts, hangs or loses the device
+does not affect the results of the other parts. Results go to $OUT, or to outputs/gpu-check:
+facts.txt, check.json, tests.jsonl (each test that ran), again.txt (node ids of failed tests, the
+FILE of the second call), logs.txt, gpu.json, gpu.md and, from the second call, gpu-kernels.md. The
+output ends with a summary, which its last 12,000 characters hold. Exit status: 0 if all parts
+passed, 1 if one did not, 2 if nothing can run here.
+
+Run by hand or by `make gpu-check`. Packages and kernels are installed in a temporary folder.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ BUNDLE = ROOT / ".gpu"
 RESULTS = ROOT / "outputs" / "gpu-check"
 
 FIRST_S, AGAIN_S = 330.0, 240.0
-OWN_S = 5.0  # what this script takes beside its parts
+OWN_S = 5.0  # time for this script itself, beside its parts
 NUM_WORKERS = 8
 SUITES = ("tests/contracts", "tests/backends")
 WALKS = (
@@ -45,7 +48,7 @@ WALKS = (
 
 
 def first_parts(packages: Path) -> list[Part]:
-    """Return the parts that check an unknown machine, the cheapest part first."""
+    """Return the parts that check an unknown machine: facts and a smoke test before the suites."""
     on_device, metered = "device and not slow", "meters_memory"
     in_workers = f"{on_device} and not {metered}"
     return [
@@ -60,7 +63,8 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """The tests of that list; the benchmark; NVIDIA's tools in what time is left."""
+    """Return the parts that run the tests listed in the file `tests`, the benchmark, and NVIDIA's
+    tools in the time that is left."""
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
         pytest_part(
@@ -88,7 +92,8 @@ def facts_part() -> Part:
 
 
 def install_part(packages: Path) -> Part:
-    """Unpack the wheels into `packages`; the machine's own packages stay as they are."""
+    """Return the part that installs the wheels in `packages` and leaves the machine's packages
+    unchanged."""
     options = ["--disable-pip-version-check", "--root-user-action=ignore", "--quiet", "--no-index"]
     options += ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
     wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
@@ -110,7 +115,11 @@ def pytest_part(
     num_workers: int = 0,
     only: Path | None = None,
 ) -> Part:
-    """pytest over `paths`, in one process or in workers. A test that hangs ends its process."""
+    """Return a part that runs pytest over `paths`, in one process or in `num_workers` workers.
+
+    `marks`: the marker expression. `only`: file of the node ids to run; None for all. A test that
+    hangs for half of `limit_s` ends its process.
+    """
     options = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
     options += [f"--timeout={0.5 * limit_s:.0f}", "--timeout-method=thread", "-m", marks]
     if num_workers:
@@ -124,16 +133,16 @@ def python(*arguments: str) -> list[str]:
 
 
 def files_of(tests: Path) -> list[str]:
-    """The test files, in order, that a list of node ids names and that are there."""
+    """Return the existing test files that the node ids in the file `tests` name, in their order."""
     nodeids = tests.read_text(encoding="utf-8").split("\n")
     names = dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids if nodeid)
     return [name for name in names if (ROOT / name).is_file()]
 
 
 def environment_with(scratch: Path) -> dict[str, str]:
-    """Return the environment of every part: our packages first, unbuffered output.
+    """Return the environment variables of every part: this tree and our packages come first.
 
-    The memory saver needs nothing here: rollout hooks it into torch's allocator by itself.
+    The memory saver needs no variable: rollout hooks it into torch's allocator by itself.
     """
     paths = [str(ROOT), str(packages_in(scratch)), os.environ.get("PYTHONPATH", "")]
     return {
@@ -156,12 +165,12 @@ def cache_in(scratch: Path) -> Path:
 
 
 def install_cache(cache: Path) -> None:
-    """Install the kernels that were compiled beforehand where Triton can add others."""
+    """Copy the precompiled kernels to `cache`, where Triton adds those that it compiles."""
     triton_cache.install(BUNDLE / "triton", cache)
 
 
 def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
-    """Run it and write its results."""
+    """Run one part and write its results."""
     cache = cache_in(runner.folder)
     before = triton_cache.num_kernels(cache)
     ended = runner.run(part)
@@ -172,7 +181,7 @@ def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
 
 
 def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: float) -> int:
-    """Try every part, unless the facts say that nothing can run. Returns the exit status."""
+    """Run every part, unless the facts say that nothing can run. Returns the exit status."""
     end = runner.clock.now() + total_s - OWN_S
     for index, part in enumerate(parts):
         left_s = end - runner.clock.now() - sum(later.limit_s for later in parts[index + 1 :])
@@ -199,22 +208,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     again.add_argument("tests", metavar="FILE", type=Path, help="their node ids, a line each")
     arguments = parser.parse_args(argv)
     if arguments.call == "again" and not arguments.tests.is_file():
-        parser.error(f"{arguments.tests} is not there; again.txt of the first call is such a file")
+        parser.error(f"{arguments.tests} is not a file; give the again.txt of the first call")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
-    """Run the parts of a call. Returns the exit status."""
+    """Run the parts of the call that the command line names. Returns the exit status."""
     arguments = parse_arguments(argv)
     if not list(BUNDLE.glob("*.whl")):
         return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")
     out = Path(os.environ.get("OUT") or RESULTS).resolve()
-    # Parts are asked to sum up by Ctrl-C, which a background job and all it starts would ignore.
+    # SIGINT tells a part to print its summary. A background job starts with SIGINT ignored,
+    # and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         install_cache(cache_in(scratch))
-        # The list may lie in $OUT, whose files are written anew.
+        # The list may lie in $OUT, whose files Results deletes.
         asked = scratch / "asked.txt"
         asked.write_bytes(arguments.tests.read_bytes() if arguments.call == "again" else b"")
         results = Results(out, arguments.call, asked.read_text(encoding="utf-8").splitlines())

@@ -45,7 +45,7 @@ def path_of(tool: str) -> str:
 
 
 def facts() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Name and reader of each."""
+    """Yield the name of each fact, and the function that reads it."""
     yield "card", card
     yield "kernel", platform.release
     yield "cores", lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"

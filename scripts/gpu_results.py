@@ -1,4 +1,7 @@
-"""Results of gpu-check: the outcome of each part, the files in $OUT, and the printed summary."""
+"""Results of gpu-check: the outcome of each part, the files in $OUT, and the printed summary.
+
+Used by gpu_check.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from scripts.gpu_processes import Ended, Part, described, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTHING_TO_RUN = 5  # exit status of pytest, and of the programs under benchmarks/
-# All that a call may leave in $OUT, from where eight files come back.
+# All files that a call may write to $OUT; at most eight come back from there.
 FILES = (
     *("facts.txt", "check.json", "tests.jsonl", "again.txt", "logs.txt"),
     *("gpu.json", "gpu.md", "gpu-kernels.md"),
 )
 NUM_FAILURES = 3  # of a part that are printed; tests.jsonl has all
-# Of the last 12,000 characters that a caller sees, a part's line at its end takes a tenth.
+# A caller sees the last 12,000 characters: the lines of ended parts in a tenth, then the summary.
 SUMMARY_CHARACTERS = 10_800
 LOG_BYTES = 1 << 20  # kept of a part's log: its end
 # All failures share so many characters, each at most its widths.
@@ -35,7 +38,7 @@ STACK_LINE = re.compile(r'^(File "|Current thread |Thread |Extension modules: |F
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a test, or without one the part itself, failed. `frame`: the innermost one of ours."""
+    """Why a test failed, or the whole part if `test` is "". `frame`: our innermost frame."""
 
     test: str
     error: str
@@ -67,7 +70,10 @@ class Outcome:
 
 
 def outcome_of(part: Part, ended: Ended, journal: Path, log: Path, num_compiled: int) -> Outcome:
-    """Read what the part has left. A part without tests has a failure if it did not end well."""
+    """Return the outcome of a part, from its journal and log.
+
+    A part that failed or was late without a failed test gets one failure of its own.
+    """
     lines = lines_of(journal, part.name)
     events = Counter(line["event"] for line in lines)
     stacks = stacks_in(tail_of(log).decode(errors="replace"))
@@ -118,7 +124,7 @@ def failure_in(log: Path, ended: Ended) -> Failure:
 
 
 def stacks_in(text: str) -> list[list[str]]:
-    """Our frames of each stack in a log, the outermost first: of errors, aborts and time limits."""
+    """Return our frames of each stack in a log (errors, aborts, time limits), outermost first."""
     found = []
     for stack in STACK.split(text)[1:]:
         frames = ["{}:{} {}".format(*match) for match in FRAME.findall(stack)]
@@ -144,10 +150,10 @@ def tail_of(log: Path) -> bytes:
 
 
 class Results:
-    """Writes the files of a call to `out`, anew after every part."""
+    """Writes the files of a call to `out`, again after every part. Deletes earlier files."""
 
     def __init__(self, out: Path, call: str, asked: Sequence[str]) -> None:
-        """`asked`: node ids of the tests that the call is for; none for all."""
+        """`asked`: node ids of the tests to run; empty for all tests."""
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._call, self._asked = out, call, asked
         self._outcomes: list[Outcome] = []
@@ -160,7 +166,7 @@ class Results:
         return all(outcome.is_good for outcome in self._outcomes)
 
     def add(self, outcome: Outcome, log: Path, pages: Sequence[Path]) -> None:
-        """Write what is known now, and print the part's line."""
+        """Add the outcome of a part: write all files, and print the part's line."""
         self._outcomes.append(outcome)
         for page in pages:
             if page.is_file():
@@ -186,7 +192,7 @@ class Results:
 
 
 def summary_of(outcomes: Sequence[Outcome], unknown: Sequence[str], table: str) -> str:
-    """A line for each part, the first failures of each, and as much of the table as fits.
+    """Return a line for each part, its first failures, and as much of the table as fits.
 
     unknown: tests that were asked for and did not start.
     """
@@ -205,7 +211,7 @@ def summary_of(outcomes: Sequence[Outcome], unknown: Sequence[str], table: str) 
 
 
 def line_of(outcome: Outcome) -> str:
-    """Name, status, counts, seconds and kernels that were compiled: below 120 characters."""
+    """Return the part's name, status, seconds and counts in less than 120 characters."""
     counts = {
         "passed": outcome.num_passed,
         "failed": outcome.num_failed,
@@ -220,7 +226,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def failure_lines(outcome: Outcome, num_characters: int) -> list[str]:
-    """The first failures, each in about so many characters."""
+    """Return lines for the first failures of a part, about `num_characters` for each failure."""
     name_width = min(NAME_WIDTH, num_characters * 3 // 10)
     error_width = min(ERROR_WIDTH, num_characters * 4 // 10)
     lines = []
@@ -246,7 +252,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def first_lines(text: str, num_characters: int) -> str:
-    """The whole lines at the start that fit, and how many are left out."""
+    """Return the first lines that fit whole into `num_characters`, and how many are left out."""
     lines = text.splitlines()
     kept = 0
     room = num_characters - len("(1000000 more lines in gpu.md)")

@@ -1,6 +1,7 @@
 """collate_rollouts: makes the padded tensors of a RolloutBatch from finished rollouts.
 
-Used by training loops, by the producer for its batches, and by the doctor. It changes nothing.
+Used by training loops and by the producer for its batches. The update, the metrics and the doctor
+read RolloutBatch. It does not change its arguments.
 
 Shape letters: R rollouts, B rows, each a token sequence of a rollout (most rollouts have one), T
 positions of prompt + completion, right padded, L layers with experts, K experts of a token.
@@ -77,10 +78,10 @@ class RolloutBatch:
 
     @property
     def rewards_B(self) -> torch.Tensor:
-        """The reward of each row, float32, where each rollout is one row.
+        """Reward of each row, float32, if each rollout has one row.
 
-        Raises ConfigError where a rollout has several rows: a view of these rewards as groups of
-        rows would mix up the groups.
+        Raises ConfigError if a rollout has several rows, because a view of these rewards as groups
+        would mix up the groups.
         """
         num_several = int((self.rollout_index_B.bincount(minlength=self.num_rollouts) > 1).sum())
         if num_several:
@@ -94,7 +95,7 @@ class RolloutBatch:
 
     @property
     def first_row_R(self) -> torch.Tensor:
-        """The first row of each rollout, int64."""
+        """Index of the first row of each rollout, int64."""
         rows_B = torch.arange(len(self))
         last_R = torch.full((self.num_rollouts,), len(self))
         return last_R.scatter_reduce(0, self.rollout_index_B, rows_B, "amin")
@@ -104,9 +105,9 @@ class RolloutBatch:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Return values of rollouts, [R] or [P, G], as one value per row, [B].
+        """Return for each row, [B], the value of its rollout. `values_R`: [R] or [P, G].
 
-        Raises ConfigError for another number of values.
+        Raises ConfigError unless there is one value per rollout.
         """
         if values_R.numel() != self.num_rollouts:
             raise ConfigError(
@@ -127,16 +128,16 @@ class RolloutBatch:
     def split_rollouts(
         self, num_parts: int, kept_R: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Return the row indices of `num_parts` random parts of the rollouts.
+        """Split the rollouts at random into `num_parts` parts, or one each. Returns their rows.
 
-        All rows of a rollout are in one part. Rollouts without a trained token, or with False in
-        `kept_R`, are left out. Draws from torch's generator. With fewer rollouts there are fewer
-        parts.
+        Parts differ by at most one rollout, and all rows of a rollout are in one part. Rollouts
+        without a trained token, or with False in `kept_R`, are left out. Draws from torch's
+        generator.
         """
         is_trained_R = self.per_rollout(self.mask_BT.sum(dim=1)) > 0
         rollouts = (is_trained_R if kept_R is None else is_trained_R & kept_R).nonzero().flatten()
         rollouts = rollouts[torch.randperm(len(rollouts))]
-        parts = rollouts.chunk(num_parts) if len(rollouts) else ()
+        parts = rollouts.tensor_split(min(num_parts, len(rollouts))) if len(rollouts) else ()
         matches = (part[:, None] == self.rollout_index_B for part in parts)
         return [match.nonzero()[:, 1] for match in matches]
 
@@ -179,14 +180,14 @@ def collate_rollouts(
     `requests`: finished requests; a sample of several turns is a Rollout.
     `rewards`: None or NaN marks a failed rollout, which is masked out rather than scored 0.
     `temperature`: divisor of the trainer's logits.
-    `logprobs_mode`: required kind of the engine's log-probs. `temperature`: the log-probs that the
-    trainer recomputes, so that ratios start at 1. `processed`: the true probability of the draw.
-    With truncated sampling (top_k, top_p, min_p) ratios to it start below 1, and the loss needs
-    proximal log-probs. None requires the mode of the rollouts' sampling.
+    `logprobs_mode`: required mode of the engine's log-probs. The mode `temperature` has what the
+    trainer recomputes, so that ratios start at 1. The mode `processed` has the true probability of
+    each draw: with truncated sampling (top_k, top_p, min_p) ratios start below 1, and the loss
+    needs proximal log-probs. None requires the mode of the rollouts' sampling.
     `routing`: True adds `routing_BTLK`; the engine needs record_routing=True.
     Raises ConfigError if log-probs are missing or have another mode or temperature, if prompt
-    tokens or routing are missing, unless there is one reward per rollout, and for a token sampled
-    after `train_version`.
+    tokens or routing are missing, if there is not one reward per rollout, and if a token was
+    sampled after `train_version`.
     """
     rollouts = [as_rollout(request) for request in requests]
     rewards_R = _valid_rewards(rollouts, rewards)
@@ -222,8 +223,8 @@ def collate_rollouts(
 def _valid_rewards(
     rollouts: Sequence[Rollout], rewards: Sequence[float | None] | torch.Tensor
 ) -> torch.Tensor:
-    """Return the rewards [R], NaN where the rollout failed. Raises ConfigError unless each has
-    one.
+    """Return the rewards, [R], NaN for failed rollouts. Raises ConfigError unless there is one
+    reward per rollout.
     """
     if not rollouts or len(rollouts) != len(rewards):
         raise ConfigError(
@@ -281,7 +282,7 @@ def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
 
 
 def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
-    """Return one token sequence without padding; its mask is still empty."""
+    """Return the columns of one token sequence, without padding and with an empty mask."""
     tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {
@@ -327,10 +328,9 @@ def check_logprobs_match(
 ) -> None:
     """Raise ConfigError unless sampling with `params` gives the log-probs that the trainer needs.
 
-    `temperature`: divisor of the trainer's logits. Without truncation, biases and penalties the
-    modes `temperature` and `processed` are equal, and at temperature 1 `raw` is, too. With any of
-    them, the mode of the sampling must be `logprobs_mode`. The error names the mode and temperature
-    of both sides.
+    `temperature`: divisor of the trainer's logits. With truncation, biases or penalties, the mode
+    of the sampling must be `logprobs_mode`. Without them the modes `temperature` and `processed`
+    are equal, as is `raw` at temperature 1. The error names the mode and temperature of both sides.
     """
     if logprobs_mode not in get_args(TrainedLogprobs):
         known = ", ".join(map(repr, get_args(TrainedLogprobs)))
@@ -390,7 +390,7 @@ def _reward_or_nan(reward: float | None) -> float:
 
 
 def _behaviour_logprobs(request: DynamicInferenceRequest) -> torch.Tensor:
-    """Return log-probs of the generated tokens, float32; refused if one is missing."""
+    """Return log-probs of the generated tokens, float32. Raises ConfigError if one is missing."""
     logprobs = request.generated_log_probs
     if logprobs is None or len(logprobs) != len(request.generated_tokens):
         raise ConfigError(

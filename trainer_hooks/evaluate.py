@@ -24,7 +24,13 @@ from trainer_hooks.producer.groups import (
     tokenizer_for,
 )
 from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptRows
-from trainer_hooks.rewards import RewardFailed, RewardRunner, as_runner, score_rollouts
+from trainer_hooks.rewards import (
+    RewardFailed,
+    RewardRunner,
+    as_runner,
+    reward_metrics,
+    score_rollouts,
+)
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rewards.scoring import completion_of
 from trainer_hooks.rollouts import Rollout
@@ -67,6 +73,7 @@ async def evaluate(
     they are equal if the weights did not change meanwhile.
     `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over prompts of the
     best sample.
+    `rewards/<term>`: mean of a term of WeightedRewards.
     `sampling_params`: with a seed, each prompt gets its own seed derived from it.
     `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
     `pass_at`: for each k, `pass@k` is the chance that one of k samples has a reward of at least
@@ -180,6 +187,11 @@ def _metrics(
         "num_prompts": len(scored),
         "num_samples": len(rollouts),
         "mean_length": _mean(lengths),
+        **{
+            name.removesuffix("/mean"): mean
+            for name, mean in reward_metrics(rewards).items()
+            if name.endswith("/mean")
+        },
     }
     for k in pass_at:
         chances = [_pass_at(each.rewards, k, success_reward) for each in scored]

@@ -1,7 +1,8 @@
 """generation_phase: runs the engine within a block of a training step and suspends it afterwards.
 
-Used by trainers that share their device with the engine (colocated training). It pauses, suspends,
-resumes and unpauses the LLM, and pushes weights.
+For trainers that share their device with the engine (colocated training); also used by
+trl_rollouts and train.warm_up. It pauses, suspends, resumes and unpauses the LLM, and pushes
+weights.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Suspendable(Protocol):
         ...
 
     def resume(self, only: str | None = None) -> Any:
-        """Restore memory: SUSPENDED -> PAUSED, or with `only` this resource alone. Returns a
-        ResumeReport.
+        """Restore memory: SUSPENDED -> PAUSED. Returns a ResumeReport.
+
+        With `only`, restore this resource alone and stay SUSPENDED while others are released.
         """
         ...
 
@@ -57,19 +59,22 @@ class PushesWeights(Protocol):
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Commit the weights."""
+        """Push the weights to the engine and commit them as `version`, None for the next one."""
         ...
 
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Commit the weights, awaitable."""
+        """Do as `push`, and await it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimings:
-    """Seconds of each part of a phase; 0 for a part that was not needed."""
+    """Seconds of each part of a phase; 0 for a part that was not needed.
+
+    The resume includes the unpause, the suspend includes the pause.
+    """
 
     update_s: float
     resume_s: float
@@ -78,9 +83,9 @@ class PhaseTimings:
 
 
 class GenerationPhase:
-    """A context manager: the engine runs in its block and is suspended outside.
+    """A context manager that runs the engine in its block and suspends it afterwards.
 
-    Made by `generation_phase`. After the block, `timings()` and the reports tell the cost.
+    Made by `generation_phase`. After the block, `timings()` and the reports give its cost.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class GenerationPhase:
         self._generate_start_s = 0.0
 
     def timings(self) -> PhaseTimings:
-        """Return the seconds of each part. Call it after the block."""
+        """Return the seconds of each part. Call this after the block."""
         seconds = self._seconds
         return PhaseTimings(
             update_s=seconds.get("update", 0.0),
@@ -124,20 +129,20 @@ class GenerationPhase:
 
     @property
     def update_report(self) -> WeightUpdateReport | None:
-        """The report of the push; None if nothing was pushed."""
+        """Report of the push; None if nothing was pushed."""
         return self._reports.get("update")
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """Report of the resume; None if the engine was not suspended. A resume in two parts is
-        summed.
+        """Report of the resume; None if the engine was not suspended. The sum, if the weights were
+        resumed before the rest.
         """
         reports = [self._reports[name] for name in _RESUMES if name in self._reports]
         return _together(reports) if reports else None
 
     @property
     def suspend_report(self) -> SuspendReport | None:
-        """The report of the suspend; None while the phase lasts."""
+        """Report of the suspend; None before it, and if the engine was stopped in the block."""
         return self._reports.get("suspend")
 
     def __enter__(self) -> GenerationPhase:
@@ -188,8 +193,8 @@ class GenerationPhase:
             yield "unpause", self._llm.unpause
 
     def _exit_commands(self) -> Iterator[Command]:
-        """Yield the commands from the engine's current state to SUSPENDED; none if it is
-        stopped.
+        """Yield the commands from the engine's current state to SUSPENDED; no command if the engine
+        is stopped.
         """
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
@@ -247,19 +252,20 @@ def generation_phase(
 ) -> GenerationPhase:
     """Return a context manager that runs the engine in a `with` or `async with` block.
 
-    On entry the weights, if given, are pushed while the engine is still suspended; then it is
-    resumed and unpaused. On exit it is paused and suspended. Unfinished requests stay in the engine
-    and continue in the next phase with the new weights. After an exception, in the block or from a
-    refused push, the engine is suspended. Before the phase it may be running, paused or suspended.
+    The engine may be running, paused or suspended before. On entry the weights, if given, are
+    pushed while the engine is paused or suspended; then it is resumed and unpaused. On exit, also
+    after an exception in the block or a refused push, it is paused and suspended. Unfinished
+    requests stay in the engine and continue in the next phase with the new weights.
+    `version`: version of the pushed weights; None for the engine's next version.
     `mode`: KVCacheManagementMode of the suspend; None takes the engine's.
-    `release`: resources that the suspend releases, "kv_cache" and "weights". With "weights", the
-    engine must already be suspended with the same `release`; entry restores the weights before the
-    push and the rest after it.
+    `release`: resources that the suspend releases, "kv_cache" and "weights". With "weights", a
+    suspended engine must have been suspended with the same `release`; entry restores its weights
+    before the push and the rest after it.
 
         with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)
 
-    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, and for a plain
-    `with` on an asynchronous LLM.
+    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, if `version` is
+    given without them, and for a plain `with` on an asynchronous LLM.
     """
     return GenerationPhase(llm, weight_sync, named_parameters, version, mode, release)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.models.checkpoints.smollm2 import model_directory
 
 
 def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
     """Return `kind.from_pretrained(path, **options)`; `kind` is an Auto class of transformers.
 
+    The path may be "smollm2" (`model_directory`).
+
     Raises ConfigError, which names `setting`, if there is nothing at `path` that it can load.
     """
     try:
-        return kind.from_pretrained(path, **options)
+        return kind.from_pretrained(model_directory(path), **options)
     except (OSError, ValueError) as error:
         if not Path(path).is_dir():
             raise ConfigError(

@@ -36,6 +36,7 @@ from rollout.errors import (
 )
 from rollout.launch.launcher import Launcher
 from rollout.launch.local import LocalLauncher
+from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.serve.config import ServeConfig
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer, tokenizer_of
@@ -93,7 +94,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
         known = inspect.signature(AsyncLLM).parameters
         config = config_with(inference_config, config_fields, *known)
-        launcher = launcher or LocalLauncher()
+        launcher, model = launcher or LocalLauncher(), model_directory(model)
         host, options = coordinator_host or launcher.host, coordinator_options or {}
         reached_at = partial(own_host, host, options.get("advertise_host"))
         push = WeightPush(weight_transport, config.reject_non_finite_weights, reached_at)

@@ -19,6 +19,7 @@ from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import CoordinatorLostError
+from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.registry import WeightFetcher
 
@@ -46,7 +47,7 @@ def run_engine(
     Raises ConfigError and ModelError, the coordinator's error if it refuses the engine, and
     CoordinatorLostError without an answer within `register_timeout_s`.
     """
-    config = inference_config or InferenceConfig()
+    config, model = inference_config or InferenceConfig(), model_directory(model)
     engine = DynamicInferenceEngine.from_model(
         model, config, tokenizer_of(model, tokenizer), weights_version
     )

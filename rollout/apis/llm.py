@@ -42,6 +42,7 @@ from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.serve.config import ServeConfig
@@ -87,6 +88,7 @@ class LLM(ControlCalls):
         of_fleet = {name: options.pop(name) for name in FLEET_DEFAULTS if name in options}
         parameters = (*inspect.signature(LLM).parameters, *FLEET_DEFAULTS)
         config = config_with(inference_config, options, *parameters)
+        model = model_directory(model)
         directory = str(model) if isinstance(model, str | Path) else None
         if use_coordinator:
             fleet = apis.FleetRuntime(

@@ -1,6 +1,6 @@
 """Parse a config's `device`, and assign GPUs to the engines of a host.
 
-Used by `create_backend` and by the local launcher. Changes nothing.
+Used by `create_backend` and LocalLauncher. Changes nothing; logs a warning if engines share GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _PLACE = re.compile(r"(cpu|cuda)(?::([0-9]+))?")
 
 
 def parse_device(name: str) -> tuple[str, int | None]:
-    """Return (kind, index) of "auto", "cpu", "cuda" or "cuda:N"; None: no index is named.
+    """Return (kind, index) of "cpu", "cuda" or "cuda:N"; the index is None if the name has none.
 
-    The device need not be there. Raises ConfigError for a name of another form.
+    "auto" is "cuda" if torch sees a CUDA device, else "cpu". A named device need not exist. Raises
+    ConfigError for any other name.
     """
     if name == "auto":
         return ("cuda" if torch.cuda.is_available() else "cpu"), None
@@ -37,7 +38,7 @@ def parse_device(name: str) -> tuple[str, int | None]:
 
 
 def require_device(name: str) -> tuple[str, int | None]:
-    """As `parse_device`, but raises ConfigError also for a device that is not available."""
+    """Return `parse_device(name)`. Raises ConfigError also if the device is not available."""
     kind, index = parse_device(name)
     if kind == "cpu":
         return kind, index
@@ -55,9 +56,10 @@ def require_device(name: str) -> tuple[str, int | None]:
 
 
 def environment_of(engine: int, num_gpus: int) -> dict[str, str]:
-    """Return the environment variables that give a host's engine `num_gpus` devices of its own.
+    """Return the environment variables that show one engine of this host only its `num_gpus` GPUs.
 
-    `engine`: its index on the host. With too few devices, engines share them round-robin.
+    `engine`: index of the engine on the host. If there are too few GPUs, engines share them
+    round-robin. Returns {} without GPUs.
     """
     seen = os.environ.get(_VISIBLE)
     if not num_gpus:

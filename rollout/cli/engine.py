@@ -1,6 +1,7 @@
-"""rollout engine: runs one engine, which joins a coordinator by its address.
+"""rollout engine: runs one engine, which connects to the coordinator at --join ADDRESS.
 
-`main` calls `run`. The engine is in this process.
+`main` calls `run`. The engine runs in this process, its other tensor-parallel ranks in child
+processes. `run` sets this process's SIGTERM handler and logging.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ _KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve until the coordinator's SHUTDOWN, then return 0. After SIGTERM other engines continue
-    this engine's requests."""
+    """Serve until the coordinator sends SHUTDOWN, then return 0. `words`: the arguments after
+    `rollout engine`.
+
+    SIGTERM raises SystemExit: the engine disconnects, and other engines continue its requests.
+    Raises UsageError for wrong arguments.
+    """
     parser = Parser(
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",

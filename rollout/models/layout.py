@@ -1,5 +1,5 @@
-"""The layers of a model: each is a list of residual branches, with one mixer in each branch.
-Used by Decoder, which builds the modules."""
+"""Lists the residual branches of each layer of a model, and the mixer (attention, MLP or experts)
+of each branch. Used by Decoder, which builds the modules. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MixerSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchSpec:
-    """x + multiplier * norm_after(mixer(norm_before(x))); `names` are those of the checkpoint."""
+    """A residual branch: x + multiplier * norm_after(mixer(norm_before(x))).
+
+    `names`: the checkpoint's names of the mixer and the norms.
+    """
 
     names: BranchNames
     mixer: MixerSpec

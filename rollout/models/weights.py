@@ -1,6 +1,7 @@
-"""WeightTable: the weights of a model by name, and copying named tensors into them.
+"""WeightTable: the weights of a model by name; `copy_weights` copies named tensors into them.
 
-Every mismatch is an error that names it.
+CausalLM creates the table. rollout.weights and serve.control.announcement read it.
+checkpoints.loading calls `copy_weights`, which writes the model's weights.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 
 
 def is_computed(name: str) -> bool:
-    """Return whether the model computes the tensor `name` itself. A stored one is ignored then."""
+    """Return whether the model computes the tensor `name` itself and ignores a stored one."""
     return name.endswith(_COMPUTED_SUFFIX)
 
 
 class TensorsByName(Protocol):
-    """Tensors by name, which may be read one by one: a dict, or a Checkpoint."""
+    """Tensors by name: a dict, or a Checkpoint, which reads them one by one."""
 
     def keys(self) -> Collection[str]: ...
 
@@ -36,13 +37,14 @@ class TensorsByName(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTable:
-    """The weights of a model by every name that a tensor of them may have.
+    """The weights of a model, by the names that checkpoints and live modules give them.
 
-    slots: each weight by its name in the family's saved directories. Tied weights have a slot under
-    each of their names, with equal addresses.
-    aliases: the live module's names where they differ, such as the names of stacked experts.
-    buffers: names, of both kinds, of persistent buffers, which `named_parameters` leaves out.
-    unserved: prefixes of names of tensors that may come and that the model does not use.
+    slots: each weight by its name in a checkpoint. Tied weights have a slot under each of their
+    names, with equal addresses.
+    aliases: the live module's names that differ from the checkpoint's. A stack of experts has one
+    alias for many weights.
+    buffers: both names of each persistent buffer; `named_parameters` leaves buffers out.
+    unserved: prefixes of the names of tensors that checkpoints hold and the model does not use.
     """
 
     slots: Mapping[str, WeightSlot]
@@ -51,37 +53,41 @@ class WeightTable:
     unserved: tuple[str, ...]
 
     def is_passed_over(self, name: str) -> bool:
-        """Return whether a tensor of this name is ignored: computed here, or not used."""
+        """Return whether a tensor `name` is ignored: the model computes it or does not use it."""
         return name.endswith(_COMPUTED_SUFFIX) or name.startswith(self.unserved)
 
     def addresses(self) -> dict[str, int]:
-        """Return the address of each weight now. Tied weights have equal ones."""
+        """Return the current address of each weight. Tied weights have equal addresses."""
         return {name: slot.address for name, slot in self.slots.items()}
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of the tensor that may come under each name."""
+        """Return the shape that a tensor must have, for each name in `slots` and `aliases`."""
         shapes = {name: slot.shape for name, slot in self.slots.items()}
         return shapes | {name: alias.shape for name, alias in self.aliases.items()}
 
     def parts(self, name: str) -> Mapping[str, Index]:
-        """Return the weights that a tensor of this name holds, and where. Raises KeyError."""
+        """Return each weight that a tensor of this name holds, with its index in the tensor.
+
+        Raises KeyError for an unknown name.
+        """
         return {name: WHOLE} if name in self.slots else self.aliases[name].parts
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of what the model has under this name. Raises KeyError."""
+        """Return the model's shape and dtype for this name. Raises KeyError for an unknown name."""
         if (slot := self.slots.get(name)) is not None:
             return slot.shape, slot.dtype
         alias = self.aliases[name]
         return alias.shape, self.slots[next(iter(alias.parts))].dtype
 
     def unknown(self, names: Collection[str]) -> list[str]:
-        """Return the names, of `names`, that the model lacks."""
+        """Return the members of `names` that are in neither `slots` nor `aliases`, sorted."""
         return sorted(name for name in names if name not in self.slots and name not in self.aliases)
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return the model's weights that tensors of these names do not hold.
+        """Return the names of the model's weights that no tensor of these names holds.
 
-        If `names` has aliases, weights that are all missing and lie in one alias are named by it.
+        If `names` has an alias, the caller uses live names: an alias whose weights are all missing
+        then replaces their names.
         """
         addresses = self.addresses()
         given = {addresses[name] for name in names if name in addresses}
@@ -101,10 +107,11 @@ class WeightTable:
 def copy_weights(table: WeightTable, tensors: TensorsByName, origin: str) -> None:
     """Fill the slots of `table` from `tensors`, casting floating dtypes.
 
-    Weights that are tied, or have two names, may come under either, or equal under both. `origin`
-    names the source in errors. Sharded tensors are gathered when their turn comes, which is a
-    collective. Raises ModelError for missing, unknown, misshaped or quantized tensors and for those
-    that should be equal and differ; the slots may then be partly written.
+    A weight with several names may come under one of them, or under several with equal values.
+    `origin` names the source in errors. Sharded tensors are gathered one by one, in the order of
+    `tensors`: a collective of all ranks. Raises ModelError for missing, unknown, misshaped or
+    quantized tensors, and for two names of one weight with different values. After an error the
+    slots may be partly written.
     """
     _check_names(table, tensors.keys(), origin)
     written: dict[int, str] = {}

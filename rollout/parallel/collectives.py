@@ -1,6 +1,8 @@
-"""Collectives: sums and gathers over the ranks of one engine. Layers and samplers call them.
+"""Collectives: sums and gathers over the ranks of one engine.
 
-OneRank is for an engine of one rank, GroupCollectives for a process group of torch.distributed.
+Used by the model's layers and output head, by CUDA graph capture, and by the worker where all ranks
+must agree (`any_rank`). OneRank is for an engine of one rank, GroupCollectives for a process group
+of torch.distributed; rollout.parallel.shared_collectives is for ranks that share memory.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class Collectives(Protocol):
     """Collectives of one rank. One thread calls them, in the same order and with the same shapes on
     all ranks.
 
-    A call returns when all ranks have made it. It raises CollectiveAbortedError once another rank
-    has called `abort`, and LockstepError if a rank ends or does not call in time.
+    A call returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`,
+    and LockstepError if a rank ends or does not call in time.
     """
 
     @property
@@ -47,12 +49,13 @@ class Collectives(Protocol):
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Replace `x`, contiguous, by its sum over all ranks, and return it. All ranks get the same
-        bits."""
+        """Replace the contiguous `x` by its sum over all ranks, and return it. All ranks get the
+        same bits."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the `x` of all ranks, each contiguous and of one shape: [size, *x.shape]."""
+        """Return the `x` of all ranks, [size, *x.shape]. `x` is contiguous and has the same shape
+        on all ranks."""
         ...
 
     def abort(self) -> None:
@@ -60,10 +63,10 @@ class Collectives(Protocol):
         ...
 
     def reset(self) -> None:
-        """Make calls usable again after an `abort`. No rank is in a call. Rank 0 resets first, then
+        """Allow calls again after an `abort`. No rank may be in a call. Rank 0 resets first, then
         the others.
 
-        Raises LockstepError where that is impossible.
+        Raises LockstepError if these collectives cannot be used again.
         """
         ...
 
@@ -97,21 +100,23 @@ ONE_RANK = OneRank()
 
 
 def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> bool:
-    """Return whether `is_so` is true on any rank. A collective."""
+    """Return whether `is_so` is true on any rank. All ranks must call it."""
     if collectives.size == 1:
         return is_so
     return bool(collectives.all_reduce_(torch.tensor([int(is_so)], device=device)).item())
 
 
 class GroupCollectives:
-    """Implements `Collectives` over a process group of torch.distributed: gloo or NCCL.
+    """`Collectives` over a process group of torch.distributed: gloo or NCCL.
 
-    If a rank fails within a call, the group cannot be used again: `reset` raises.
+    With NCCL a call returns at once, and the device's stream waits for the other ranks. An `abort`
+    raises CollectiveAbortedError on its own rank and LockstepError on the others, at the latest at
+    their deadline. After an `abort` or a failed call, `reset` raises LockstepError.
     """
 
     def __init__(self, group: Any, *, timeout_s: float) -> None:
         """`group`: a torch.distributed group, which the caller owns. `timeout_s`: deadline of each
-        call."""
+        gloo call; an NCCL group has its own."""
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.rank: int = group.rank()
         self.size: int = group.size()

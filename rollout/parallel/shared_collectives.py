@@ -37,8 +37,8 @@ class _TimeSpec(ctypes.Structure):
 class Semaphores:
     """POSIX semaphores in shared memory, one for each SEMAPHORE_BYTES of `bytes_N`.
 
-    What was written before a post is seen after its wait, on any processor (POSIX 4.12, memory
-    synchronization).
+    A wait returns only after the writes that precede the matching post are visible to the waiting
+    process (POSIX 4.12, memory synchronization).
     """
 
     def __init__(self, bytes_N: Tensor) -> None:
@@ -63,7 +63,7 @@ class Semaphores:
             self._post(self._addresses[index])
 
     def wait(self, index: int, timeout_s: float) -> bool:
-        """Wait until the semaphore is posted, at most `timeout_s`. Returns whether it was."""
+        """Wait until the semaphore is posted. Returns False after `timeout_s`."""
         address, try_wait = self._addresses[index], self._try_wait
         for _ in range(_NUM_TRIES):
             if not try_wait(address):
@@ -79,7 +79,7 @@ class Semaphores:
 
 
 def shared_by_ranks(size: int) -> SharedMemory:
-    """Return memory for the collectives of `size` ranks. Raises ConfigError."""
+    """Allocate the shared memory of `size` ranks, with all semaphores at 0. Raises ConfigError."""
     parts = _parts_of(size)
     memory = SharedMemory(sum(parts))
     Semaphores(memory.bytes_N.split(parts)[1]).reset()
@@ -87,16 +87,17 @@ def shared_by_ranks(size: int) -> SharedMemory:
 
 
 def _parts_of(size: int) -> list[int]:
-    """Return the sizes of three parts: the flag of an abort, the semaphores, the slots."""
+    """Return the bytes of the memory's three parts: the abort flag, the semaphores, the slots."""
     return [_FLAG_BYTES, size * size * SEMAPHORE_BYTES, 2 * size * _SLOT_BYTES]
 
 
 class SharedCollectives:
     """Implements `Collectives`. Each rank writes its values to a slot of its own, waits for all
-    others at one barrier, and adds up the slots of all ranks in their order.
+    others at one barrier, and adds up the slots of all ranks in the order of ranks.
 
-    Each rank has two slots, which calls use alternately. A rank that writes to a slot again has
-    passed a barrier since, before which the others had read it. So a call takes one barrier.
+    Each rank has two slots, which calls use alternately. Between two writes to one slot lies the
+    barrier of the call on the other slot, which the other ranks reach only after they have read the
+    first slot. So one barrier per call is enough.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class SharedCollectives:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`memory_N`: the bytes of `shared_by_ranks`, on all ranks. `timeout_s`: how long a rank
-        waits for the others. `check` is called while it waits, and may raise.
+        """`memory_N`: the bytes of `shared_by_ranks`, the same memory for all ranks. `timeout_s`:
+        how long a rank waits for the others. `check` is called while it waits, and may raise.
         """
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
@@ -154,7 +155,7 @@ class SharedCollectives:
         return (flat_N,) if flat_N.numel() <= most else flat_N.split(most)
 
     def _exchange(self, part_N: Tensor) -> Tensor:
-        """Return the part of each rank, [R, N], in memory that the next call but one overwrites."""
+        """Return the parts of all ranks, [R, N], a view. The second call from now overwrites it."""
         slots_PRN = self._typed.get(part_N.dtype)
         if slots_PRN is None:
             slots_PRN = self._typed[part_N.dtype] = self._slots_PRN.view(part_N.dtype)
@@ -165,7 +166,7 @@ class SharedCollectives:
         return slots_RN
 
     def _barrier(self) -> None:
-        """Return when all ranks have called this."""
+        """Wait until all ranks have called this. Raises CollectiveAbortedError, LockstepError."""
         self._semaphores.post(self._posts)
         start = time.perf_counter()
         for index, other in self._waits:
@@ -183,7 +184,7 @@ class SharedCollectives:
                 return
             if time.monotonic() >= deadline:
                 raise LockstepError(
-                    f"rank {other} did not come to a sum over {self.size} ranks within "
+                    f"rank {other} did not join a collective of {self.size} ranks within "
                     f"{self._timeout_s:g} s"
                 )
 

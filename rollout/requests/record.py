@@ -1,9 +1,11 @@
 """DynamicInferenceRequestRecord: the history of one request over its checkpoints.
 
-OutputProcessor owns the records of an engine's requests. A record moves to another engine by
-`serialize`, and becomes the request that a user gets by `merge`: it joins the values of the
-segments. A segment without values of a token column contributes the column's placeholders, so that
-values stay aligned with tokens. If no segment has values the result is None.
+A checkpoint appends a segment, whose prompt is all tokens so far. `merge` joins the segments into
+the request that a user gets. A segment without values of a token column contributes the column's
+placeholders, so that values stay aligned with tokens. If no segment has values the result is None.
+
+Used by the engine, whose OutputProcessor owns its records; by the coordinator's protocol, which
+sends them to clients (`serialize_apart`, `deserialize`); and by generated_text, which adds texts.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ _CLEARED_BY_CHECKPOINT = (
 class DynamicInferenceRequestRecord:
     """All segments of one request, oldest first; only the last one grows. `latency` in seconds.
 
-    The last segment holds the record's clocks: the versions to which staleness is relative.
-    `increment_staleness` ages a record outside of an engine; an engine calls `observe_version`
-    before a record leaves it.
+    The last segment holds the record's clocks: the versions from which staleness is counted. An
+    engine sets them by `observe_version` before it returns a record. Outside of an engine,
+    `increment_staleness` advances them.
     """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -85,25 +87,26 @@ class DynamicInferenceRequestRecord:
 
     @property
     def policy_clock(self) -> int:
-        """The version to which policy staleness is relative; at first the version of the entry."""
+        """Version from which policy staleness is counted; at first the `weights_version`."""
         clock = self.current.policy_clock
         return self.current.weights_version if clock is None else clock
 
     @property
     def kv_clock(self) -> int:
-        """The version to which KV staleness is relative; at first the version of the entry."""
+        """Version from which KV staleness is counted; at first the `weights_version`."""
         clock = self.current.kv_clock
         return self.current.weights_version if clock is None else clock
 
     def observe_version(self, version: int) -> None:
-        """Set both clocks to an engine's version. A completed request keeps its own version."""
+        """Set both clocks to an engine's version. The staleness of a completed request does not
+        change: it is counted from `completed_at_version`."""
         self.current.policy_clock = version
         self.current.kv_clock = version
 
     def increment_staleness(self, policy_only: bool = False) -> None:
         """Age all tokens so far by one version, unless the request is completed.
 
-        `policy_only`: the KV clock stays, for a request that has no KV.
+        `policy_only`: leave the KV clock unchanged, for a request that has no KV.
         """
         request = self.current
         policy_clock, kv_clock = self.policy_clock, self.kv_clock
@@ -120,10 +123,10 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: object = None) -> None:
         """Append a segment whose prompt is all tokens so far, to be prefilled again.
 
-        Policy spans continue, KV spans start empty, block hashes are recomputed when they are read,
-        and num_tokens_to_generate shrinks by the tokens generated. The prompts of all segments are
-        views of one tensor, so a segment costs little memory.
-        The new segment has the event of the request's entry; if there is none, it logs one now.
+        Policy spans continue, KV spans start empty, and block hashes are computed again when they
+        are read. num_tokens_to_generate and min_tokens shrink by the tokens generated. The prompts
+        of all segments are views of one tensor, so a segment costs little memory.
+        The new segment keeps the request's ADD_ENGINE event, or adds one if there is none.
         `tokenizer` is accepted for callers of the former interface and not used. Raises
         EngineStateError if no token is left to generate.
         """
@@ -153,8 +156,8 @@ class DynamicInferenceRequestRecord:
             self.current.add_event_add_engine()
 
     def entry_event(self) -> DynamicInferenceEvent | None:
-        """Return the request's first ADD_ENGINE event; None if there is none. A deserialized record
-        has the event in `events` alone."""
+        """Return the request's first ADD_ENGINE event; None if there is none. It is looked up in
+        `events`: a deserialized record has no `event_add_engine`."""
         events = (event for segment in self.requests for event in segment.events)
         entries = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         return next(entries, None)
@@ -182,8 +185,8 @@ class DynamicInferenceRequestRecord:
         """Return the history as one request, as if it had never been checkpointed.
 
         Fields of the prompt come from the first segment and fields of the outcome from the last;
-        values per token and events are joined. Log-probs are float32 tensors. Each position has
-        the experts of the first segment that recorded them. The record does not change.
+        values per token and events are joined. Log-probs are float32 tensors. The experts of a
+        position come from the first segment that recorded them. The record does not change.
         `tokenizer` is accepted for callers of the former interface and not used.
         """
         if not self.requests:
@@ -217,7 +220,8 @@ class DynamicInferenceRequestRecord:
         return {"requests": encoded, "latency": self.latency}
 
     def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
-        """Return the two parts of each segment: DynamicInferenceRequest.serialize_apart."""
+        """Return each segment as DynamicInferenceRequest.serialize_apart splits it, with prompts as
+        in `serialize`."""
         encoded = [request.serialize_apart() for request in self.requests]
         self._drop_known_prompts([segment for segment, _ in encoded])
         return encoded
@@ -229,7 +233,11 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
-        """Return the record that `serialize` wrote. Raises ProtocolError for anything else."""
+        """Return the record that `serialize` encoded.
+
+        Raises ProtocolError unless `obj` is a mapping with the keys of a record. Malformed segments
+        may raise other errors.
+        """
         if not isinstance(obj, Mapping):
             raise ProtocolError(
                 f"not an encoded record but a {type(obj).__name__}; pass the dictionary that "
@@ -269,7 +277,7 @@ def _empty_like(values: object) -> list[Any] | None:
 
 
 def _followed_by(prompt_tokens: torch.Tensor, generated: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Return a new tensor of the prompt and the generated tokens after it."""
+    """Return a new tensor of the prompt and, after it, the tokens of all lists in `generated`."""
     parts = [torch.from_numpy(np.array(tokens, dtype=np.int64)) for tokens in generated]
     return torch.cat([prompt_tokens, *parts])
 
@@ -288,9 +296,8 @@ def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bo
 
 
 def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return encoded segments with their prompts, which follow from the first prompt.
-
-    Each segment continues the one before. Raises ProtocolError if a segment has no token field.
+    """Return encoded segments, each with its prompt: the prompt and generated tokens of the segment
+    before it. Raises ProtocolError if a token field does not hold tokens.
     """
     try:
         generated = [segment["generated_tokens"] for segment in encoded]
@@ -315,7 +322,7 @@ def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
 
 
 def _joined_fields(segments: Segments) -> dict[str, Any]:
-    """Return the fields of a merged request that are made of the fields of several segments."""
+    """Return the fields of a merged request that depend on more than one segment."""
     prefilled = segment_of_prompt(segments)
     joined: dict[str, Any] = {name: prefilled.column(name) for name in PROMPT_FIELDS}
     joined |= {column.field: values_from(segments, column) for column in TOKEN_COLUMNS}
@@ -352,7 +359,7 @@ def values_from(segments: Segments, column: TokenColumn, *, start: int = 0) -> A
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Return the values of lists, arrays and tensors: an array if all are, else a list."""
+    """Return the values of all parts in sequence: an array if all parts are arrays, else a list."""
     if parts and all(isinstance(part, np.ndarray) for part in parts):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
     return [v for p in parts for v in (p if isinstance(p, list) else p.tolist())]
@@ -379,7 +386,8 @@ def _log_probs_tensor(
 
 
 def _time_to_first_token(segments: Segments) -> float | None:
-    """Return seconds from ADD_ENGINE to the first token of any segment; None if one is missing.
+    """Return the first segment's `ttft` that is set, else the seconds from ADD_ENGINE to the first
+    GENERATED_TOKEN event; None if there is neither.
 
     An engine sets `ttft` itself, since GENERATED_TOKEN events are optional.
     """
@@ -394,7 +402,10 @@ def _time_to_first_token(segments: Segments) -> float | None:
 
 
 def _text(segments: Segments) -> str | None:
-    """Return the generated text, or None if a segment with tokens, or the only one, has none."""
+    """Return the joined texts of the segments with generated tokens; None if one has no text.
+
+    If no segment has tokens, the last segment's text is returned.
+    """
     written = [segment for segment in segments if segment.num_generated_tokens] or segments[-1:]
     texts = [segment.generated_text for segment in written]
     if any(text is None for text in texts):

@@ -1,7 +1,7 @@
 """MemoryForecast: predicts from the expected lengths of outputs whether one more request fits.
 
-The scheduler asks it before it admits or forks a request; the scheduler and RunningRequests report
-to it what happens to sequences.
+The scheduler asks it before it admits or forks a request. RunningRequests reports to it which
+sequences start, grow, end and are preempted.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """Return the draw that picks the expected output length of the request number `arrival`.
+    """Return the draw of request number `arrival`, from which `last_blocks` expects its length.
 
-    The draws of many requests fill the unit exponential distribution evenly.
+    It is not random: the draws of many requests fill the unit exponential distribution evenly.
     """
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
 
 class OutputLengthEstimator:
-    """Estimates the lengths of outputs, in blocks, from outputs that have ended and outputs that
-    run.
+    """Estimates the lengths of outputs, in blocks, from ended and running outputs.
 
-    Each output block has a hazard: the fraction of the outputs that began the block which stopped
+    Each output block has a hazard: of the outputs that began the block, the fraction that stopped
     in it. Running outputs, and outputs cut off by their limit, count as begun and not stopped, so
-    that long outputs, which end last, are not underestimated. The counts are halved now and then,
-    since a policy's lengths drift in training.
+    that long outputs, which end last, are not underestimated. The counts are halved after every
+    1024 stops, since a policy's lengths drift in training.
     Source: the product-limit estimator (Kaplan and Meier 1958).
     """
 
@@ -84,8 +83,8 @@ class OutputLengthEstimator:
         self._cumulative = None
 
     def last_blocks(self, current: Floats, limits: Floats, draws: Floats) -> Floats:
-        """Return the block in which each output is expected to stop, between `current` and
-        `limits`. All arrays are [num_outputs].
+        """Return the output block in which each output is expected to stop, at least `current` and
+        at most `limits`. All arrays are [num_outputs].
 
         An output's draw from the unit exponential distribution picks the quantile of its remaining
         length, so that many outputs together have the expected distribution of lengths. As long as
@@ -128,8 +127,8 @@ class MemoryForecast:
     preemption shows that the forecast was too low: as many blocks as the preempted sequence held
     are kept in reserve for a while.
 
-    `conservativeness` 1 counts all expected growth and the reserve; a smaller number counts that
-    fraction; 0 admits each request that has room to begin.
+    `conservativeness`: fraction of the expected growth and of the reserve that is counted. At 0 a
+    request is admitted if there is room to begin.
     Source: the future required memory of Past-Future scheduling (Gong et al. 2025, LightLLM).
     """
 
@@ -139,8 +138,8 @@ class MemoryForecast:
         self._conservativeness = conservativeness
         self._num_reserved = 0.0
         self._num_blocks_at_limits = 0  # needed if every running sequence reached its limit
-        # For each running sequence: the number of blocks that it alone holds, and the number that
-        # it is expected to take. Computed at most once a step.
+        # For each running sequence: the number of blocks that it alone holds, and the number of
+        # further blocks that it is expected to take. Computed at most once a step.
         self._own: tuple[Floats, Floats] | None = None
         self._num_untaken = 0  # counted as held, and taken from the pool in the next step
 
@@ -165,7 +164,7 @@ class MemoryForecast:
             self._lengths.stop(sequence.num_output_blocks - 1)
 
     def observe_length(self, sequence: Sequence) -> None:
-        """Record the output blocks that the sequence has begun."""
+        """Record the output blocks that the sequence has begun. Sets its `num_output_blocks`."""
         num_begun = len(sequence.table.blocks) - sequence.num_prompt_blocks + 1
         if num_begun > sequence.num_output_blocks:
             self._lengths.begin(sequence.num_output_blocks, num_begun)
@@ -190,7 +189,8 @@ class MemoryForecast:
         """Return how many blocks are missing for `candidate` to run beside `running`; 0 if it fits.
 
         It takes `num_own` blocks at once, or in the next step if `takes_later`. It fits if the pool
-        holds the expected lengths of all sequences. If no sequence runs, it can always grow.
+        holds the expected lengths of all sequences; the caller then starts it, because this step's
+        forecast counts it from now on. If no sequence runs, it needs only its `num_own` blocks.
         """
         num_short = num_own - self._kv.num_free_blocks
         if num_short > 0:
@@ -206,7 +206,7 @@ class MemoryForecast:
     ) -> int:
         """Return how many blocks the pool lacks when it is fullest, if `candidate` runs as well.
 
-        If none is missing, the candidate counts as running from now on.
+        At 0 the candidate is added to this step's forecast.
         """
         now, growth = self._own or self._own_blocks(running)
         self._own = now, growth
@@ -255,7 +255,7 @@ class MemoryForecast:
     def _growth(
         self, held: Floats, prompt: Floats, limit: Floats, assumed: Floats, draw: Floats
     ) -> Floats:
-        """Return how many further blocks each output is expected to take."""
+        """Return how many further blocks each sequence is expected to take, [num_sequences]."""
         if not self._lengths.has_stops:
             limit = np.maximum(assumed, held)
         last = self._lengths.last_blocks(held - prompt, limit - prompt, draw)

@@ -1,7 +1,7 @@
-"""What the scheduler returns: SchedulerOutput from `schedule`, StepUpdate from
-`update_from_output`.
+"""The scheduler's results: `schedule` returns a SchedulerOutput, `update_from_output` a StepUpdate.
 
-StepPipeline passes them on to the executor and to OutputProcessor.
+PlannedStep creates them. StepPipeline passes a plan to the executor, and the rest to
+OutputProcessor and to the counters. They are not changed, except for PrefilledPrompt.kv_spans.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class SchedulerOutput:
     """The decision of one `Scheduler.schedule` call.
 
     plan: the step to run; None if nothing can run.
-    num_forked: requests that share the prompt of their group from this step on.
-    num_prefix_hit_tokens: tokens whose KV was found in the prefix index.
+    num_forked: number of requests that share the prompt of their group from this step on.
+    num_prefix_hit_tokens: number of tokens whose KV was found in the prefix index.
 
-    The other fields are ids of requests, in the scheduler's order.
-    admitted: requests that got a row.
-    paused: requests that keep their blocks, and found none for their next token.
-    resumed: requests that go on after a pause.
-    preempted: requests that lost their blocks and are queued again.
+    The other fields are ids of requests.
+    admitted: requests that got a row, in the scheduler's order.
+    paused: requests that keep their blocks and wait, because free blocks ran out.
+    resumed: requests that continue after a pause.
+    preempted: requests that lost their blocks and are queued again, mostly the newest first.
     """
 
     plan: StepPlan | None
@@ -39,8 +39,9 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """A request that ends with this step: by "stop" or "length", or by `error` with "error".
+    """A request that ends with this step.
 
+    finish_reason: "stop", "length", or "error" if it ends with `error`.
     stop_reason: the stop token id or the stop word that ended it; None for any other end.
     kv_spans: the version that wrote the KV of each position.
     """
@@ -69,7 +70,7 @@ class PrefilledPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPrompt:
-    """A request that owns entries [start, end) of the step's scored tokens, in prompt order."""
+    """A request whose prompt tokens are entries [start, end) of the step's scored tokens."""
 
     request_id: int
     start: int
@@ -80,12 +81,13 @@ class ScoredPrompt:
 class StepUpdate:
     """The changes of a step that OutputProcessor writes into the records.
 
+    weights_version: the version of the weights that ran the step.
     request_ids, token_ids, sample_indices: the requests with a new token, that token, and its
         sample row in StepOutput; equally long. A request whose logits were not finite has no new
         token.
     finished: the requests that end, with or without a new token.
-    prefilled: the requests of which the step has computed a chunk of the prompt.
-    scored: the requests whose prompt tokens the step has scored.
+    prefilled: the requests for which the step has computed a chunk of the prompt.
+    scored: the requests with prompt tokens that the step has scored.
     """
 
     weights_version: int

@@ -1,7 +1,11 @@
 """Scanners that find the end of a block of tool calls while its text comes in pieces.
 
-Made by the grammars of `bodies.py` and called by ReplyReader. A tag inside a string or a value is
-text. The work for a piece does not grow with the block.
+The grammars of `bodies.py` create a scanner for each block, and ReplyReader calls it after each
+piece. A scanner keeps its position in the block and changes nothing else, so the work for a piece
+does not grow with the block. A tag inside a string or a value is text.
+
+Arguments of the scanners: `closes` are the block's end tags. `stops` are tags that begin what
+follows the block: they end it too, and are not part of it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a block. body: index after its content. block: index after its end tag."""
+    """End of a block. body: index after its content. block: index after its end tag, if any."""
 
     body: int
     block: int
@@ -25,14 +29,17 @@ class Scan(Protocol):
     """Finds the end of one block, whose text grows from call to call."""
 
     def find(self, text: str, start: int, *, is_last: bool) -> End | None:
-        """Return the end, None if it is undecided. text: the block so far. start: index of its
-        content. is_last: whether no more text follows."""
+        """Return the end of the block, or None if more text is needed.
+
+        text: the block so far, its tag included. start: index of the block's content.
+        is_last: whether no more text follows.
+        """
         ...
 
 
 def any_of(literals: Iterable[str]) -> str:
-    """Return a pattern that matches any of the literals, longer ones first; without literals, one
-    that never matches."""
+    """Return a pattern that matches any of the literals and prefers the longest. Without literals
+    the pattern never matches."""
     return "|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)"
 
 
@@ -43,7 +50,7 @@ def _begun_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def num_begun(text: str, literals: tuple[str, ...]) -> int:
-    """Return the number of last characters of `text` that may begin a literal."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of a literal."""
     longest = max(map(len, literals), default=1) - 1
     match = _begun_pattern(literals).search(text, max(0, len(text) - longest))
     return 0 if match is None else len(text) - match.start()
@@ -61,9 +68,10 @@ def _bracket_patterns(
 class BracketScan:
     """Finds the end of a block of JSON or of Python literals: strings in quotes, and brackets.
 
-    Without `closes` a block ends with the bracket that closes its first bracket. A line break in a
-    string is an error: then the next of `closes` ends the block, wherever it stands; without
-    `closes` the block ends at once.
+    With `closes`, the first end tag outside a string ends the block. Without `closes`, the bracket
+    that matches the first bracket ends it. A line break in a string is an error: then the block
+    ends with the first end tag after its start, also one inside a string, or at the line break if
+    there are no `closes`.
     """
 
     def __init__(
@@ -75,8 +83,8 @@ class BracketScan:
         *,
         must_begin: bool,
     ) -> None:
-        """skipped: literals whose brackets do not count. must_begin: whether the block must begin
-        with a bracket."""
+        """skipped: literals whose brackets do not count. must_begin: whether a block that does not
+        begin with { or [ ends at once, empty."""
         self._closes, self._stops = tuple(closes), tuple(stops)
         self._literals = (*closes, *stops, *skipped)
         self._must_begin = must_begin
@@ -103,8 +111,8 @@ class BracketScan:
         return self._after_error(text, start)
 
     def _next(self, text: str, is_last: bool) -> End | bool | None:
-        """Advance to the next bracket, quote or tag. Return an End, True to continue, None if more
-        text is needed."""
+        """Advance past the next bracket, quote or tag. Return the End if it ends the block, True if
+        it does not, and None if more text is needed."""
         if self._quote:
             match = self._inside[self._quote].search(text, self._at)
             if match is None or match.group() == "\\":
@@ -145,8 +153,9 @@ class BracketScan:
 class ValueScan:
     """Finds the end of a block of tagged values.
 
-    A value ends with the first `value_end` before one of `followers`: the next key, or an end. Any
-    other `value_end` is text of the value.
+    `key` is the pattern of the tag before a value, `value_end` the tag after it. A value ends with
+    the first `value_end` that is followed, after spaces, by one of `followers` (the beginning of a
+    key, an end tag) or by the end of the text. Any other `value_end` is text of the value.
     """
 
     def __init__(
@@ -182,7 +191,7 @@ class ValueScan:
             self._is_in_value, self._at = True, match.end()
 
     def _leave_value(self, text: str, is_last: bool) -> bool:
-        """Advance to the end of the value. Return False if the end is undecided."""
+        """Advance past the end of the value. Return False if more text is needed."""
         while (at := text.find(self._value_end, self._at)) >= 0:
             end = at + len(self._value_end)
             after = text[end:].lstrip()

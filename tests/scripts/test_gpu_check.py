@@ -185,7 +185,7 @@ def test_an_empty_bundle_is_refused_with_the_remedy(tree: Path) -> None:
 
 def test_again_without_its_list_is_refused_with_the_remedy(tree: Path) -> None:
     told = refused(tree, "again", "none.txt")
-    assert "none.txt is not there; again.txt of the first call is such a file" in told
+    assert "none.txt is not a file; give the again.txt of the first call" in told
 
 
 # ---- what is planned

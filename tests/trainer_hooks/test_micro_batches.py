@@ -82,12 +82,20 @@ def gradients(policy: Any) -> list[torch.Tensor]:
     return [p.grad.clone() for p in policy.parameters() if p.grad is not None]
 
 
+# How UpdateSettings lets passes go: trees of tokens, padded rows, packed rows.
+WAYS = (
+    {"share_prefixes": True},
+    {"share_prefixes": False},
+    {"share_prefixes": False, "is_packed": True},
+)
+
+
 @pytest.mark.drawn(10)
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("max_tokens", [None, 33, 60])
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "gspo", "sapo"])
 def test_accumulate_gradients_gives_loss_and_gradient_of_the_whole_batch(
-    policy: Any, kind: str, max_tokens: int | None, is_packed: bool
+    policy: Any, kind: str, max_tokens: int | None, way: dict[str, bool]
 ) -> None:
     batch = random_batch().without_truncated()
     config = PolicyLossConfig(kind=kind, kl_coefficient=0.1, entropy_coefficient=0.02)
@@ -96,7 +104,7 @@ def test_accumulate_gradients_gives_loss_and_gradient_of_the_whole_batch(
     loss.backward()
     expected = gradients(policy)
     policy.zero_grad()
-    settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed, temperature=0.8)
+    settings = UpdateSettings(max_tokens=max_tokens, **way, temperature=0.8)
     metrics = accumulate_gradients(policy, batch, columns_of(batch), config, settings)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     for ours, theirs in zip(gradients(policy), expected, strict=True):
@@ -104,9 +112,9 @@ def test_accumulate_gradients_gives_loss_and_gradient_of_the_whole_batch(
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_accumulate_gradients_returns_the_metrics_of_the_whole_batch(
-    policy: Any, is_packed: bool
+    policy: Any, way: dict[str, bool]
 ) -> None:
     batch, columns = random_batch().without_truncated(), columns_of(random_batch())
     generator = torch.Generator().manual_seed(run_seed() + 2)
@@ -120,7 +128,7 @@ def test_accumulate_gradients_returns_the_metrics_of_the_whole_batch(
     config = PolicyLossConfig(kind="dapo", kl_coefficient=0.1, max_sequence_kl=0.3)
     found = []
     for max_tokens in (None, 33):
-        settings = UpdateSettings(max_tokens=max_tokens, is_packed=is_packed)
+        settings = UpdateSettings(max_tokens=max_tokens, **way)
         found.append(accumulate_gradients(policy, batch, dict(columns), config, settings))
     assert found[0].keys() == found[1].keys()
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
@@ -145,9 +153,11 @@ def test_update_policy_iterates_over_the_batch_around_the_same_log_probs(policy:
         assert_close(mine, theirs, **EXACT)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_reference_log_probs_do_not_depend_on_micro_batches(policy: Any, is_packed: bool) -> None:
-    batch, settings = random_batch(), UpdateSettings(max_tokens=40, is_packed=is_packed)
+@pytest.mark.parametrize("way", WAYS)
+def test_reference_log_probs_do_not_depend_on_micro_batches(
+    policy: Any, way: dict[str, bool]
+) -> None:
+    batch, settings = random_batch(), UpdateSettings(max_tokens=40, **way)
     changed = copy.deepcopy(policy)
     reference = ReferencePolicy.copy_of(changed)
     with torch.no_grad():
@@ -204,16 +214,24 @@ def test_split_micro_batches_refuses_a_rollout_longer_than_max_tokens() -> None:
         split_micro_batches(torch.tensor([3, 9]), 8)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_split_micro_batches_leaves_out_rollouts_without_a_turn(
-    policy: Any, is_packed: bool
+    policy: Any, way: dict[str, bool]
 ) -> None:
     failed = Rollout([], failure="step_timeout")
     turn = finished_request([1, 2], [3, 4, 5], versions=[0] * 3, logprobs=[-4.0] * 3)
     batch = collate_rollouts([failed, turn, failed], [None, 1.0, None], train_version=0)
-    settings = UpdateSettings(max_tokens=5, is_packed=is_packed)
+    settings = UpdateSettings(max_tokens=5, **way)
     logprobs_BT = compute_logprobs(policy, batch, settings)
-    assert (logprobs_BT != 0.0).sum(dim=1).tolist() == [0, 4, 0]
+    assert (logprobs_BT != 0.0).sum(dim=1).tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize(("num_parts", "sizes"), [(4, [2, 2, 1, 1]), (6, [1] * 6), (9, [1] * 6)])
+def test_split_rollouts_makes_as_many_parts_as_it_is_asked_for(
+    num_parts: int, sizes: list[int]
+) -> None:
+    parts = random_batch().without_truncated().split_rollouts(num_parts)
+    assert [len(part) for part in parts] == sizes
 
 
 def test_split_rollouts_leaves_out_rollouts_without_a_trained_token(policy: Any) -> None:

@@ -17,8 +17,8 @@ from trainer_hooks import PolicyLossConfig, UpdateSettings, accumulate_gradients
 from trainer_hooks.update.micro_batches import compute_logprobs
 from trainer_hooks.update.packing import require_separate_rollouts
 
-PACKED = UpdateSettings(is_packed=True)
-PADDED = UpdateSettings()
+PACKED = UpdateSettings(is_packed=True, share_prefixes=False)
+PADDED = UpdateSettings(share_prefixes=False)
 
 
 def gpt_oss() -> Any:
@@ -47,7 +47,7 @@ def test_is_packed_refuses_families_whose_mask_ignores_position_ids(family: str)
     )  # fmt: skip
     policy = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomize(policy, seed=0, std=0.2)
-    with pytest.raises(ConfigError, match=r"is_packed=True with .*behind two different ones"):
+    with pytest.raises(ConfigError, match=r"is_packed=True with .*beside two different ones"):
         require_separate_rollouts(policy, torch.device("cpu"))
 
 

@@ -259,7 +259,7 @@ def test_dataset_prompts_read_a_directory_by_split_and_column(tmp_path: Path) ->
         assert list(prompts) == [PromptItem(str(i), {"answer": i}) for i in range(3)]
     for path, column, named in (
         (tmp_path / "one", "prompt", "no column 'prompt'; it has question, answer"),
-        (tmp_path / "splits", "question", "holds the splits train; split=None is none"),
+        (tmp_path / "splits", "question", "holds the splits train; split=None must name"),
         (tmp_path / "none", "question", "holds no dataset"),
     ):
         with pytest.raises(ConfigError, match=named):

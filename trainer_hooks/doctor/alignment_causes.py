@@ -1,4 +1,4 @@
-"""Causes between tokens and columns: shifts, positions, padding, dropout. Used by diagnosis.
+"""Causes between tokens and columns: shifts, positions, padding, dropout. Used by `diagnose`.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -22,7 +22,7 @@ _SHIFT_REMEDY = (
 
 
 def shift_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield log-probs that are one column too early or too late."""
+    """Yield the hypotheses that log-probs stand one column too late, and one too early."""
     tokens = case.tokens
     for shift, word in ((1, "late"), (-1, "early")):
         columns_N = tokens.column_N - shift  # the column to which this log-prob belongs
@@ -50,7 +50,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def padding_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the log-probs of faulty passes over padded or packed rows."""
+    """Yield hypotheses of faulty passes over padded or packed rows."""
     tokens, model = case.tokens, case.trainer_model
     lengths = [len(row) for row in tokens.rows]
     width = max(lengths)
@@ -84,8 +84,8 @@ def padding_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the log-probs under the batch's own position ids and attention mask, if those are
-    wrong.
+    """Yield the hypothesis that the batch's own position ids and attention mask were used, if they
+    are wrong.
     """
     batch, tokens = case.batch, case.tokens
     expected_BT = torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.position_ids_BT)
@@ -111,7 +111,7 @@ def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
-    """Yield the noise of a trainer's model in training mode, where two passes differ."""
+    """Yield the hypothesis of dropout, if two passes of a model in training mode differ."""
     if not model.training:
         return
     first_N, second_N = (
@@ -144,7 +144,9 @@ def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 def _right_padded_without_mask(
     model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 ) -> Tensor:
-    """Return the same without an attention mask: transformers treats the jump as a new sequence."""
+    """Return the logits of `_right_padded` without an attention mask: transformers treats the jump
+    in the position ids as a new sequence.
+    """
     tokens_T = tokens.rows[row]
     positions_T = _left_padded_positions(len(tokens_T), width)
     return row_logits(model, tokens_T, position_ids_T=positions_T)

@@ -1,6 +1,7 @@
 """diagnose: explains the gap between the log-probs of trainer and engine, and suggests remedies.
 
-Reads facts off the batch, then tests hypotheses about the gap. Used by command and by users.
+It checks facts of the batch, then tests hypotheses about the gap. It changes neither batch nor
+models. Used by `python -m trainer_hooks.doctor` and by users.
 
 Shape letters: B rows, T positions, N tokens.
 """
@@ -49,10 +50,9 @@ Verdict = Literal["sound", "fault", "inconclusive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault. `share`: part of the squared gap that it explains; None if it was found without
-    log-probs.
+    """One fault. `share`: part of the squared gap that it explains; None if that was not measured.
 
-    `is_whole`: the rest of the gap is rounding.
+    `is_whole`: True if only rounding remains of the gap.
     """
 
     name: str
@@ -67,10 +67,9 @@ class Finding:
 class Diagnosis:
     """The result of `diagnose`. Gaps are in nats, as root mean squares over tokens.
 
-    `attributions`: shares of the squared gap between the trainer's weights and the behaviour
-    log-probs: policy_lag and kv_lag, which the version stamps declare; rounding and findings, which
-    they do not; and unknown, for tokens whose weights were not given. `explanations`: all
-    hypotheses that were tested, the best first. Tables are rows as dictionaries.
+    `attributions`: shares of the squared gap between the log-probs of the trainer's weights and the
+    behaviour log-probs, by cause, as `shares_of` computes them. `explanations`: all hypotheses that
+    were tested, the best first. Tables are rows as dictionaries.
     """
 
     verdict: Verdict
@@ -163,8 +162,9 @@ def engine_case(
     dtype: torch.dtype | None,
     model: nn.Module,
 ) -> Case:
-    """Return the case of the behaviour log-probs. `dtype`: the engine's; None takes that of
-    `model`.
+    """Return the engine's case: the behaviour log-probs beside their reference.
+
+    `dtype`: dtype of the engine's computation; None takes the dtype of `model`.
     """
     reference = reference_of(tokens, models, temperature)
     if logprobs_mode == "processed":
@@ -182,7 +182,7 @@ def engine_case(
 
 
 def trainer_case(engine: Case, logprobs_BT: Tensor, model: nn.Module) -> Case:
-    """Return the case of the trainer's own log-probs of the examined rows."""
+    """Return the trainer's case: its own log-probs of the examined rows beside their reference."""
     reference, tokens = engine.reference, engine.tokens
     return replace(
         engine,
@@ -222,8 +222,9 @@ def rounding_in(
     reference: Reference,
     models: Mapping[int, nn.Module],
 ) -> Tolerance:
-    """Return how much rounding explains if one side computes in `dtype`, measured on these
-    tokens.
+    """Return the gap that rounding explains if one side computes in `dtype`.
+
+    Measured on these tokens, against the trained weights in float64.
     """
     trainer = models[tokens.train_version]
     logprobs_N = reference.trainer_N
@@ -237,10 +238,10 @@ def rounding_in(
 
 
 def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
-    """Return the explanations of all hypotheses about the case, the best first.
+    """Test all hypotheses about the case. Returns their explanations, the best first.
 
-    Empty if rounding explains the gap, or if no token's weights are known. `model`: the trainer's
-    own model, for causes on the trainer's side.
+    Tests none if rounding explains the gap, or if no token's weights are known. `model`: the
+    trainer's own model, for causes on the trainer's side.
     """
     if not bool(case.reference.is_known_N.any()) or case.tolerance.covers(case.gap_N):
         return []
@@ -269,8 +270,9 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
 
 
 def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding]:
-    """Return the best explanation as a finding; "unexplained" if none explains enough of the
-    gap.
+    """Return the main cause as a finding; "unexplained" if the best explains too little.
+
+    Returns [] if rounding explains the gap.
     """
     if case.tolerance.covers(case.gap_N):
         return []
@@ -339,9 +341,11 @@ def diagnosis_of(
 def shares_of(case: Case, findings: Sequence[Finding]) -> dict[str, float]:
     """Split the squared gap between trainer and behaviour log-probs into shares by cause.
 
-    The steps lead from the trainer's log-probs to the sampling weights', then to those over the
-    stamped KV, then to the behaviour log-probs. A share below 0 means that a step increased the
-    gap.
+    `policy_lag` and `kv_lag` follow from the version stamps: the gap shrinks by them as the trained
+    weights are replaced by the weights that sampled each token, and then their KV by the KV of the
+    stamped versions. What remains is `rounding`, or the engine's findings and `unexplained`.
+    `unknown` is the gap of tokens whose weights were not given. A share below 0 means that its
+    step increased the gap.
     """
     reference, known = case.reference, case.reference.is_known_N
     behaviour_N = case.tokens.behaviour_N
@@ -391,7 +395,7 @@ def by_lag(case: Case) -> list[Row]:
 
 
 def by_place(case: Case) -> list[Row]:
-    """Return a row for each kind of place that has tokens."""
+    """Return a row for each kind of place in a rollout (see `places`) that has tokens."""
     found = {name: is_there_N for name, (is_there_N, _, _) in places(case).items()}
     return [
         {"place": name, **_summary(case, is_there_N)}
@@ -421,7 +425,9 @@ def by_token(case: Case) -> list[Row]:
 
 
 def _summary(case: Case, is_own_N: Tensor) -> Row:
-    """Return the number of tokens and their gaps to the trainer's and to the stamped weights."""
+    """Return the number of the tokens in `is_own_N`, and their gaps to the trainer's and to the
+    stamped weights.
+    """
     reference, known_N = case.reference, is_own_N & case.reference.is_known_N
     trainer_gap_N = (reference.trainer_N - case.tokens.behaviour_N)[is_own_N]
     return {

@@ -1,7 +1,7 @@
 """Faults that can be read off a batch, its requests and its drawn tokens, without testing
 hypotheses.
 
-Covers masks, tokens, prompts, end tokens, ids and improbable draws. Used by diagnosis.
+Covers masks, tokens, prompts, end tokens, ids and improbable draws. Used by `diagnose`.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Forward passes of a trainer's model over single rows, without cache and padding, in float32.
 
-Used by reference and by the modules of causes. The given models are not changed.
+Used by `diagnose`, `reference_of` and the modules *_causes. The given models are not changed.
 
 Shape letters: T positions of a row, V vocabulary, C columns that are wanted, N tokens.
 """

@@ -1,6 +1,6 @@
 """Hypotheses about a gap between two log-probs of the same tokens, and how much each explains.
 
-Used by diagnosis; the modules *_causes yield the hypotheses.
+Used by `diagnose`; the modules *_causes yield the hypotheses.
 
 Shape letters: N tokens.
 """

@@ -1,6 +1,6 @@
 """The log-probs that a batch should have, given the weights versions stamped on its tokens.
 
-Used by diagnosis.
+Used by `diagnose`.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """

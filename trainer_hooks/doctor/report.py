@@ -1,4 +1,4 @@
-"""Formats a diagnosis for a terminal. Used by command and by users."""
+"""Formats a diagnosis for a terminal. Used by `python -m trainer_hooks.doctor` and by users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _NUM_TOKENS, _NUM_EXPLANATIONS = 8, 6
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:
-    """Return the verdict, findings with remedies, shares of the gap, and tables."""
+    """Return the verdict, each finding with its remedy, and tables, to be printed by rich.
+
+    The tables show the share of the squared gap by cause, the hypotheses, and the gaps by lag, by
+    place and of the worst tokens.
+    """
     known = f"{diagnosis.num_known_tokens} of {diagnosis.num_tokens} tokens examined"
     head = Text(diagnosis.verdict, style=_STYLES[diagnosis.verdict])
     head.append(

@@ -1,6 +1,6 @@
 """Causes between logits and log-probs: temperature, truncation, penalties and biases.
 
-Used by diagnosis, and by facts for tests of the drawn tokens.
+Used by diagnosis for its hypotheses, and by facts to find truncation in the drawn tokens.
 
 Shape letters: N tokens, V vocabulary, H tokens of the longest history.
 """
@@ -34,7 +34,10 @@ RESHAPING_REMEDY = (
 
 
 def temperature_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the log-probs at the temperature that fits best; 1 would be logprobs_mode="raw"."""
+    """Yield the hypothesis that the log-probs are at another temperature: the one that fits best.
+
+    A fit of 1 points to logprobs_mode="raw".
+    """
     tokens, reference = case.tokens, case.reference
 
     def squared_gap(temperature: float) -> float:
@@ -58,7 +61,9 @@ def temperature_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def declared_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the log-probs of logprobs_mode="processed", if the requests declare reshaping."""
+    """Yield the hypothesis of logprobs_mode="processed", if a request declares truncation,
+    penalties or biases.
+    """
     declared = [params for params in declared_params(case.tokens) if reshaping_text(params)]
     if declared:
         yield Hypothesis(
@@ -73,7 +78,7 @@ def declared_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the log-probs after the truncation that fits best, although no request declares it."""
+    """Yield the hypothesis of a truncation that no request declares: the one that fits best."""
     known = case.reference.is_known_N
     # Truncation only raises log-probs; if they are not higher, the search is skipped.
     if float((case.gap_N > -case.tolerance.largest).double().mean()) < 0.99:
@@ -99,7 +104,7 @@ def truncation_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
-    """Return usual values of (top_k, top_p, min_p), one of them on."""
+    """Return usual settings (top_k, top_p, min_p); in each, one is set and the others are 0."""
     return [
         *((k, 0.0, 0.0) for k in TOP_K_LEVELS if k < vocabulary),
         *((0, p, 0.0) for p in TOP_P_LEVELS),
@@ -108,9 +113,9 @@ def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
 
 
 def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch) -> Tensor:
-    """Return log-probs after all reshaping that the requests declare, float64 [N].
+    """Return the reference's log-probs after the reshaping that the requests declare, float64 [N].
 
-    Tokens with unknown sampling parameters keep their log-probs.
+    Tokens with unknown sampling parameters are not reshaped.
     """
     history = histories_of(tokens, batch.prompt_lengths_B)
     own: dict[SamplingParams, list[int]] = {}
@@ -178,10 +183,10 @@ def kept_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
-    """Tokens that precede each drawn token. Padding has the values False and 0.
+    """The ids that precede each drawn token in its row, padded with 0 and False.
 
-    `is_first_NH`: whether this is the first occurrence of its id. `num_outputs_NH`: occurrences of
-    its id in the output.
+    `is_first_NH`: whether it is the first occurrence of its id in the row. `num_outputs_NH`: how
+    often its id occurs in the output before the drawn token.
     """
 
     id_NH: Tensor
@@ -205,7 +210,8 @@ class Histories:
 def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
     """Return each token's history: all earlier tokens of its row.
 
-    The output is that of its turn; where turns are unknown, everything after the first prompt.
+    The output begins after the prompt of the token's turn; after the row's first prompt if turns
+    are unknown.
     """
     ids, firsts, counts = [], [], []
     for row, tokens_T in enumerate(tokens.rows):
@@ -225,7 +231,7 @@ def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
 
 
 def penalty_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield log-probs after each single penalty, fitted, although no request declares it."""
+    """Yield one hypothesis for each penalty: no request declares it, and its value is fitted."""
     history = histories_of(case.tokens, case.batch.prompt_lengths_B)
     known = case.reference.is_known_N
     ranges = {

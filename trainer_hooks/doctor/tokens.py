@@ -1,6 +1,6 @@
 """The examined tokens of a batch: their places, versions and sampling parameters.
 
-Used by all of doctor.
+Used by all modules of the doctor.
 
 Shape letters: B rows of a batch, T positions, N examined tokens, V vocabulary.
 """

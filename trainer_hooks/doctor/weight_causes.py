@@ -1,6 +1,6 @@
 """Causes in the computation of logits: the weights, their precision, the KV, the head.
 
-Used by diagnosis.
+Used by `diagnose`.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -42,7 +42,7 @@ def logprobs_by_version(case: Case) -> dict[int, Tensor]:
 
 
 def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Yield the log-probs of all tokens under each single version of the weights.
+    """Yield one hypothesis for each version of the weights: it computed all tokens' log-probs.
 
     `by_version`: the result of `logprobs_by_version`.
     """
@@ -62,7 +62,7 @@ def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterato
 
 
 def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Yield log-probs over KV that an older version wrote, although the stamps do not say so.
+    """Yield hypotheses that an older version wrote KV, although the stamps do not say so.
 
     Either the weights changed in the middle of a rollout, whose earlier tokens come from the older
     version; or the KV of the whole prompt, or of its part in a prefix cache, is old.
@@ -89,7 +89,7 @@ def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hy
 
 
 def precision_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the head, or the whole model, in lower precision, and weights rounded to it."""
+    """Yield hypotheses of lower precision: of the head, of the whole model, and of its weights."""
     tokens, reference = case.tokens, case.reference
     for dtype in LOW_PRECISIONS:
         name = str(dtype).removeprefix("torch.")
@@ -141,7 +141,7 @@ def precision_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def head_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the log-probs of a head tied to the embeddings, if the trainer's is not tied."""
+    """Yield the hypothesis of a head tied to the embeddings, if the trainer's is not tied."""
     model = case.trainer_model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is None or head.weight is table.weight or head.weight.shape != table.weight.shape:
@@ -157,7 +157,7 @@ def head_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def place_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield each kind of place that has the whole gap, if rounding explains the gap elsewhere."""
+    """Yield a hypothesis for each kind of place outside of which rounding explains the gap."""
     reference = case.reference
     for name, (is_there_N, evidence, remedy) in places(case).items():
         if not bool(is_there_N.any()) or not case.tolerance.covers(case.gap_N[~is_there_N]):

@@ -1,6 +1,7 @@
 """Policy and value losses on token log-probs, the corrections for old tokens, and diagnostics.
 
-Shape letters of the package: B rollouts, T positions of prompt + completion, right padded.
+Shape letters of the package: B rows (token sequences; see RolloutBatch), T positions of prompt +
+completion, right padded.
 Column t of a log-prob tensor is the log-prob of token t; the mask is 1 on the tokens trained on.
 """
 

@@ -2,7 +2,7 @@
 
 Used by `policy_loss`. Pure functions.
 
-Shape letters: B rollouts, T positions. w = exp(proximal - behaviour), 1 where the two agree.
+Shape letters: B rows, T positions. w = exp(proximal - behaviour), 1 where the two agree.
 
 Truncated importance sampling: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, sec. 4.1; for the
 gap between trainer and engine: Yao et al. 2025, Your efficient RL framework secretly brings you

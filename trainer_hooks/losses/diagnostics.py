@@ -1,11 +1,11 @@
-"""Metrics of a loss on its batch: ratios, effective sample size, divergence, clips, also by lag.
+"""Metrics of a loss on its batch: ratios, effective sample size, divergence and clipping.
 
-Used by `policy_loss` and `value_loss`. Everything stays a tensor until one copy to the host at the
-end. A name of TRL (`kl`, `entropy`, `clip_ratio/*`, `cispo_clip_ratio`,
-`sampling/importance_sampling_ratio/*`) or verl (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`)
-means the same number as there.
+Used by `policy_loss` and `value_loss`. Pure functions. `lag_table` splits the metrics by lag.
+Everything stays a tensor until `to_floats` copies it to the host. A metric with a name of TRL
+(`kl`, `entropy`, `clip_ratio/*`, `cispo_clip_ratio`, `sampling/importance_sampling_ratio/*`) or
+verl (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`) is the same number as there.
 
-Shape letters: B rollouts, T positions, C cells of the lag table, S sums.
+Shape letters: B rows, T positions, N tokens (B * T), C cells of the lag table, S sums.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def loss_metrics(
     config: PolicyLossConfig,
     entropies_BT: torch.Tensor | None = None,
 ) -> Metrics:
-    """Return the metrics of a batch, from `log_ratio_BT` = log pi - log behaviour and the loss
-    terms.
+    """Return the metrics of a batch. `log_ratio_BT` = log pi - log behaviour.
 
     `ppo_kl` (k1) is the divergence from the policy that the ratio is clipped around, `approx_kl`
     (k3) from the behaviour policy. `weight_mean` and `eff_sample_size` describe the token weights
@@ -87,8 +86,10 @@ def loss_metrics(
 def correction_metrics(
     weights_BT: torch.Tensor, flags: Metrics, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> Metrics:
-    """Return the metrics of a correction: its weights, how often its bounds act, and the corrected
-    gap.
+    """Return the metrics of an off-policy correction: its weights and the divergence it corrects.
+
+    `flags`: tokens whose weight is `above` or `below` a bound, or that are `dropped`.
+    `log_ratio_BT` = log anchor - log behaviour.
     """
     prefix = "sampling/importance_sampling_ratio/"
     return {
@@ -109,7 +110,9 @@ def lag_metrics(
     mask_BT: torch.Tensor,
     is_clipped_BT: torch.Tensor,
 ) -> Metrics:
-    """Return the share of stale tokens, how often they are clipped, and the mean lag of the KV."""
+    """Return the share of stale tokens (policy lag above 0), the share of them that is clipped, and
+    the mean KV lag.
+    """
     metrics = {}
     if policy_lag_BT is not None:
         is_stale_BT = (policy_lag_BT > 0) & mask_BT
@@ -128,11 +131,10 @@ def lag_table(
     log_ratio_BT: torch.Tensor,
     is_dropped_BT: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)]; 0 in empty
-    cells.
+    """Return the CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)].
 
-    `log_ratio_BT` = log pi - log behaviour. All cells are summed by one scatter. Returns None
-    unless both lags are given.
+    Empty cells have 0. `log_ratio_BT` = log pi - log behaviour. All cells are summed by one
+    scatter. Returns None unless both lags are given.
     """
     if policy_lag_BT is None or kv_lag_BT is None:
         return None
@@ -167,7 +169,7 @@ def lag_table(
 
 
 def to_floats(metrics: Metrics, table: torch.Tensor | None) -> dict[str, float]:
-    """Return all metrics by one device-to-host copy, with the nonempty cells of the lag table."""
+    """Return the metrics and the nonempty cells of the lag table, by one device-to-host copy."""
     values = torch.stack([value.float() for value in metrics.values()])
     cells = values.new_zeros(0) if table is None else table.flatten()
     floats = torch.cat([values, cells]).tolist()

@@ -2,7 +2,7 @@
 
 Used by `policy_loss`, and by training loops that penalise KL in the reward. Pure functions.
 
-Shape letters: B rollouts, T positions. r = pi / reference at the sampled token.
+Shape letters: B rows, T positions. r = pi / reference at the sampled token.
 
     k1 = log r                    unbiased, may be negative, high variance
     k2 = (log r)^2 / 2            biased, never negative

@@ -2,7 +2,7 @@
 
 Used by `update_policy` and by training loops with a loss of their own. Pure functions.
 
-Shape letters: B rollouts, T positions, V vocabulary, E hidden size; R rows of B T.
+Shape letters: B rows, T positions, R = B * T, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations

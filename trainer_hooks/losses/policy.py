@@ -1,8 +1,9 @@
 """policy_loss and value_loss: compute one scalar loss and its metrics from a batch.
 
-Used by `accumulate_gradients`, and directly by training loops. Pure functions.
+`accumulate_gradients` calls policy_loss, and the training job's critic calls value_loss. Training
+loops may call both. Pure functions.
 
-Shape letters: B rollouts, T positions of prompt + completion, right padded. Column t of a log-prob
+Shape letters: B rows, T positions of prompt + completion, right padded. Column t of a log-prob
 tensor is the log-prob of token t; the mask is 1 on the tokens to train on.
 """
 
@@ -54,19 +55,21 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
 
-    loss = aggregate(w * token loss + kl_coefficient * KL - entropy_coefficient * entropy).
-    The kind clips r = pi / anchor, and the correction makes the weight w from anchor / behaviour.
+    loss = aggregate(w * token loss + kl_coefficient * KL - entropy_coefficient * entropy), divided
+    by `config.max_completion_length` if that is set.
+    `config.kind` determines the token loss, a function of the ratio r = pi / anchor.
+    `config.correction` determines the weight w, a function of anchor / behaviour.
     `proximal_logprobs_BT`: log-probs of the policy at the start of this update. If given, they are
     the anchor (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025,
     arXiv 2505.24298, sec. 5.2). Otherwise the behaviour policy is the anchor, and w is 1.
     `advantages_BT`: [B, T] or [B, 1].
-    `entropies_BT`: result of `token_logprobs(..., return_entropy=True)`, for the entropy bonus,
-    whose gradient goes to them, and for the metric `entropy`.
+    `entropies_BT`: result of `token_logprobs(..., return_entropy=True)`, for the entropy bonus and
+    the metric `entropy`. The bonus has a gradient to `entropies_BT`.
     `aggregation_denominator`: see `aggregate`.
     `rollout_tokens_B`: as in a RolloutBatch. With it, a rollout of several rows counts once.
     Without it each row counts as a rollout. Ratios and masks of sequences are always per row.
-    `policy_lag_BT`, `kv_lag_BT`: with both, metrics also come by cells of (policy lag x KV lag), as
-    `by_lag/*`.
+    `policy_lag_BT`, `kv_lag_BT`: for metrics of stale tokens, and for a correction that depends on
+    lag. With both, `by_lag/*` has metrics for each cell (policy lag x KV lag).
     Values outside the mask are not read, and may be NaN. Log-probs are clamped at MIN_LOGPROB.
     Raises ConfigError for shapes that differ and for a term whose input is missing.
     """
@@ -108,8 +111,8 @@ def _masked_losses(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the losses with 0 where `max_sequence_kl` drops tokens, and the share of these
-    tokens.
+    """Return the losses, 0 for tokens that `max_sequence_kl` drops, and the share of these tokens
+    as a metric.
     """
     if config.max_sequence_kl is None:
         return terms.losses_BT, {}
@@ -126,7 +129,7 @@ def _corrected(
     correction: OffPolicyCorrection,
     lags: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the losses weighted by anchor / behaviour, the tokens of weight 0, and metrics."""
+    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics."""
     if anchor_BT is behaviour_BT:
         return losses_BT, torch.zeros_like(mask_BT), {}
     gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)
@@ -212,8 +215,8 @@ def value_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return half the squared error to the returns, with a gradient to `values_BT`, and metrics.
 
-    Per token max((V - R)^2, (clip(V) - R)^2) / 2, where clip limits V to `clip_range` around the
-    value at the start of the update, so that moving further gains nothing. None means no clip.
+    Per token max((V - R)^2, (clip(V) - R)^2) / 2. clip(V) is within `clip_range` of the value at
+    the start of the update, so moving V further does not lower the loss. None means no clip.
     Metrics have verl's names: vf_loss, vf_clipfrac, vpred_mean. Values outside the mask are not
     read.
     Raises ConfigError for shapes that differ and a clip range that is not above 0.

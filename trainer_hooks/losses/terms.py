@@ -2,7 +2,7 @@
 
 Used by the other modules of this package. Pure functions.
 
-Shape letters: B rollouts, T positions.
+Shape letters: B rows, T positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """StageClock: the time that a stage of a run has taken, and an estimate of the time left.
 
-Used by ProgressView and by the dashboard of the training job.
+Used by ProgressView and the training job's dashboard; the job's report formats times by `minutes`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class StageClock:
-    """Measures one stage at a time. `clock`: returns seconds."""
+    """Measures one stage at a time. `clock`: function that returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -25,15 +25,19 @@ class StageClock:
         self._first_step, self._step = None, 0
 
     def reach(self, step: int) -> None:
-        """Record that `step` is done. The first recorded step of a resumed run may be far from
-        1.
+        """Record that `step` is done. Steps before the first recorded one do not count as done in
+        this stage, since a resumed run continues at a later step.
         """
         if self._first_step is None:
             self._first_step = max(step - 1, 0)
         self._step = step
 
     def text(self) -> str:
-        """Return text such as "elapsed 2:10, left 8:40", or "" before a stage has begun."""
+        """Return text such as "elapsed 2:10, left 8:40", or "" before a stage has begun.
+
+        The time left is omitted before the first step is done, after the last one, and if the
+        number of steps is unknown.
+        """
         if self._start_s is None:
             return ""
         elapsed_s = self._clock() - self._start_s

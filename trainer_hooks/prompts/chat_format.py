@@ -21,6 +21,8 @@ class ChatFormat:
 
     `tokenizer`: transformers tokenizer with a chat template.
     `system_prompt`: first message of prompts that have no system message.
+    `examples`: solved prompts, pairs of the user's text and the answer,
+    as turns before each prompt.
     `options`: further arguments of the template.
     Prompt sources put the messages of a prompt into its column `messages`.
     """
@@ -30,6 +32,7 @@ class ChatFormat:
         tokenizer: Any,
         system_prompt: str | None = None,
         options: Mapping[str, Any] | None = None,
+        examples: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Raises ConfigError for a tokenizer without a template."""
         if not getattr(tokenizer, "chat_template", None):
@@ -39,23 +42,33 @@ class ChatFormat:
             )
         self._tokenizer, self._system_prompt = tokenizer, system_prompt
         self._options = dict(options or {})
+        self._examples = [
+            {"role": role, "content": text}
+            for pair in examples
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
 
     def messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
-        """Return the messages of a prompt, with the system prompt."""
+        """Return the messages of a prompt, with the system prompt and the examples."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [dict(message) for message in prompt]
         if self._system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        return messages
+        start = 1 if messages[0]["role"] == "system" else 0
+        return messages[:start] + [dict(turn) for turn in self._examples] + messages[start:]
 
-    def __call__(self, messages: Messages) -> RenderedText:
-        """Return the text up to the start of the answer."""
+    def render(self, messages: Messages) -> RenderedText:
+        """Return the text of `messages`, as they are, up to where the answer begins."""
         return RenderedText(
             self._tokenizer.apply_chat_template(
-                self.messages(messages), tokenize=False, add_generation_prompt=True, **self._options
+                list(messages), tokenize=False, add_generation_prompt=True, **self._options
             )
         )
+
+    def __call__(self, messages: Messages) -> RenderedText:
+        """Return the text of a prompt's `messages` up to where the answer begins."""
+        return self.render(self.messages(messages))
 
 
 def as_chat_template(source: Any | None) -> ChatTemplate | None:

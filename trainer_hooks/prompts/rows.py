@@ -46,10 +46,13 @@ def as_item(
     prompt, place = values[prompt_column], f"{place}, column {prompt_column!r}"
     if _are_messages(prompt):
         prompt = [_plain_message(message, place, is_arrow) for message in prompt]
-    if isinstance(template, ChatFormat) and isinstance(prompt, str) and prompt:
-        prompt = template.messages(prompt)
-    if isinstance(template, ChatFormat) and _are_messages(prompt):
+    if (
+        isinstance(template, ChatFormat)
+        and prompt
+        and (isinstance(prompt, str) or _are_messages(prompt))
+    ):
         columns["messages"] = template.messages(prompt)
+        return PromptItem(_rendered(columns["messages"], template.render, place), columns)
     return PromptItem(_as_prompt(prompt, template, place), columns)
 
 

@@ -1,7 +1,7 @@
 """Prompt sources: JSONL and parquet files, `datasets` and reasoning-gym, read when needed.
 
 Used by training loops and the training job, as the `source` of a PromptLedger. Each source is a
-Sequence of PromptItem. Every error names file, line or row, and column.
+Sequence of PromptItem. It writes no file. The error of a bad row names its file and line or row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _LazyPrompts(Sequence[PromptItem]):
-    """A Sequence whose items come from `_read`. A slice is a list."""
+    """A Sequence that reads its items by `_read`. A slice is read into a list."""
 
     @abstractmethod
     def _read(self, index: int) -> PromptItem: ...
@@ -55,10 +55,10 @@ class _LazyPrompts(Sequence[PromptItem]):
 class JsonlPrompts(_LazyPrompts):
     """Rows of JSONL files: one JSON object per line, with the prompt in `prompt_column`.
 
-    Only the offsets of the lines are kept, 16 bytes each; empty lines are skipped. The prompt is
-    text, token ids or, with a `chat_template` (a callable or a transformers tokenizer), messages.
-    Raises ConfigError for an unreadable file, and, when a line is read, for a line that is not an
-    object with a prompt and for a file that has changed.
+    Empty lines are skipped. Only the offset and the number of each line are kept, 16 bytes. The
+    prompt is text, token ids or, with a `chat_template` (a callable or a transformers tokenizer),
+    messages. Raises ConfigError for an unreadable file and, when a line is read, for a line that is
+    not an object with a prompt and for a file that has changed.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ParquetPrompts(_LazyPrompts):
     """Rows of parquet files, such as verl's datasets: the prompt and any other columns.
 
     `reward_model.ground_truth` is also given as a column of its own, `ground_truth`. One row group
-    is kept in memory: shuffled access is quick if row groups are small or all rows are in one.
+    is kept in memory, so shuffled access is quick if row groups are small or all rows are in one.
     `columns`: columns to read besides the prompt; None reads all.
     Raises ConfigError if pyarrow is missing, for an unreadable file or a missing column, and, when
     a row is read, for a row without a prompt.
@@ -169,9 +169,10 @@ class ParquetPrompts(_LazyPrompts):
 
 
 class DatasetPrompts(_LazyPrompts):
-    """Rows of a `datasets.Dataset`, or of one that `save_to_disk` wrote to a directory.
+    """Rows of a `datasets.Dataset`, or of a dataset that `save_to_disk` wrote to a directory.
 
-    `split`: name of the split, if there are several. Prompts and columns are as in ParquetPrompts.
+    `split`: name of the split of a DatasetDict, which must be given even if there is only one.
+    Prompts and columns are as in ParquetPrompts.
     An IterableDataset is read into memory at once, so that its rows can be shuffled and a run can
     be resumed.
     Raises ConfigError if the package is missing, for a directory without a dataset or split, for a
@@ -215,7 +216,8 @@ class DatasetPrompts(_LazyPrompts):
 class ReasoningGymPrompts(_LazyPrompts):
     """Rows of a reasoning-gym dataset, with columns `answer` and `entry` for its `score_answer`.
 
-    `dataset`: a dataset, or a name with its `size`, `seed` and own `settings`.
+    `dataset`: a dataset, or the name of one to create with `size`, `seed` and `settings`. Raises
+    ConfigError if the package is missing or refuses the settings.
     """
 
     def __init__(
@@ -240,16 +242,34 @@ class ReasoningGymPrompts(_LazyPrompts):
         if self._template is None:
             return PromptItem(entry["question"], columns)
         messages = self._template.messages(entry["question"])
-        return PromptItem(self._template(messages), {**columns, "messages": messages})
+        return PromptItem(self._template.render(messages), {**columns, "messages": messages})
+
+
+class FormattedPrompts(_LazyPrompts):
+    """Rows whose prompts go through a chat template: texts, as what a user says, and messages.
+
+    `rows`: rows as `as_prompt_item` takes them. Prompts that are token ids stay as they are.
+    """
+
+    def __init__(self, rows: PromptRows, chat_template: ChatFormat) -> None:
+        self._rows, self._template = rows, chat_template
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def _read(self, index: int) -> PromptItem:
+        item = as_prompt_item(self._rows[index])
+        values = {**item.columns, "prompt": item.prompt}
+        return as_item(values, "prompt", self._template, self.place_of(index))
 
 
 class MixedPrompts(_LazyPrompts):
-    """Rows of several sources, in proportion to their weights, with the source's name as
-    `data_source`.
+    """Rows of several sources, in proportion to their weights.
 
-    An epoch ends when every row of every source has come at least once. Rows of a source that is
-    small for its weight come several times. A row's own column `data_source` is kept. Unshuffled,
-    the sources alternate. `sources`: rows and weight by name.
+    An epoch has every row of every source at least once. Rows of a source that is small for its
+    weight repeat. The column `data_source` is the source's name, unless the row has this column.
+    Unshuffled, the sources are interleaved evenly. `sources`: rows and weight by name.
     Raises ConfigError without sources, for a source without rows, and for weights that are not
     above 0.
     """
@@ -275,7 +295,7 @@ class MixedPrompts(_LazyPrompts):
         self._owners, self._numbers = owners[order], numbers[order]
 
     def __len__(self) -> int:
-        """Number of prompts of an epoch."""
+        """Number of prompts in an epoch."""
         return len(self._owners)
 
     def _read(self, index: int) -> PromptItem:
@@ -323,8 +343,8 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the part that contains `index`, and the index in it. `ends`: running sum of
-    lengths.
+    """Return which part contains `index`, and the index in that part. `ends`: running sum of the
+    parts' lengths.
     """
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
@@ -352,8 +372,7 @@ def _load_dataset(directory: str) -> Any:
 def _split_of(splits: Mapping[str, Any], split: str | None, place: str) -> Any:
     if split is None or split not in splits:
         raise ConfigError(
-            f"{place} holds the splits {', '.join(splits)}; split={split!r} is none of them, "
-            "name one"
+            f"{place} holds the splits {', '.join(splits)}; split={split!r} must name one of them"
         )
     return splits[split]
 

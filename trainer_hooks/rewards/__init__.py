@@ -14,6 +14,7 @@ from trainer_hooks.rewards.ready_made import FormatReward, LengthReward, reasoni
 from trainer_hooks.rewards.reward_model import BatchedReward, RewardModel
 from trainer_hooks.rewards.runner import RewardRunner, as_runner
 from trainer_hooks.rewards.scoring import score_rollouts
+from trainer_hooks.rewards.text_match import edit_similarity_reward, exact_match_reward
 
 __all__ = [
     "BatchedReward",
@@ -28,6 +29,8 @@ __all__ = [
     "WeightedReward",
     "WeightedRewards",
     "as_runner",
+    "edit_similarity_reward",
+    "exact_match_reward",
     "reasoning_gym_reward",
     "reward_metrics",
     "score_rollouts",

@@ -1,6 +1,7 @@
 """Adapters: several reward functions as one, and functions in the conventions of TRL and verl.
 
-Used by training loops and the training job around users' functions, before a RewardRunner.
+Training loops and the training job wrap users' functions in them for a RewardRunner. Scoring and
+the verifiers environment return WeightedReward, too; the producer logs `reward_metrics`.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class WeightedReward(float):
 class WeightedRewards:
     """Several reward functions as one: the weighted sum of their results, as in TRL.
 
-    A None or NaN of one function is left out of a sample's sum. If all functions give none, the sum
-    is None. The functions are called one after another, each with the columns that it names; then
-    async ones are awaited together. Each reward is a WeightedReward, from which `reward_metrics`
-    and the samples of a run read the terms.
+    A None or NaN of one function is left out of a sample's sum. If all functions return None or
+    NaN, the sum is None. The functions are called one after another, each with the columns that it
+    names; then the async ones are awaited together. Each reward is a WeightedReward, from which
+    `reward_metrics` and the samples of a run read the terms.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return one sum or None per completion, or with an async function an awaitable of the
-        sums.
+        """Return one sum or None per completion. If a function is async, return an awaitable of
+        this list.
 
         Raises ConfigError unless each function returns one number per completion.
         """
@@ -137,10 +138,11 @@ def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
 
 
 class ConversationalReward:
-    """A reward function that takes completions as chat messages, as TRL's conversational ones do.
+    """Calls a reward function with chat messages, as TRL does for conversational data.
 
-    Its `completions` are [{"role": "assistant", "content": text}] each. Its `prompts` are the
-    messages in the row's column `messages`, else one user message. Other columns are passed on.
+    The function gets [{"role": "assistant", "content": text}] for each completion. For each prompt
+    it gets the row's column `messages`, or one user message if there is no such column. All columns
+    are passed on.
     """
 
     def __init__(self, reward_function: RewardFunction) -> None:
@@ -163,10 +165,11 @@ class ConversationalReward:
 class VerlReward:
     """A `compute_score(data_source, solution_str, ground_truth, extra_info)` in verl's convention.
 
-    The function returns a number, or a mapping with "score". Its columns are those of verl's rows:
+    The function returns a number, or a mapping with "score". The columns are named as in verl:
     data_source, extra_info, and ground_truth, or reward_model with "ground_truth" in it.
-    A sample whose call raises or returns no number has no reward, and the error is logged; other
-    samples keep theirs. If every sample's call raises, the first error is raised.
+    The function is called for one sample at a time. If it returns None, the sample has no reward.
+    If it raises or returns no number, the sample has none either, and the error is logged. If all
+    samples fail, the first error is raised.
     """
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
 """Calls a reward function with the arguments that its signature names, and checks its result.
 
-Used by RewardRunner, its processes, and the adapters. Pure functions.
+Used by RewardRunner, its processes, and the adapters. Keeps no state.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def arguments_for(
     """Return the positional and named arguments of `reward_fn(prompts, completions, completion_ids,
     ...)`.
 
-    The first three go by name if the function names any of them, else by position. Of the columns
-    it gets those that it names, or all if it has `**columns`.
+    The first three go by position to a function that names none of them and has at least three
+    positional parameters, else by name. By name, a function gets only what it names, or everything
+    if it has `**columns`.
     Raises ConfigError if it needs a column that the prompts do not have.
     """
     standard = dict(zip(_STANDARD, (prompts, completions, completion_ids), strict=True))
@@ -67,7 +68,7 @@ def call_reward(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> Any:
-    """Call the function with the arguments that it names. Returns the result of `rewards_of`."""
+    """Call the function with its `arguments_for`. Returns the result of `rewards_of`."""
     args, named = arguments_for(reward_fn, prompts, completions, completion_ids, columns)
     return rewards_of(reward_fn, args, named)
 
@@ -86,9 +87,9 @@ def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[
 
 
 def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
-    """Return the function's rewards as numbers, with NaN for None.
+    """Return the function's rewards as floats, with NaN for None.
 
-    Floats of another class stay as they are: a WeightedReward keeps its terms.
+    A float of a subclass is returned unchanged, so that a WeightedReward keeps its terms.
     Raises ConfigError unless there is one number per completion.
     """
     try:
@@ -112,6 +113,9 @@ def name_of(reward_fn: RewardFunction) -> str:
 
 
 def is_async(reward_fn: RewardFunction) -> bool:
-    """Return whether calls of the function return an awaitable."""
+    """Return whether the function, or its `__call__`, is declared `async def`.
+
+    Other functions may also return an awaitable, such as a WeightedRewards with an async function.
+    """
     call = getattr(reward_fn, "__call__", None)  # noqa: B004 - its kind is asked for
     return inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)

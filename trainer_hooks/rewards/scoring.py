@@ -56,7 +56,10 @@ def _is_nan(reward: float | None) -> bool:
 
 
 def _columns(item: PromptItem, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    columns = {name: [value] * len(rollouts) for name, value in item.columns.items()}
+    columns: dict[str, list[Any]] = {
+        "is_truncated": [each.finish_reason == "length" for each in rollouts]
+    }
+    columns |= {name: [value] * len(rollouts) for name, value in item.columns.items()}
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.columns):
         shared = item.columns.get(name)
         columns[name] = [rollout.columns.get(name, shared) for rollout in rollouts]

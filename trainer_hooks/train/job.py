@@ -82,9 +82,9 @@ class AlgorithmSettings(Settings):
     `decoupled`: clip around the policy at the start of the step instead of the policy that sampled,
     and weight by the ratio of the two. Costs one more forward pass where a token, or the KV that it
     was sampled on, is of another version.
-    `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`: micro-batches,
-    see UpdateSettings. `mask_truncated_completions`: do not train on rollouts cut by the length
-    limit.
+    `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`,
+    `share_prefixes`: micro-batches, see UpdateSettings. `mask_truncated_completions`: do not
+    train on rollouts cut by the length limit.
     `advantage_estimator`: advantages within a group, or those of REINFORCE++, whitened over the
     batch, without or with the group's mean as a baseline. `critic`: take advantages from a critic
     (PPO).
@@ -107,6 +107,7 @@ class AlgorithmSettings(Settings):
     num_iterations: PositiveInt = 1
     max_tokens_per_forward: PositiveInt | None = None
     is_packed: bool = False
+    share_prefixes: bool = True
     replay_routing: bool = False
     mask_truncated_completions: bool = False
     advantage_estimator: AdvantageEstimator = "group"
@@ -166,6 +167,7 @@ class AlgorithmSettings(Settings):
             num_minibatches=self.num_minibatches,
             max_tokens=self.max_tokens_per_forward,
             is_packed=self.is_packed,
+            share_prefixes=self.share_prefixes,
             temperature=self.temperature,
             replay_routing=self.replay_routing,
         )

@@ -1,7 +1,8 @@
-"""The demo's data: prompts give letters, answers are palindromes, reasoning-gym's verifier scores
-them.
+"""The demo's prompts, which ask for a palindrome of given letters, and its tokenizer.
 
-conf/data/palindrome.yaml names `prompts`, conf/model/tiny.yaml `letter_tokenizer`.
+The prompts come from reasoning-gym, whose verifier scores the answers. Used through the configs:
+conf/data/palindrome.yaml names `prompts`, conf/model/tiny.yaml names `letter_tokenizer`. Nothing is
+written.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from trainer_hooks import PromptItem
 from trainer_hooks.prompts.sources import ReasoningGymPrompts
 
-# Items of the dataset: far more per seed than a run needs, so that runs of other seeds share none.
+# Items for each seed: far more than a run needs, so that runs of two seeds share no item.
 ITEMS_PER_SEED = 1_000_000
 MAX_SEEDS = 1_000
-NUM_PROMPTS = 50_000  # of the training, and as many of the warm-up
+NUM_PROMPTS = 50_000  # for training, and as many for the warm-up
 END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN = "<end>", "<pad>", "<unknown>"
 SEPARATOR = ", "
 
@@ -26,11 +27,12 @@ SEPARATOR = ", "
 def prompts(
     part: str, seed: int, *, num_held_out: int, dataset_seed: int, min_length: int, max_length: int
 ) -> Sequence[PromptItem] | TrainingPrompts:
-    """Return the prompts of `part` (held_out, train or warmup) of the run with `seed`.
+    """Return the prompts for `part` (held_out, train or warmup) of the run with `seed`.
 
     reasoning-gym draws item i of a dataset with seed s from seed s + i, so datasets with nearby
-    seeds share items. Therefore one dataset is cut into index ranges. Its first items are held out
-    for evaluation; training never gets their letters, in any order.
+    seeds share items. Therefore all runs share one dataset, and each part of each run gets its own
+    range of indices. The first items are held out for evaluation; training and warm-up never get
+    the letters of a held-out item, in any order.
     """
     items = ReasoningGymPrompts(
         "palindrome_generation",
@@ -49,7 +51,7 @@ def prompts(
 class TrainingPrompts:
     """A sequence of NUM_PROMPTS prompts, each created when it is read.
 
-    An item with the letters of a held-out item is replaced by a spare item from beyond this range.
+    An item with the letters of a held-out item is replaced by a spare item after the sequence.
     """
 
     def __init__(self, items: ReasoningGymPrompts, start: int, held_out: set[str]) -> None:
@@ -74,12 +76,16 @@ def letters_of(item: PromptItem) -> list[str]:
 
 
 def sorted_letters(item: PromptItem) -> str:
-    """Return the item's letters in order: equal for items with the same letters."""
+    """Return the item's letters in alphabetical order: equal for items with the same letters."""
     return "".join(sorted(letters_of(item)))
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and one per constant part of a question."""
+    """Return a tokenizer with a token for each lowercase letter, for the line break, for the
+    instruction that begins every prompt, and for the separator of its letters.
+
+    Any other character is UNKNOWN_TOKEN.
+    """
     item = ReasoningGymPrompts("palindrome_generation", size=1)[0]
     instruction, _, _ = str(item.prompt).partition(SEPARATOR.join(letters_of(item)))
     tokens = [PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, "\n", *string.ascii_lowercase]

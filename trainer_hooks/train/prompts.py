@@ -1,6 +1,6 @@
-"""Prompts of a job from its settings: opens sources and holds prompts out for evaluation.
+"""Opens the prompt sources that a job's settings name, and holds prompts out for evaluation.
 
-Used by task.
+Used by task. Reads files and writes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trainer_hooks.prompts.checks import CheckedRows, PromptCheck, SelectedRows,
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, as_rows
 from trainer_hooks.prompts.sources import (
     DatasetPrompts,
+    FormattedPrompts,
     JsonlPrompts,
     MixedPrompts,
     ParquetPrompts,
@@ -31,7 +32,11 @@ logger = logging.getLogger(__name__)
 def open_source(
     source: SourceSettings, chat: ChatFormat | None, part: str, seed: int
 ) -> PromptRows:
-    """Return the rows of one source. `part`, `seed`: arguments of a function that creates rows."""
+    """Return the rows of one source.
+
+    `part` and `seed` are passed to the function of a source of kind "python". Raises ConfigError if
+    a source that takes one path has several.
+    """
     path, column, options = source.path, source.prompt_column, dict(source.options)
     assert path is not None, "the settings check it"
     if source.kind in ("jsonl", "parquet"):
@@ -43,15 +48,20 @@ def open_source(
         return DatasetPrompts(path, column, chat_template=chat, **options)
     if source.kind == "reasoning_gym":
         return ReasoningGymPrompts(path, chat_template=chat, **options)
-    return as_rows(import_object(path, "data.path")(part, seed, **options))
+    rows = as_rows(import_object(path, "data.path")(part, seed, **options))
+    if chat is None:
+        return rows
+    formatted = FormattedPrompts(rows, chat)
+    # Rows of a list are checked before the job begins, others when they are read.
+    return list(formatted) if isinstance(rows, (list, tuple)) else formatted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPrompts:
-    """Prompts for training, and held-out prompts, which are never trained on.
+    """Prompts for training, and held-out prompts for evaluation.
 
-    `held_out_keys`: hashes of the held-out prompts; rows with one of these hashes must not be
-    trained on.
+    `held_out_keys`: hashes of prompts that must not be trained on. Those of `held_out` if they were
+    taken out of the sources; empty if they come from `data.held_out_path`.
     """
 
     train: PromptRows
@@ -60,11 +70,11 @@ class SplitPrompts:
 
 
 def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> SplitPrompts:
-    """Hold out `data.num_held_out` prompts of all sources, by their weights, and mix the rest.
+    """Hold out `data.num_held_out` prompts, spread over the sources by weight, and mix the rest.
 
-    Each source is split before mixing, since a mixture repeats the rows of small sources. A
-    held-out prompt takes all rows of the same prompt, in any source, out of training. At most a
-    tenth of a source's different prompts are held out.
+    Sources are split before they are mixed, because a mixture repeats the rows of small sources.
+    All rows with a held-out prompt, in any source, are left out of training. At most a tenth of a
+    source's distinct prompts is held out. Raises ConfigError if a source has no row left.
     """
     candidates = _first_rows(sources)
     num_prompts = sum(map(len, candidates.values()))
@@ -79,7 +89,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
     keys = frozenset(sources[n].keys[i] for n, indices in chosen.items() for i in indices)
     train = {name: without_prompts(source, keys, name) for name, source in sources.items()}
     held_out = {n: SelectedRows(sources[n].rows, own) for n, own in chosen.items() if own}
-    # Weighted by their numbers of rows, so that every row comes once.
+    # Weighted by numbers of rows, so that the mixture has every row once.
     num_each = {name: float(len(rows)) for name, rows in held_out.items()}
     own_rows = _mixed(held_out, num_each, data) if held_out else []
     rows = _mixed(train, {name: own.weight for name, own in data.named_sources.items()}, data)
@@ -96,7 +106,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
 def _mixed(
     rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
 ) -> PromptRows:
-    """Return the rows of all sources. Rows of `data.sources` carry their source's name."""
+    """Return the mixture of all sources. Rows of `data.sources` carry the name of their source."""
     if not data.sources:
         return next(iter(rows.values()))
     return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})
@@ -105,7 +115,7 @@ def _mixed(
 def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> PromptRows:
     """Return the rows of a source whose prompts are not among `keys`.
 
-    `name`: the source's, for messages. Raises ConfigError if no row is left.
+    `name`: name of the source, for messages. Raises ConfigError if no row is left.
     """
     if not keys:
         return source.rows
@@ -119,7 +129,8 @@ def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> Pro
 
 
 def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
-    """Return the rows of each source whose prompt no earlier row has, in any source."""
+    """Return the indices, in each source, of the rows whose prompt is in no earlier row of any
+    source."""
     seen: set[int] = set()
     found: dict[str, list[int]] = {}
     for name, source in sources.items():
@@ -134,9 +145,10 @@ def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
 def held_out_of_file(
     rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
 ) -> list[PromptItem]:
-    """Return the prompts of `data.held_out_path`, and warn if some of them are trained on as well.
+    """Return `rows`, the rows of `data.held_out_path`, as prompts: the first `data.num_held_out`.
 
-    Raises ConfigError for bad rows.
+    Logs a warning if some of them are also in `train`. Raises ConfigError for bad rows, unless
+    `data.on_bad_row` is "skip".
     """
     checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
     count = min(data.num_held_out or len(checked.rows), len(checked.rows))

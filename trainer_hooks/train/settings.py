@@ -142,7 +142,8 @@ class DataSettings(SourceSettings):
 
     `chat`: whether the tokenizer's chat template formats prompts, with plain text as a user
     message; None does so if the tokenizer has a template. `system_prompt`: added to messages
-    without one. `template_options`: further arguments of the template, such as enable_thinking.
+    without one. `examples`: answers by what a user says, as turns before each prompt.
+    `template_options`: further arguments of the template, such as enable_thinking.
     `held_out_path`: prompts of the same kind for evaluation. Without it, `num_held_out` prompts (at
     most a tenth of all) are kept out of training: they are taken from each source before mixing,
     with all rows that repeat them. `on_bad_row`: rows that no engine could answer are reported when
@@ -153,6 +154,7 @@ class DataSettings(SourceSettings):
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
     chat: bool | None = None
     system_prompt: AnyText | None = None
+    examples: Mapping[str, AnyText] = field(default_factory=dict)
     template_options: Options = field(default_factory=dict)
     held_out_path: Name | None = None
     num_held_out: NonNegativeInt = 0

@@ -68,9 +68,11 @@ _OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environm
 
 
 class Task:
-    """The data of a job. The tokenizer is one of transformers.
+    """The data of a job.
 
-    `held_out`: prompts that are never trained on; empty if the settings ask for none.
+    `tokenizer`: a tokenizer of transformers.
+    `held_out`: prompts for evaluation, empty if the settings ask for none. They are not trained on,
+    except for training prompts that `data.held_out_path` repeats; a warning counts those.
     `reward`: scores completions; close it at the end to end its processes. None if only the
     environment gives rewards. `rollout_fn`: the environment, or None; close it as well.
     `num_skipped_rows`: bad rows of files and datasets that are left out.
@@ -161,8 +163,9 @@ class Task:
     ) -> dict[str, float]:
         """Return rewards of answers to the held-out prompts; {} without held-out prompts.
 
-        Names are `eval/greedy_reward` and `eval/<source>/greedy_reward`; if `settings.n` samples
-        are drawn, also all metrics of `evaluate`. Samples have the same seeds each time.
+        Of greedy answers these are `eval/greedy_reward`, `eval/<term>` of each reward term, and
+        both as `eval/<source>/...`. If `settings.n` samples are drawn, there are also all metrics
+        of `evaluate`. Samples have the same seeds each time.
         """
         if not self.held_out:
             return {}
@@ -174,6 +177,11 @@ class Task:
             f"{name.removesuffix('reward')}greedy_reward": value
             for name, value in of_greedy.items()
             if name.endswith("/reward")
+        }
+        metrics |= {
+            name.replace("/rewards/", "/"): value
+            for name, value in of_greedy.items()
+            if "/rewards/" in name
         }
         if not settings.n:
             return metrics
@@ -191,12 +199,15 @@ class Task:
             answer_fn=answer_fn,
             **own,
         )
-        return metrics | sampled
+        return sampled | metrics
 
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
     ) -> list[dict[str, str]]:
-        """Return greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}."""
+        """Return greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}.
+
+        The prompt of a chat is its last message, behind the system prompt and the examples.
+        """
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
@@ -206,6 +217,8 @@ class Task:
             else:
                 ids = (await self.rollout_fn(scoped, item.prompt)).completion_ids
             prompt = item.prompt if isinstance(item.prompt, str) else str(list(item.prompt))
+            if messages := item.columns.get("messages"):
+                prompt = str(messages[-1]["content"])
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             answers.append({"prompt": prompt, "answer": text})
         return answers
@@ -297,17 +310,20 @@ def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
     """Return the formatter of prompts by the tokenizer's chat template; None leaves prompts as they
     are.
 
-    Raises ConfigError for a system prompt without a template.
+    Raises ConfigError for a system prompt or examples without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if not (has_template if settings.chat is None else settings.chat):
-        if settings.system_prompt is not None:
-            raise ConfigError(
-                f"data.system_prompt={settings.system_prompt!r} needs a chat template, but "
-                + ("data.chat=false turns it off" if has_template else "the tokenizer has none")
-            )
+        for name in ("system_prompt", "examples"):
+            if value := getattr(settings, name):
+                raise ConfigError(
+                    f"data.{name}={value!r} needs a chat template, but "
+                    + ("data.chat=false turns it off" if has_template else "the tokenizer has none")
+                )
         return None
-    return ChatFormat(tokenizer, settings.system_prompt, settings.template_options)
+    return ChatFormat(
+        tokenizer, settings.system_prompt, settings.template_options, [*settings.examples.items()]
+    )
 
 
 def reward_runner(settings: RewardSettings) -> RewardRunner | None:

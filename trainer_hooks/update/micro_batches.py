@@ -12,10 +12,12 @@ padding.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,7 +38,19 @@ from trainer_hooks.update.guarded_step import (
     MaxSkippedSteps,
 )
 from trainer_hooks.update.packing import require_separate_rollouts
+from trainer_hooks.update.token_tree import contiguous_parts, split_into_trees
+from trainer_hooks.update.tree_pass import (
+    max_depth,
+    pair_cost,
+    rows_before_last,
+    tree_fault,
+    tree_logprobs,
+)
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
+
+logger = logging.getLogger(__name__)
+
+MAX_NODES = 16_384  # of a tree of several rows: its attention mask takes 256 MiB
 
 # Keywords of TRL, verl and OpenRLHF, and the names of the same settings here.
 UPDATE_HINTS = {
@@ -46,6 +60,7 @@ UPDATE_HINTS = {
     **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu"), "max_tokens"),
     **dict.fromkeys(("micro_batch_size", "max_tokens_per_forward"), "max_tokens of a pass"),
     **dict.fromkeys(("use_remove_padding", "packing"), "is_packed"),
+    **dict.fromkeys(("use_prefix_grouper", "enable_tree_training"), "share_prefixes"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
 }
 
@@ -56,13 +71,18 @@ class UpdateSettings:
     """How a batch is divided into optimizer steps and forward passes.
 
     `num_iterations`: number of passes over the batch.
-    `num_minibatches`: number of optimizer steps of each pass; every step takes a random part of the
-    rollouts.
+    `num_minibatches`: number of optimizer steps of each pass, at most one for each rollout; every
+    step takes a random part of the rollouts (`RolloutBatch.split_rollouts`).
     `max_tokens`: limit on the tokens of a forward pass, with padding. None computes a minibatch in
     one pass.
     `is_packed`: True puts the rollouts of a forward pass one behind the other in a single row,
     without padding. The model must separate them by their position ids; any other model is refused
     at the first pass.
+    `share_prefixes`: True computes what rows begin with in common, such as a group's prompt and a
+    system prompt, once, and the logits of trained tokens alone, a few at a time. `max_tokens` then
+    limits the tokens that are computed. Gradients equal those of whole rows up to rounding. Rows
+    are computed whole, packed or padded, for models where they would not (`tree_fault`), for
+    routing replay, and beyond a model's sliding window.
     `temperature`: divisor of the logits, as in the rollouts' sampling.
     `max_grad_norm`: norm to which larger gradients are scaled down.
     `max_skipped_steps`: number of successive steps without a finite gradient that is an error
@@ -75,6 +95,7 @@ class UpdateSettings:
     num_minibatches: PositiveInt = 1
     max_tokens: PositiveInt | None = None
     is_packed: bool = False
+    share_prefixes: bool = True
     temperature: TrainedTemperature = 1.0
     max_grad_norm: PositiveFloat = 1.0
     max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
@@ -144,19 +165,95 @@ def split_among_ranks(
         rows = torch.tensor(sorted(own), dtype=torch.long)
         parts = split_micro_batches(lengths_B[rows], settings.max_tokens, settings.is_packed)
         passes.append([rows[part] for part in parts])
+    return _filled(passes)
+
+
+Way = Literal["trees", "packed", "padded"]
+
+
+def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings) -> Way:
+    """Return how the passes on `batch` go.
+
+    Raises ConfigError where `is_packed` would let rollouts attend to each other.
+    """
+    reason = _reason_against_trees(policy, batch, settings)
+    if reason is None:
+        return "trees"
+    if settings.share_prefixes:
+        _log_once(type(policy).__name__, reason)
+    if settings.is_packed:
+        require_separate_rollouts(policy, batch.tokens_BT.device)
+        return "packed"
+    return "padded"
+
+
+def _reason_against_trees(
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+) -> str | None:
+    if not settings.share_prefixes:
+        return "share_prefixes=False"
+    if settings.replay_routing:
+        return "rows that share a prompt have routed it each in its own way"
+    if not bool(batch.mask_BT.any()):
+        return "no token is trained"
+    if (fault := tree_fault(policy, batch.tokens_BT.device)) is not None:
+        return fault
+    window = max_depth(policy)
+    if window is not None and int(batch.lengths_B.max()) > window:
+        return f"a rollout is longer than the model's window of {window} tokens"
+    return None
+
+
+@lru_cache(64)
+def _log_once(model: str, reason: str) -> None:
+    logger.info("%s computes each row whole, shared prefixes as well: %s", model, reason)
+
+
+def _split(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    way: Way,
+    num_ranks: int,
+) -> list[list[torch.Tensor]]:
+    """Row indices of the passes of each rank; as many passes for each, the last ones empty."""
+    if way != "trees":
+        return split_among_ranks(batch.lengths_B, settings, num_ranks)
+    rows = rows_before_last(batch.tokens_BT, batch.mask_BT)
+    trained = [index for index, row in enumerate(rows) if row]
+    longest = max(len(rows[index]) for index in trained)
+    if settings.max_tokens is not None and longest > settings.max_tokens:
+        raise ConfigError(
+            f"max_tokens={settings.max_tokens} is less than the {longest} tokens of a rollout"
+        )
+    cost, max_nodes = pair_cost(policy), min(settings.max_tokens or MAX_NODES, MAX_NODES)
+    passes = []
+    for own in contiguous_parts([rows[index] for index in trained], num_ranks):
+        indices = [trained[index] for index in own]
+        trees = split_into_trees([rows[index] for index in indices], max_nodes, cost)
+        passes.append([torch.tensor([indices[i] for i in tree]) for tree in trees])
+    return _filled(passes)
+
+
+def _filled(passes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Return the passes of each rank, with empty ones up to the number of those that have most."""
     most = max(map(len, passes))
     return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
 
 
 def _passes(
-    batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    ranks: TrainerRanks,
+    way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
     """Yield the rows of each pass of this rank, their batch, and whether their result counts.
 
     In place of a pass without rows the shortest row is computed, with an empty mask. Its result
     does not count.
     """
-    for rows in split_among_ranks(batch.lengths_B, settings, ranks.size)[ranks.rank]:
+    for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
             yield rows, batch.select(rows), True
         else:
@@ -181,15 +278,8 @@ def _forward(
     return output.logits, tokens_1N
 
 
-def _check_packing(
-    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
-) -> None:
-    if settings.is_packed:
-        require_separate_rollouts(policy, batch.tokens_BT.device)
-
-
 def _replayed(
-    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings, way: Way
 ) -> AbstractContextManager[None]:
     """Return a context for the forward and backward passes on `batch`, which replays its routing.
 
@@ -209,18 +299,43 @@ def _replayed(
     if batch.routing_BTLK is None:  # every rollout failed before the engine computed a token
         return nullcontext()
     is_token_BT = batch.attention_mask_BT
-    routing = batch.routing_BTLK[is_token_BT][None] if settings.is_packed else batch.routing_BTLK
+    routing = batch.routing_BTLK[is_token_BT][None] if way == "packed" else batch.routing_BTLK
     return replay_routing(policy, routing)
 
 
-def _unpacked(values: torch.Tensor, batch: RolloutBatch, is_packed: bool) -> torch.Tensor:
-    """Return a per-token result of a forward pass as [B, T]."""
-    if not is_packed:
-        return values
+def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    """Return a per-token result of a packed forward pass as [B, T]."""
     is_token_BT = batch.attention_mask_BT
     values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
     # The log-prob of a rollout's first token came from the last logits of the rollout before it.
     return values_BT.masked_fill(batch.position_ids_BT == 0, 0.0)
+
+
+def _logprobs_and_entropies(
+    policy: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: UpdateSettings,
+    way: Way,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies of one forward pass, [B, T] each.
+
+    A pass over a tree leaves 0 where no token is trained. `entropy_gradient`: the loss has an
+    entropy bonus. Other passes compute entropies without a gradient where it has none, since the
+    gradient keeps another tensor of the logits' size until the backward pass.
+    """
+    if way == "trees" and bool(batch.mask_BT.any()):
+        assert isinstance(policy, nn.Module), "other policies have no trees"
+        return tree_logprobs(policy, batch.tokens_BT, batch.mask_BT, settings.temperature)
+    logits, tokens = _forward(policy, batch, is_packed=way == "packed")
+    if entropy_gradient:
+        columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
+    else:
+        logprobs = token_logprobs(logits, tokens, settings.temperature)
+        columns = logprobs, token_entropies(logits, settings.temperature)
+    if way != "packed":
+        return columns
+    return _unpacked(columns[0], batch), _unpacked(columns[1], batch)
 
 
 @torch.no_grad()
@@ -230,22 +345,22 @@ def compute_logprobs(
     settings: UpdateSettings,
     ranks: TrainerRanks = ALONE,
 ) -> torch.Tensor:
-    """Return the log-probs [B, T] of the batch's tokens under `policy`, without a gradient.
+    """Return the log-probs [B, T] of trained tokens under `policy`, without a gradient.
+
+    They are 0 where `mask_BT` is False.
 
     `policy`: the reference, or the policy before an update (for proximal log-probs). All `ranks`
     call this with the same batch. Each computes a part and gets the log-probs of all rows.
     Raises ConfigError for a policy that would mix packed rollouts.
     """
-    _check_packing(policy, batch, settings)
+    way = _way_of(policy, batch, settings)
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
-    for rows, part, is_own in _passes(batch, settings, ranks):
-        with _replayed(policy, part, settings):
-            logits, tokens = _forward(policy, part, settings.is_packed)
-        values = token_logprobs(logits, tokens, settings.temperature)
-        own_BT = _unpacked(values, part, settings.is_packed)
+    for rows, part, is_own in _passes(policy, batch, settings, ranks, way):
+        with _replayed(policy, part, settings, way):
+            own_BT, _ = _logprobs_and_entropies(policy, part, settings, way, entropy_gradient=False)
         if is_own:
             logprobs_BT[rows, : part.tokens_BT.shape[1]] = own_BT
-    return ranks.sum(logprobs_BT)
+    return ranks.sum(logprobs_BT).masked_fill(~batch.mask_BT, 0.0)
 
 
 def accumulate_gradients(
@@ -266,16 +381,19 @@ def accumulate_gradients(
     batch.
     Raises ConfigError for a policy that would mix packed rollouts.
     """
-    _check_packing(policy, batch, settings)
+    way = _way_of(policy, batch, settings)
     rollout_tokens_B = batch.rollout_tokens_B
     denominator = float(
         aggregation_denominator(batch.mask_BT, config.resolved_aggregation, rollout_tokens_B)
     )
+    entropy_gradient = config.entropy_coefficient > 0.0
     reports = []
-    for rows, part, _ in _passes(batch, settings, ranks):
+    for rows, part, _ in _passes(policy, batch, settings, ranks, way):
         own = {name: column[rows, : part.tokens_BT.shape[1]] for name, column in columns.items()}
-        with _replayed(policy, part, settings):
-            logprobs_BT, entropies_BT = _logprobs_and_entropies(policy, part, config, settings)
+        with _replayed(policy, part, settings, way):  # backward as well: layers may run again
+            logprobs_BT, entropies_BT = _logprobs_and_entropies(
+                policy, part, settings, way, entropy_gradient
+            )
             loss, metrics = policy_loss(
                 logprobs_BT,
                 part.behaviour_logprobs_BT,
@@ -292,27 +410,6 @@ def accumulate_gradients(
             (loss * ranks.size).backward()
         reports.append((metrics, int(part.mask_BT.sum())))
     return merged_metrics(ranks.gather(reports))
-
-
-def _logprobs_and_entropies(
-    policy: Callable[..., Any],
-    batch: RolloutBatch,
-    config: PolicyLossConfig,
-    settings: UpdateSettings,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropies of one forward pass, [B, T] each.
-
-    Entropies have a gradient only if the loss has an entropy bonus, since the gradient keeps
-    another tensor of the logits' size until the backward pass.
-    """
-    logits, tokens = _forward(policy, batch, settings.is_packed)
-    if config.entropy_coefficient > 0.0:
-        columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
-    else:
-        logprobs = token_logprobs(logits, tokens, settings.temperature)
-        columns = logprobs, token_entropies(logits, settings.temperature)
-    logprobs_BT, entropies_BT = (_unpacked(each, batch, settings.is_packed) for each in columns)
-    return logprobs_BT, entropies_BT
 
 
 def update_policy(

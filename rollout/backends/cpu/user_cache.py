@@ -1,6 +1,6 @@
 """private_folder: a folder in the user's cache directory that no other user can write.
 
-Used for the compiled kernels and by the torchrun launcher.
+Used by the library of compiled CPU kernels and by the torchrun launcher.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 def private_folder(name: str) -> Path:
     """Create and return a folder that only this user can write.
 
-    It is `name` in the user's cache directory or, if that fails, in the temporary directory. Raises
-    OSError if both fail.
+    It is `rollout/NAME` in the user's cache directory or, if that fails, `rollout-NAME-UID` in the
+    temporary directory. Raises OSError if both fail.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     candidates = (

@@ -1,8 +1,8 @@
-"""Triton kernels of paged attention; attention.py launches them.
+"""Triton kernels of paged attention, launched by attention.py: write `out` and partial results.
 
-The cache is [num_blocks, 2, G, block_size, D]. Shape letters: M rows of a query tile (a row is one
-query head of one token), N positions of a context tile, D head dim padded to a power of two, S
-parts of one reduction.
+The cache is [num_blocks, 2 (keys, values), KV heads, block_size, HEAD_DIM]. Shape letters: M rows
+of a query tile (a row is one query head of one token), N positions of a context tile, D head dim
+padded to a power of two, S partial results that are merged at once, X rows of any kind.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def decode_attention_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one program's equal share of the context tiles of all decode rows and KV heads.
+    """Attend over one program's share of the context tiles of all decode rows and KV heads.
 
-    Tiles are counted through a row's context, then its KV heads, then the rows; `share_of` gives a
-    program's tiles, which may belong to several rows. The result of a row and head that lies wholly
-    in the share goes to `out`. Others go to the program's partials, to be merged: part 2 p if the
-    head's tiles begin in an earlier program, 2 p + 1 if they end in a later one. `scale` and
-    `softcap` include a factor log2(e), for powers of two. `sinks` is None or a score for each query
-    head, which the share with the first tile counts. Sources: Osama et al. 2023, "Stream-K", for
-    the even cut; Dao et al. 2023, "Flash-Decoding", for the partials.
+    All context tiles are numbered: first along a row's context, then over its KV heads, then over
+    the rows. `share_of` cuts the numbers into equal shares; a share may belong to several rows. If
+    a share has all tiles of a row and KV head, their result goes to `out`. Otherwise program p
+    writes a partial result, to be merged: number 2 p + 1 if it has the first of these tiles, else
+    2 p. `scale` and `softcap` include a factor log2(e), because the softmax uses powers of two.
+    `sinks` is None or a score for each query head, which the program with the first tile adds.
+    Sources: Osama et al. 2023, "Stream-K", for the equal shares; Dao et al. 2023, "Flash-Decoding",
+    for the partial results.
     """
     program = tl.program_id(0)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -79,9 +80,10 @@ def merge_parts_kernel(
     out, partial_out, partial_lse, tile_starts, first_rows, num_rows, num_kv_heads, group_size,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head. Grid (programs of the attention, group size).
+    """Merge the partial results of `decode_attention_kernel` into `out`.
 
-    Each head is merged by the program whose share has the head's first context tile.
+    Grid: (programs of that kernel, group size). A program merges one query head: the one whose
+    context tiles begin in its share and end in a later share. It does nothing if there is none.
     """
     program, member = tl.program_id(0), tl.program_id(1)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -121,12 +123,12 @@ def prefill_attention_kernel(
 ):  # fmt: skip
     """Attend from one query tile over its row's context or a part of it, for one KV head.
 
-    `program_tiles`: the query tile of each program, -1 for surplus programs. The programs of a
-    tile, from `first_programs` on, go through its KV heads, and for each head through the parts of
-    the context. A tile packs the query heads that share the KV head, for as many tokens as fit into
-    BLOCK_M rows. The result of an uncut context goes to `out`, others go to the program's partials,
-    to be merged. `scale`, `softcap` and `sinks` are as in `decode_attention_kernel`. Source: Dao
-    2023, "FlashAttention-2", algorithm 1.
+    A tile holds the query heads that share the KV head, for as many tokens as fit into BLOCK_M
+    rows. `program_tiles`: the query tile of each program, -1 for surplus programs. A tile has one
+    program for each KV head and part of its context, in this order; `first_programs` numbers its
+    first one. The result over a whole context goes to `out`; over a part it is the program's
+    partial result, to be merged. `scale`, `softcap` and `sinks` are as in
+    `decode_attention_kernel`. Source: Dao 2023, "FlashAttention-2", algorithm 1.
     """
     program = tl.program_id(0)
     tile = tl.load(program_tiles + program)
@@ -179,9 +181,10 @@ def merge_prefill_kernel(
     num_kv_heads, group_size, block_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of the first `num_cut` query tiles, with any number of programs.
+    """Merge the partial results of `prefill_attention_kernel` into `out`.
 
-    A program merges one query head of one token at a time.
+    The first `num_cut` query tiles have partial results. Any number of programs shares the work: a
+    program merges one query head of one token at a time.
     """
     size = block_q * group_size
     item = tl.program_id(0)
@@ -210,9 +213,10 @@ def _merge_parts(
     partial_out, partial_lse, stride, first_part, STEP: tl.constexpr, num_parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Return the weighted mean of a row's partials, which are `stride` rows apart.
+    """Return the merged result of `num_parts` partial results, weighted by their `partial_lse`.
 
-    Every STEP-th part is taken; of the first STEP parts, the last one.
+    With STEP 1 they are consecutive, from `first_part` on. With STEP 2 they are `first_part` + 1,
+    then `first_part` + 2, + 4, ... Neighbouring numbers are `stride` rows apart.
     """
     peak = -1.0e30
     total = 0.0
@@ -235,7 +239,10 @@ def _merge_parts(
 
 @triton.jit
 def _sink(sinks, head_M, is_counted_M):
-    """Return (greatest score, sum of weights) before the first position, from the heads' sinks."""
+    """Return the greatest score and the sum of weights to begin with: from sinks, if there are any.
+
+    Rows that are not in `is_counted_M` begin without their sink.
+    """
     total_M = tl.zeros(head_M.shape, dtype=tl.float32)
     peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)
     if sinks is not None:
@@ -254,9 +261,10 @@ def _attend(
 ):  # fmt: skip
     """Return (weighted sum of V, sum of weights, greatest score) over positions [start, end).
 
-    `cache` points to the KV head's keys of block 0; its values lie `values_offset` after them.
-    Context tiles that all rows of the query tile see fully come first, and need no causal mask;
-    with a window all tiles have a mask.
+    `total_M` and `peak_M` are the sum and the score to begin with. `cache` points to the KV head's
+    keys of block 0; its values lie `values_offset` after them. The first context tiles are seen
+    whole by all rows of the query tile, so they need no causal mask; with a window, all tiles are
+    masked.
     """
     acc_MD = tl.zeros(q_MD.shape, dtype=tl.float32)
     unmasked_end = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
@@ -286,7 +294,7 @@ def _attend_tile(
 ):  # fmt: skip
     """Add positions [first, first + BLOCK_N) to the running softmax.
 
-    Positions from `end` on may hold anything, also NaN, and are not read.
+    Positions from `end` on are not read: they may hold anything, even NaN.
     """
     position_N = first + tl.arange(0, BLOCK_N)
     is_position_N = position_N < end
@@ -318,7 +326,8 @@ def _attend_tile(
 
 @triton.jit
 def _tanh(x):
-    """Return tanh by one exponential; near 0, where that cancels, by Taylor's series to x^9."""
+    """Return tanh(x): from one exponential, but near 0, where that would cancel, from the Taylor
+    series to x^9."""
     square = x * x
     near = x * (
         1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835)))
@@ -329,7 +338,10 @@ def _tanh(x):
 
 @triton.jit
 def _load_rows(base, start_X, is_row_X, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load D numbers from each of `start_X` on, with zeros in padding."""
+    """Return a row of HEAD_DIM numbers from each offset `start_X`, padded with zeros to BLOCK_D.
+
+    Rows that are not in `is_row_X` are zeros.
+    """
     dims_D = tl.arange(0, BLOCK_D)
     mask_XD = is_row_X[:, None]
     if BLOCK_D != HEAD_DIM:

@@ -1,6 +1,8 @@
 """Dispatcher: the fleet's one queue of requests, and their assignment to engines.
 
-Used by all parts of the core that make requests wait or engines leave. It sends AssignRequests.
+Used by CoordinatorCore, Registry and RequestLifecycle. It changes the queue, the requests of each
+engine, the routing policy's state and the timers of requests without an engine, and sends
+AssignRequests.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ _OLDEST_EVERY = 16
 
 
 class GroupQueue:
-    """Groups by priority, then arrival. groups: by id; ids rise with arrival. Each call takes
-    logarithmic time in the number of groups (amortized)."""
+    """Groups by priority, then arrival; every sixteenth group taken is the oldest.
+
+    groups: by id; ids rise with arrival. Each call takes logarithmic time in the number of groups
+    (amortized).
+    """
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
@@ -71,12 +76,12 @@ class GroupQueue:
 
 
 class Dispatcher:
-    """Assigns waiting requests to engines, by the routing policy, which nothing else calls.
+    """Assigns waiting requests to engines, by the routing policy. Only this class calls the policy.
 
-    Groups wait by priority, then arrival, until an engine has room, by the credit that it grants. A
-    group goes as a whole to an engine that has room for one sample. Requests that may have made
-    engines fail and have one attempt left (their last chance) wait apart: each engine gets one of
-    them at a time, so that the next failure shows the request that causes it.
+    Groups wait in a GroupQueue until an engine has room, which it grants as credit. A group goes as
+    a whole to an engine that has room for one sample. Requests that may have made engines fail and
+    have one attempt left (their last chance) wait apart: each engine gets one of them at a time, so
+    that the next failure shows the request that causes it.
     """
 
     def __init__(
@@ -119,7 +124,10 @@ class Dispatcher:
             self._context.timers.discard(("orphan", group_id))
 
     def end_work(self, engine: EngineSession, now: float) -> list[Request]:
-        """Assign nothing to an engine that has left. Returns its requests, for `enqueue`."""
+        """Stop assigning requests to an engine that has left.
+
+        Its requests wait again. Returns them, for `enqueue`.
+        """
         if engine.is_ready:
             engine.end_work()
             del self._ready[engine.rank]
@@ -133,14 +141,14 @@ class Dispatcher:
         return requests
 
     def caches_dropped(self, engines: Iterable[EngineSession]) -> None:
-        """Note that these engines cannot reuse their cached blocks: they serve other weights, or
-        have released their KV memory."""
+        """Report to the policy that these engines cannot reuse their cached blocks: they serve
+        other weights, or have released their KV memory."""
         for engine in engines:
             if engine.is_ready:
                 self._policy.cache_dropped(engine.rank)
 
     def credit(self, engine: EngineSession, message: Credit, now: float) -> None:
-        """Keep the number of requests that the engine accepts since it registered."""
+        """Record how many requests the engine accepts, counted since it registered."""
         if engine.grant(message):
             self._update_room(engine)
         else:
@@ -165,8 +173,8 @@ class Dispatcher:
                 self._watch_orphans([request.group.group_id], now)
 
     def released(self, request: Request, engine: EngineSession | None) -> None:
-        """Release the place of a request that has ended at `engine`, or in the queue if that is
-        None."""
+        """Remove a request that has ended from the load of `engine`, or from the queue if `engine`
+        is None."""
         if engine is None:
             self._leave_queue(request)
             return
@@ -176,14 +184,14 @@ class Dispatcher:
             self._update_room(engine)
 
     def progressed(self, request: Request, engine: EngineSession) -> None:
-        """Note progress of a request: earlier failures of its engines no longer count against
-        it."""
+        """Clear the earlier engine failures of a request: its tokens show that it did not cause
+        them."""
         request.lost_attempts = frozenset()
         engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Give a registering engine those of its attempts back that are still current: their
-        requests were not assigned to another engine since."""
+        """Give a registering engine back the attempts that it still runs, without those whose
+        requests have ended or were assigned again."""
         for held in running:
             request = self._table.requests.get(held.request_id)
             if (
@@ -209,27 +217,27 @@ class Dispatcher:
     # ---- requests without an engine, and requests that may make engines fail
 
     def waiting_groups(self) -> list[int]:
-        """Return the ids of groups with requests that no engine has. Groups of last chances come
-        last."""
+        """Return the ids of groups with requests that no engine has. Groups whose requests have a
+        last chance come last."""
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that no engine has."""
+        """Number of requests that no engine has."""
         groups = {r.group.group_id: r.group for r in self._last_chances.values()}
         return sum(len(group.waiting) for group in (self._queue.groups | groups).values())
 
     def await_push(self, is_awaited: bool, now: float) -> None:
-        """Set whether only a weight push can make an engine ready. Waiting requests fail sooner
-        then: the trainer that pushes may be waiting for them."""
+        """Set whether only a weight push can make an engine ready. If so, waiting requests fail
+        sooner, because the trainer that pushes may be waiting for them."""
         if is_awaited is self.awaits_push:
             return
         self.awaits_push = is_awaited
         if is_awaited:
             logger.warning(
-                "no engine has the weights of the last push, which nobody keeps; requests fail in "
-                "%g s unless there is another one",
+                "no engine has the weights of the last push, and its transport keeps no copy; "
+                "requests fail in %g s unless another push comes",
                 self._orphan_wait_s,
             )
         for group_id in [] if self._ready else self.waiting_groups():
@@ -237,7 +245,7 @@ class Dispatcher:
             self._watch_orphans([group_id], now)
 
     def orphan_error(self) -> RolloutError:
-        """Return why requests that have waited for long enough fail."""
+        """Return the error of requests that no engine took in time."""
         if not self.awaits_push:
             return RolloutError(f"no engine was ready for {self._orphan_wait_s:g} s")
         error = WeightUpdateError(
@@ -264,8 +272,9 @@ class Dispatcher:
     def suspects(self, engine: EngineSession) -> list[Request]:
         """Return the requests that a silent engine may have been running.
 
-        These are the requests with reported tokens, and of the others, in the engine's order of
-        priority and arrival, all but the last `num_waiting` of its status, but at least one.
+        These are all that have reported tokens since they were assigned. The others are taken in
+        the engine's order (priority, then arrival) without the last `num_waiting` of its status,
+        which had not begun; at least one of them is taken.
         """
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
@@ -300,8 +309,8 @@ class Dispatcher:
                 self._assign([request], request.group, engine)
 
     def _choose(self, group: Group, requests: Sequence[Request]) -> EngineSession:
-        """Return the engine that the policy chooses. If that engine has no room, return the one
-        with the fewest requests."""
+        """Return the engine that the policy chooses. If the choice is no rank with room, return the
+        engine with room that has the fewest requests."""
         num_tokens = sum([request.num_tokens for request in requests])
         rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
         if isinstance(rank, (int, np.integer)) and rank in self._with_room:

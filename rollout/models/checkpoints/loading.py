@@ -1,5 +1,9 @@
 """`build_model` and `open_model`: a CausalLM from a directory, a transformers model, a ModelSpec
-or another CausalLM."""
+or another CausalLM. `save_hf_directory` writes one.
+
+`build_model` and `save_hf_directory` are public. The worker calls `open_model`; the launchers of
+engine processes and of tensor-parallel ranks call `spec_of` and `without_shards`.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +36,14 @@ def build_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> CausalLM:
-    """Return a model ready for `prepare`. `source` is not changed, and only a CausalLM is kept.
+    """Return a model ready for `CausalLM.prepare`. `source` is not changed.
 
-    A Hugging Face directory is loaded; a transformers model is copied; a spec gets random weights
-    from `seed`; a CausalLM that already has the dtype and device comes back itself, else a copy.
-    `dtype` "auto" is the config's for directories and specs (that of the embeddings, where a
-    directory's config has none), the parameters' for modules. Sharded parameters are gathered in
-    the order of their names, which is a collective of all ranks.
-    Raises ModelError for a source that is none of these or does not fit its own config.
+    A Hugging Face directory is loaded. A transformers model is copied. A spec gets random weights
+    from `seed`. A CausalLM that already has the dtype and device is returned itself, any other is
+    copied. `dtype` "auto" takes the dtype of a spec, of a directory's config (or of its embeddings,
+    if the config has no dtype), or of a module's parameters. Sharded parameters are gathered in the
+    order of their names: a collective of all ranks. Raises ModelError for a source that is none of
+    these or does not fit its own config.
     """
     model, fill = open_model(source, dtype=dtype, device=device, seed=seed)
     if fill is not None:
@@ -56,13 +60,13 @@ def open_model(
     rank: int = 0,
     size: int = 1,
 ) -> tuple[CausalLM, Fill | None]:
-    """Return a model whose weights are undefined, and the function that writes them.
+    """Return a model with undefined weights, and a function that fills them in.
 
-    The arguments are those of `build_model`, which calls that function. `rank` and `size`: of
-    `size` ranks that share the model, this is `rank`, and the function writes its parts of the same
-    weights. The parameters may be moved before the call. On a CPU that takes no memory, because
-    pages that were never written are not resident. The function is None for a CausalLM that comes
-    back itself, with its values. Raises ModelError, as the function does.
+    The caller may move the parameters before it calls the function. Until then weights on a CPU
+    take no memory, because pages that were never written are not resident. If `source` is returned
+    itself, its weights are defined and the function is None. `source`, `dtype`, `device` and `seed`
+    are as for `build_model`. `rank` and `size`: the model is the part that rank `rank` of `size`
+    tensor-parallel ranks keeps. Both this call and the function may raise ModelError.
     """
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
@@ -78,7 +82,7 @@ def open_model(
 def spec_of(
     source: str | Path | nn.Module | ModelSpec, dtype: torch.dtype | str = "auto"
 ) -> ModelSpec:
-    """Return the spec of the whole model that `open_model` would make. Raises ModelError."""
+    """Return the spec of the model that `build_model` would return. Raises ModelError."""
     if isinstance(source, ModelSpec):
         return _with_dtype(source, dtype)
     return _contents_of(source, dtype)[0]
@@ -100,10 +104,10 @@ def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, Tens
 
 
 def without_shards(source: Any, dtype: torch.dtype | str) -> Any:
-    """Return `source`, or a CausalLM with whole parameters if `source` has sharded ones.
+    """Return `source`, or a CausalLM with whole parameters if parameters of `source` are sharded.
 
-    An engine in another process could not gather them. Gathering is a collective of all ranks.
-    Raises ModelError.
+    Call this before `source` goes to another process, which could not gather its parameters.
+    Gathering is a collective of all ranks. Raises ModelError.
     """
     if isinstance(source, nn.Module) and any(map(is_sharded, source.parameters())):
         return build_model(source, dtype=dtype)

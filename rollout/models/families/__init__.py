@@ -1,1 +1,1 @@
-"""The model families, one file of values each."""
+"""The model families: one file of values for each. `registry` lists them."""

@@ -1,5 +1,6 @@
-"""GLM-4.5, 4.6, 4.7: sigmoid scores with a correction, groups of experts, a shared expert, and an
-MLP in the first layers.
+"""GLM-4.5, 4.6, 4.7: MLPs in the first layers, then experts in groups, beside a shared expert.
+
+The router scores experts by a sigmoid, and adds a correction to choose them.
 """
 
 from rollout.models.family import GROUPED_EXPERTS, QKV_BIAS, ROUTER_LOSSES, Family, Key, Mixture

@@ -1,4 +1,6 @@
-"""GLM-4.7-Flash: DeepSeek-V3's attention, and GLM-4.5's experts in all layers but the first."""
+"""The Family of GLM-4.7-Flash, listed in `registry`: DeepSeek-V3's attention, and GLM-4.5's experts
+in all layers but the first, unless the config names the layers.
+"""
 
 from rollout.models.family import ATTENTION_BIAS, GROUPED_EXPERTS, ROUTER_LOSSES, Family, Mixture
 from rollout.models.layer_rules import experts_by_type

@@ -1,9 +1,12 @@
-"""OLMo 3: as OLMo 2, with a window on three layers of four and a rope per layer type."""
+"""OLMo 3: as OLMo 2, with one RoPE per layer type and windows, by default on three of four layers.
+
+Used by registry.py.
+"""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 from rollout.models.layer_rules import ropes_by_type, windows_by_type
 
-_THETA = 500_000.0  # of layers whose own rope parameters have none
+_THETA = 500_000.0  # of layers whose rope parameters give no rope_theta
 OLMO3 = Family(
     name="olmo3",
     title="OLMo 3",
@@ -18,7 +21,8 @@ OLMO3 = Family(
     },
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
     keys=frozenset({"layer_types"}),
-    # transformers gives another one to full attention alone, older versions gave it to all layers.
+    # transformers uses any other value for full attention alone; older versions used it for all
+    # layers. So any other value is refused.
     fixed={"rope_theta": (_THETA,)},
     windows=windows_by_type(full_every=4),
     ropes=ropes_by_type,

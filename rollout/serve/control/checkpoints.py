@@ -13,14 +13,16 @@ from rollout.models.checkpoints.reader import Checkpoint
 
 
 class CheckpointRoots:
-    """Opens checkpoints below given directories. Links are followed before a path is checked."""
+    """Opens checkpoints below given directories. Symbolic links are resolved before the check."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = [Path(root).resolve() for root in roots]
 
     def open(self, directory: str) -> Checkpoint:
-        """Open a Hugging Face directory with *.safetensors, one file or shards. Its tensors are
-        read one by one. Raises WeightUpdateError for a directory elsewhere or without a checkpoint.
+        """Open the checkpoint in a Hugging Face directory: one *.safetensors file or shards.
+
+        Raises WeightUpdateError if the directory or a shard is not below a root, or if there is no
+        checkpoint.
         """
         self._check(Path(directory))
         try:
@@ -34,7 +36,7 @@ class CheckpointRoots:
     def _check(self, path: Path) -> None:
         if not self._roots:
             raise WeightUpdateError(
-                "no checkpoints are read; start the server with checkpoint_roots"
+                "this server loads no checkpoints; start it with checkpoint_roots"
             )
         # Checked before the path is read, so that a client cannot probe which other files exist.
         if not (path.is_absolute() and self._is_below_a_root(path)):

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: conversations, with tools and thoughts.
 
-The application calls the handler; `_job_of` checks the request, `reply.send_reply` answers it.
+Used by the server's application through `chat_routes`. `_job_of` checks a request;
+`reply.send_reply` generates its choices and sends the reply.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Job(TextJob[ChatBody]):
 
 
 async def _job_of(state: ServerState, body: ChatBody) -> _Job:
-    """Check a request. Raises ApiError and InvalidRequestError."""
+    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
     state.require_model(body.model)
     check_stream(body.stream, body.stream_options, body.prompt_logprobs)
     if body.top_logprobs and not body.logprobs:
@@ -123,7 +124,7 @@ async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None)
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return a whole choice."""
+    """Return the choice of a finished request, for a reply that is not streamed."""
     body, data = job.body, of_generated(request)
     text = job.text_of(request)
     reply = Reply(content=text) if job.reading is None else job.reading.read(text)
@@ -172,7 +173,7 @@ def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
 
 
 class _ChoiceStream:
-    """Makes the chunks of one choice, with the text and markup of its tokens so far."""
+    """Makes the chunks of one streamed choice. Decodes its tokens and separates the markup."""
 
     def __init__(self, job: _Job, index: int) -> None:
         self._job, self._index = job, index
@@ -181,7 +182,7 @@ class _ChoiceStream:
         self._has_begun = False
 
     def chunks(self, item: TokenRun | Request) -> list[dict[str, Any]]:
-        """Return the chunks of new tokens, or of the choice's end."""
+        """Return the chunks for new tokens, or for the choice's end if `item` is a Request."""
         job, chunks = self._job, list[dict[str, Any]]()
         if not self._has_begun:
             self._has_begun = True

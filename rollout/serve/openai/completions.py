@@ -1,6 +1,7 @@
-"""POST /v1/completions: text or tokens in, text and tokens out.
+"""POST /v1/completions: completes prompts of text or token ids, or only scores them.
 
-The application calls the handler; `_job_of` checks the request, `reply.send_reply` answers it.
+Used by the server's application through `completion_routes`. `_job_of` checks a request;
+`reply.send_reply` generates its completions and sends the reply.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ async def _complete(request: web.Request, body: CompletionBody) -> web.StreamRes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(TextJob[CompletionBody]):
-    """Prompts to complete, or only to score: then `counts_generated` is False, and the one token
-    after each prompt is dropped.
+    """A checked request of /v1/completions.
 
-    echoed: the texts of the prompts, with `echo`.
+    With max_tokens=0 the prompts are only scored: `counts_generated` is False, and the reply leaves
+    out the one token that was generated after each prompt.
+
+    echoed: the text of each prompt, if the body sets `echo`; else empty.
     """
 
     echoed: list[str]
@@ -73,7 +76,7 @@ class _Job(TextJob[CompletionBody]):
 
 
 async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
-    """Check a request. Raises ApiError and InvalidRequestError."""
+    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
     state.require_model(body.model)
     # An echo has the log-probs of the prompt, too.
     scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
@@ -106,7 +109,10 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
 async def _prompts_of(
     state: ServerState, body: CompletionBody, max_tokens: int
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Return the ids of all prompts, and the text of each prompt that is a whole text."""
+    """Return the token ids of each prompt, and its text; None if it was given as ids or truncated.
+
+    Raises ApiError for an empty prompt.
+    """
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
     texts: list[str | None] = [prompt if isinstance(prompt, str) else None for prompt in given]
     cut = truncation_of(state, body, max_tokens)
@@ -127,7 +133,7 @@ async def _prompts_of(
 
 
 def _as_list(prompt: PromptField | None) -> list[Any]:
-    """Return the prompts, each a text or a list of ids."""
+    """Return the prompts, each a text or a list of ids. Raises ApiError for a mixture."""
     if prompt is None or isinstance(prompt, str):
         return [] if prompt is None else [prompt]
     kinds = {type(item) for item in prompt}
@@ -141,7 +147,10 @@ def _as_list(prompt: PromptField | None) -> list[Any]:
 def _echo(
     state: ServerState, prompt: Sequence[int], text: str | None, *, is_continued: bool
 ) -> str:
-    """Return the text of a prompt. An incomplete last character is left to the completion."""
+    """Return the text of a prompt: `text`, or its decoded ids if `text` is None.
+
+    With `is_continued`, an incomplete last character is left out: the completion begins with it.
+    """
     if text is not None or state.llm.tokenizer is None:
         return text or ""
     decoded = state.texts.verbatim.decode(prompt)
@@ -149,7 +158,7 @@ def _echo(
 
 
 def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[int]:
-    """Return the start of each prompt token's text in the echo.
+    """Return the offset of each prompt token's text in the echo, in characters.
 
     The echo lacks special tokens that the tokenizer added, and spaces that it strips.
     """
@@ -170,7 +179,7 @@ def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return a whole choice."""
+    """Return the choice of a finished request, for a reply that is not streamed."""
     state, body = job.state, job.body
     text, data = "", TokenData(token_ids=[])
     if job.counts_generated:
@@ -195,7 +204,10 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
-    """Return a counter of the start of each token's text in a choice's text."""
+    """Return a TextOffsets for the generated tokens of a choice.
+
+    start: offset of the first token, in characters.
+    """
     tokenizer = job.state.llm.tokenizer
     if tokenizer is not None and job.shows_special_tokens:
         tokenizer = job.state.texts.verbatim
@@ -205,7 +217,7 @@ def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
 def _piece(
     job: _Job, index: int, text: str, data: TokenData, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a choice without its ending."""
+    """Return a choice, or one chunk of it, without the reason for its end."""
     body, logprobs = job.body, None
     if body.logprobs is not None:
         spell = spelling(job.state.texts.of, bool(body.return_tokens_as_token_ids))
@@ -229,7 +241,7 @@ def _ending(job: _Job, request: Request) -> dict[str, Any]:
 
 
 class _ChoiceStream:
-    """Makes the chunks of one choice, with the text and offsets of its tokens so far."""
+    """Makes the chunks of one streamed choice. Decodes its tokens and counts their offsets."""
 
     def __init__(self, job: _Job, index: int) -> None:
         self._job, self._index = job, index
@@ -238,7 +250,7 @@ class _ChoiceStream:
         self._has_begun = False
 
     def chunks(self, item: TokenRun | Request) -> list[dict[str, Any]]:
-        """Return the chunk of new tokens, or of the choice's end."""
+        """Return one chunk: new tokens, or the end of the choice if `item` is a Request."""
         job, data, text, ending = self._job, TokenData(token_ids=[]), "", {}
         if isinstance(item, TokenRun):
             if job.counts_generated:

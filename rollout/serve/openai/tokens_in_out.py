@@ -1,6 +1,7 @@
 """POST /inference/v1/generate: token ids in, token ids out.
 
-The application calls the handlers; `_job_of` checks a request, `reply.send_reply` answers it.
+Used by the server's application through `generate_routes`. `_job_of` checks a request;
+`reply.send_reply` generates its tokens and sends the reply.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Job(Job):
         return chunks
 
     def _choice(self, index: int, data: TokenData) -> dict[str, Any]:
-        """Return a choice without its ending."""
+        """Return a choice, or one chunk of it, without the reason for its end."""
         num_top = self.body.sampling_params.logprobs
         return {
             "index": index,
@@ -119,7 +120,7 @@ class _Job(Job):
 
 
 def _job_of(state: ServerState, body: GenerateBody) -> _Job:
-    """Check a request. Raises ApiError and InvalidRequestError."""
+    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
     state.require_model(body.model)
     fields = body.sampling_params
     check_stream(body.stream, body.stream_options, fields.prompt_logprobs)

@@ -1,6 +1,7 @@
 """RecentSamples: the latest finished samples of a server, and their form on the page.
 
-Filled by LiveRequests when a request is over, read by the page's event stream.
+LiveRequests adds the samples of a request when the request is over. The page's event stream reads
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_SHOWN_PROMPT_TOKENS = 60
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A finished sample. serial: its number among all finished samples of the server, from 0. time:
-    its end, in seconds since 1970."""
+    when its request was over, in seconds since 1970."""
 
     serial: int
     time: float
@@ -37,7 +38,7 @@ class Sample:
 class RecentSamples:
     """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens, and drops the oldest first.
 
-    num_added: number of samples since the server's start, which is the next serial.
+    num_added: number of samples added since the server's start. The next sample has it as serial.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,8 @@ class RecentSamples:
         self.num_added = 0
 
     def add_ended(self, futures: Iterable[RequestFuture]) -> None:
-        """Keep the records of finished futures. They are decoded only when a page asks."""
+        """Keep the records of the futures that have one. `shown_sample` turns records into text
+        only when a page asks."""
         for future in futures:
             if not future.done() or future.cancelled() or future.exception() is not None:
                 continue
@@ -62,7 +64,7 @@ class RecentSamples:
                 self._num_tokens -= self._samples.popleft().num_tokens
 
     def since(self, serial: int, limit: int) -> list[Sample]:
-        """Return the latest `limit` samples whose serial is at least this, oldest first."""
+        """Return the samples from `serial` on, at most the latest `limit`, oldest first."""
         found: list[Sample] = []
         for sample in reversed(self._samples):
             if sample.serial < serial or len(found) == limit:
@@ -72,8 +74,8 @@ class RecentSamples:
 
 
 def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return a sample as JSON for the page: its first tokens, each with log-prob, weights version
-    and staleness, and the number of all tokens by staleness.
+    """Return a sample as JSON for the page: the end of its prompt, its first tokens, each with
+    log-prob, weights version and KV staleness, and the number of all tokens by staleness.
 
     Staleness is relative to the version at which the sample ended. "log_probs" is None unless the
     request asked for log-probs.

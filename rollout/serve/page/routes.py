@@ -1,6 +1,6 @@
 """The page at `/`: three static files, and a stream of server-sent events.
 
-The application serves the routes. `rollout top` reads the stream, too.
+Used by the server's application through `page_routes`. `rollout top` reads the stream, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """POST /generate of SGLang: prompts in, tokens with log-probs at their temperature out.
 
-The application calls the handler; `_job_of` checks the request and makes its generations.
+Used by the server's application through `generate_routes`. `_job_of` checks a request and makes its
+generations.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 
 async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
-    """Check a request. Raises ApiError and InvalidRequestError."""
+    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
     if body.top_logprobs_num and not body.return_logprob:
         raise ApiError(
             400,

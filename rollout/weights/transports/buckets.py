@@ -1,12 +1,12 @@
-"""Buckets: tensors packed into equally large chunks of bytes, each bucket announced by a header.
+"""Buckets: the bytes of tensors, sent through one buffer, each bucket announced by a header.
 
-A sender fills its one buffer chunk by chunk and sends it when it is full. A receiver copies the
-chunks of each bucket into tensors, which it makes when their first chunk comes. Each header has the
-hash of its bucket's bytes, and both ends hash all headers, so that one number verifies the whole
-push.
+A sender copies tensors into its buffer and sends the buffer when it is full. The bytes of one
+tensor in one bucket are a chunk. A receiver creates each tensor at its first chunk, and copies the
+chunks of each bucket into the tensors. Each header has the hash of its bucket's bytes, and both
+ends hash all headers, so that one checksum verifies the whole push.
 
-A `BucketPath` carries a bucket to the members of a group: by a broadcast, or in shared memory. Used
-by the collective transport.
+A `BucketPath` carries a bucket to the members of a group: by a broadcast, or in shared memory,
+whose members report in a store what they have read. Used by the collective transport.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 SHARED_PLACES = (HOST, DEVICE)
 _ITEM = 8  # bytes that are hashed at once
 _POLL_S = 0.001
-_JOIN_S = 60.0  # all members have arrived before, and connect
+_JOIN_S = 60.0  # all members have arrived already and only connect
 
 
 # ---- tensors to buckets and back
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [start, start + num_bytes) of one tensor. The next chunk in the bucket follows."""
+    """Bytes [start, start + num_bytes) of one tensor. A bucket's chunks lie one after the other."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BucketHeader(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Announces a bucket of `num_bytes`, a multiple of 8, and the hash of its bytes."""
+    """Announces a bucket. num_bytes: a multiple of 8. hash: of the bucket's bytes."""
 
     chunks: tuple[Chunk, ...]
     num_bytes: int
@@ -63,7 +63,7 @@ class BucketHeader(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class PushEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Follows the last bucket. checksum: of all headers. fault: why the push ended early."""
+    """Follows the last bucket. checksum: of all headers. fault: why the push ended early, or ""."""
 
     num_buckets: int
     checksum: str
@@ -71,7 +71,7 @@ class PushEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class BucketWriter:
-    """Packs tensors into one buffer. `send` gets each header and the bucket, uint8 [num_bytes]."""
+    """Packs tensors into a buffer. Calls `send` with each header and bucket, uint8 [num_bytes]."""
 
     def __init__(self, buffer_N: Tensor, send: Callable[[bytes, Tensor], None]) -> None:
         """`buffer_N`: uint8, a multiple of 8 bytes."""
@@ -97,7 +97,7 @@ class BucketWriter:
                 return
 
     def end(self) -> PushEnd:
-        """Send what is left. Returns the message that ends the push."""
+        """Send the last bucket, if any. Returns the message that ends the push."""
         if self._chunks:
             self._flush()
         return PushEnd(self._num_buckets, self._digest.hexdigest())
@@ -115,10 +115,10 @@ class BucketWriter:
 
 
 class BucketReader:
-    """Makes tensors of buckets as they come.
+    """Makes tensors from the buckets as they arrive.
 
-    After a fault it reads the rest and uses none of it, so that sender and receivers stay in step.
-    `finish` raises the fault.
+    After a fault it still reads the remaining buckets, so that sender and receivers stay in step,
+    but it ignores their bytes. `finish` raises the fault.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,12 +130,12 @@ class BucketReader:
         self._fault: str = ""
 
     def read(self, encoded: bytes, header: BucketHeader, bucket_N: Tensor) -> None:
-        """Copy a bucket, uint8 [num_bytes], into its tensors. `encoded`: its header as it came."""
+        """Copy a bucket, uint8 [num_bytes], into its tensors. `encoded`: its header as received."""
         self._digest.update(encoded)
         self._num_buckets += 1
         if not self._fault and _hash(self._fingerprint, bucket_N) != header.hash:
             names = f"{header.chunks[0].name!r} to {header.chunks[-1].name!r}"
-            self._fault = f"bucket {self._num_buckets}, of {names}, came with other bytes"
+            self._fault = f"bucket {self._num_buckets}, of {names}, does not match its hash"
         start = 0
         for chunk in header.chunks:
             end = start + chunk.num_bytes
@@ -143,18 +143,18 @@ class BucketReader:
             start = end
 
     def _copy(self, chunk: Chunk, bytes_N: Tensor) -> str:
-        """Copy a chunk into its tensor. Returns what is wrong with it, "" if nothing is."""
+        """Copy a chunk into its tensor. Returns the chunk's fault, or ""."""
         first, tensor = self._tensors.get(chunk.name) or (chunk, None)
         if tensor is None:
             dtype = getattr(torch, chunk.dtype, None)
             if not isinstance(dtype, torch.dtype):
-                return f"{chunk.name!r} is announced as {chunk.dtype!r}"
+                return f"{chunk.name!r} has the unknown dtype {chunk.dtype!r}"
             tensor = torch.empty(chunk.shape, dtype=dtype, device=self._device)
             self._tensors[chunk.name] = chunk, tensor
         num_read = self._num_read.get(chunk.name, 0)
         is_next = chunk.start == num_read and len(bytes_N) == chunk.num_bytes
         if not is_next or (chunk.dtype, chunk.shape) != (first.dtype, first.shape):
-            return f"a chunk of {chunk.name!r} is not the one that follows"
+            return f"a chunk of {chunk.name!r} is not the next one"
         end = num_read + chunk.num_bytes
         if end > tensor.nbytes:
             return f"{chunk.name!r} has more bytes than {math.prod(chunk.shape)} {chunk.dtype}"
@@ -163,25 +163,25 @@ class BucketReader:
         return ""
 
     def finish(self, end: PushEnd) -> dict[str, Tensor]:
-        """Return the tensors. Raises WeightUpdateError unless the whole push has come."""
+        """Return the tensors. Raises WeightUpdateError unless the whole push has arrived."""
         if end.fault:
             raise WeightUpdateError(f"the sender ended the push: {end.fault}")
         fault, checksum = self._fault, self._digest.hexdigest()
         if not fault and (self._num_buckets, checksum) != (end.num_buckets, end.checksum):
             fault = (
-                f"{self._num_buckets} buckets with the checksum {checksum} came, "
+                f"{self._num_buckets} buckets with the checksum {checksum} have arrived, "
                 f"not {end.num_buckets} with {end.checksum}"
             )
         if not fault:
             short = [n for n, (_, t) in self._tensors.items() if self._num_read[n] != t.nbytes]
-            fault = f"of {short[0]!r} only a part came" if short else ""
+            fault = f"only a part of {short[0]!r} has arrived" if short else ""
         if fault:
             raise WeightUpdateError(f"{fault}; the serving weights are kept")
         return {name: tensor for name, (_, tensor) in self._tensors.items()}
 
 
 def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
-    """Hash uint8 [a multiple of 8] as floats, which are hashed by their bits, and the fastest."""
+    """Hash the bytes of a bucket. As float32 they are hashed fastest, and by their bits."""
     return int(fingerprint(bucket_N.view(torch.float32), torch.float32)[0])
 
 
@@ -189,7 +189,10 @@ def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
 
 
 class BucketPath(Protocol):
-    """The sender's end, or a member's. Its errors, RuntimeError and OSError, end the group."""
+    """Carries buckets from a sender to the members of a group. Each of them has one end of it.
+
+    Its errors, RuntimeError and OSError, end the group.
+    """
 
     @property
     def device(self) -> torch.device: ...
@@ -200,13 +203,13 @@ class BucketPath(Protocol):
         ...
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return the buffer that the sender fills, uint8 [num_bytes]: one for all buckets."""
+        """Return the buffer that the sender fills, uint8 [num_bytes], the same for all buckets."""
         ...
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Return when the buffer may be filled again.
+        """Send the filled buffer. Returns when it may be filled again.
 
-        `key`: of the bucket, in the store. `check` is called while it waits, and may raise.
+        `key`: the bucket's key in the store. `check` may be called meanwhile, and may raise.
         """
         ...
 
@@ -222,27 +225,27 @@ class BucketPath(Protocol):
 
 
 class Broadcasts:
-    """Implements `BucketPath`: a group of torch.distributed, whose rank 0 is the sender."""
+    """`BucketPath` through a group of torch.distributed. Rank 0 is the sender."""
 
     address = ""
 
     def __init__(
         self, store: Any, name: str, backend: str, rank: int, size: int, own_host: str
     ) -> None:
-        """Join the group; returns when all ranks have. Other ranks reach this one at `own_host`."""
+        """Join the group and wait for all ranks. Other ranks reach this one at `own_host`."""
         distributed: Any = dist  # whose type hints lack this class
         own_store, timeout = distributed.PrefixStore(f"{name}/", store), timedelta(seconds=_JOIN_S)
         self._group, self.device = join_group(backend, own_store, rank, size, timeout, own_host)
         self._buffer_N: Tensor | None = None
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return the buffer, which grows where it has to, and stays."""
+        """Return the first `num_bytes` of the buffer. Creates a larger one if needed."""
         if self._buffer_N is None or len(self._buffer_N) < num_bytes:
             self._buffer_N = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer_N[:num_bytes]
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Broadcast the bucket."""
+        """Broadcast the bucket. Does not use `key` and `check`."""
         self._broadcast(bucket_N, timeout_s)
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
@@ -265,7 +268,7 @@ class Broadcasts:
 
 
 class SharedBucket:
-    """Implements `BucketPath`: one buffer of the sender, which all members map.
+    """`BucketPath` through the sender's buffer, which all members map.
 
     Each member reports in the store when it has read a bucket.
     """
@@ -279,7 +282,7 @@ class SharedBucket:
 
     @classmethod
     def opened(cls, store: Any, place: str, address: str, num_bytes: int) -> SharedBucket:
-        """Open a member's end."""
+        """Open a member's end of the buffer at `address`."""
         bucket = cls.__new__(cls)
         bucket._store, bucket._num_members, bucket._shared = store, 0, None
         bucket._bytes_N = open_shared_buffer(place, address, num_bytes)
@@ -295,7 +298,7 @@ class SharedBucket:
         return self._bytes_N[:num_bytes]
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Wait until all members have read the bucket."""
+        """Wait until all members have read the bucket. Raises RuntimeError at the timeout."""
         deadline = time.monotonic() + timeout_s
         while (num_taken := int(self._store.add(f"{key}/taken", 0))) < self._num_members:
             check()
@@ -307,18 +310,18 @@ class SharedBucket:
             time.sleep(_POLL_S)
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
-        """Return the bucket, which lies in the sender's buffer."""
+        """Return the bucket in the sender's buffer, without a copy."""
         return self._bytes_N[:num_bytes]
 
     def taken(self, key: str) -> None:
-        """Report, once the copies out of the buffer are done, that this member has read it."""
+        """Wait for the copies out of the buffer, and report that this member has read it."""
         if self.device.type != "cpu":
-            # Not for the device: a step that is being captured beside this would be lost.
+            # Not the whole device: that would break a step that another thread is capturing.
             torch.accelerator.current_stream(self.device).synchronize()
         self._store.add(f"{key}/taken", 1)
 
     def close(self) -> None:
-        """Close the sender's end: the buffer cannot be opened any more."""
+        """Close the sender's end, after which no member can open it. No-op for a member's end."""
         if self._shared is not None:
             close_shared_buffer(self._shared)
             self._shared = None

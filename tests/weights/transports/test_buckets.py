@@ -99,12 +99,12 @@ def ended_by_the_sender(buckets: Sent, end: PushEnd) -> tuple[Sent, PushEnd]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_another_byte, r"bucket 2, of 'a' to 'b', came with other bytes"),
-        (without_one, r"a chunk of 'b' is not the one that follows"),
-        (exchanged, r"a chunk of 'a' is not the one that follows"),
-        (twice, r"a chunk of 'a' is not the one that follows"),
-        (of_another_checksum, r"4 buckets with the checksum \w+ came, not 4 with 0000"),
-        (cut_off, r"3 buckets with the checksum \w+ came, not 4"),
+        (with_another_byte, r"bucket 2, of 'a' to 'b', does not match its hash"),
+        (without_one, r"a chunk of 'b' is not the next one"),
+        (exchanged, r"a chunk of 'a' is not the next one"),
+        (twice, r"a chunk of 'a' is not the next one"),
+        (of_another_checksum, r"4 buckets with the checksum \w+ have arrived, not 4 with 0000"),
+        (cut_off, r"3 buckets with the checksum \w+ have arrived, not 4"),
         (ended_by_the_sender, r"the sender ended the push: 'b' holds NaN"),
     ],
 )
@@ -119,9 +119,9 @@ def test_bucket_reader_names_the_fault_of_a_changed_push(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (1, "carrier", "'a' is announced as 'carrier'"),
+        (1, "carrier", "'a' has the unknown dtype 'carrier'"),
         (2, (5,), "'a' has more bytes than 5 float32"),
-        (4, 100, "not the one that follows"),
+        (4, 100, "not the next one"),
     ],
 )
 def test_bucket_reader_refuses_a_header_that_does_not_fit_its_bucket(

@@ -120,7 +120,7 @@ def test_collective_fetch_names_a_changed_bucket_on_all_engines(
         patch.setattr(buckets.Broadcasts, "_broadcast", tearing)
         _, fetches = begun(transport, receivers, weights(2.0))
         for fault in faults(fetches):
-            assert "bucket 1, of 'a' to 'a', came with other bytes" in fault
+            assert "bucket 1, of 'a' to 'a', does not match its hash" in fault
     transport.roll_back()
     pushed(transport, receivers, weights(3.0))
     assert group_of(transport) == group

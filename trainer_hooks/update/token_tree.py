@@ -1,0 +1,127 @@
+"""Token sequences as trees: what rows of a batch begin with in common is computed once.
+
+The rollouts of a group share their prompt, and groups share a system prompt. A causal model
+computes the same hidden state for the same tokens, so a forward pass over a tree of tokens, in
+which each token attends to its ancestors alone, gives every row what a pass over that row gives.
+Used by `micro_batches`, which divides a batch into trees, and `tree_pass`, which computes them.
+
+Shape letters: B rows, T positions, N nodes of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenTree:
+    """The first tokens of some rows, each shared prefix once, parents before their children.
+
+    `tokens_N`, `depths_N`: token id and position of each node, int64. `ends_N`: the descendants of
+    node i are the nodes from i + 1 to `ends_N[i]`, exclusive. `nodes_BT`: the node of each token of
+    a row, -1 behind the row's end.
+    """
+
+    tokens_N: torch.Tensor
+    depths_N: torch.Tensor
+    ends_N: torch.Tensor
+    nodes_BT: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[list[int]]) -> TokenTree:
+        """Build the tree of `rows`, which are token ids. The nodes follow the sorted rows."""
+        nodes_BT = torch.full((len(rows), max(map(len, rows), default=0)), -1)
+        tokens: list[int] = []
+        depths: list[int] = []
+        ends: list[int] = []
+        path: list[int] = []  # the nodes of the row before
+        before: Sequence[int] = ()
+        for index in sorted(range(len(rows)), key=lambda index: rows[index]):
+            row = rows[index]
+            shared = common_prefix(before, row)
+            for node in path[shared:]:
+                ends[node] = len(tokens)
+            new = range(len(tokens), len(tokens) + len(row) - shared)
+            path = [*path[:shared], *new]
+            tokens.extend(row[shared:])
+            depths.extend(range(shared, len(row)))
+            ends.extend(0 for _ in new)
+            nodes_BT[index, : len(row)] = torch.tensor(path)
+            before = row
+        for node in path:
+            ends[node] = len(tokens)
+        return cls(
+            tokens_N=torch.tensor(tokens),
+            depths_N=torch.tensor(depths),
+            ends_N=torch.tensor(ends),
+            nodes_BT=nodes_BT,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of nodes."""
+        return len(self.tokens_N)
+
+    def attention_mask(self) -> torch.Tensor:
+        """Return which nodes each node attends to, itself and its ancestors: bool [N, N]."""
+        index_N = torch.arange(len(self))
+        query_N1, key_1N = index_N[:, None], index_N[None]
+        return (key_1N <= query_N1) & (query_N1 < self.ends_N[None])
+
+
+def split_into_trees(
+    rows: Sequence[list[int]], max_nodes: int | None, pair_cost: float
+) -> list[list[int]]:
+    """Return the row indices of each tree, so that all trees together cost least, about.
+
+    A tree of N nodes costs N + `pair_cost` N^2: attention in a tree computes all pairs of nodes, so
+    rows that share little are cheaper in trees of their own. `pair_cost`: the cost of one pair over
+    that of one token in the layers' products. `max_nodes`: bound of a tree; a longer row is alone.
+    """
+    trees: list[list[int]] = []
+    num_nodes = 0
+    before: Sequence[int] = ()
+    for index in sorted(range(len(rows)), key=lambda index: rows[index]):
+        row = rows[index]
+        num_new = len(row) - common_prefix(before, row)
+        joined = num_nodes + num_new
+        # N + n joined: the pairs between both trees come on top, the shared prefix falls away.
+        saved = len(row) - num_new
+        extra = joined**2 - num_nodes**2 - len(row) ** 2
+        fits = max_nodes is None or joined <= max_nodes
+        if trees and fits and pair_cost * extra <= saved:
+            trees[-1].append(index)
+            num_nodes = joined
+        else:
+            trees.append([index])
+            num_nodes = len(row)
+        before = row
+    return trees
+
+
+def contiguous_parts(rows: Sequence[list[int]], num_parts: int) -> list[list[int]]:
+    """Return the row indices of parts with about as many nodes each, cut from the sorted rows.
+
+    Rows with a common prefix stay together where that is even. A part may be empty.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    order = sorted(range(len(rows)), key=lambda index: rows[index])
+    before: Sequence[int] = ()
+    ends: list[int] = []
+    for index in order:
+        num_new = len(rows[index]) - common_prefix(before, rows[index])
+        ends.append((ends[-1] if ends else 0) + num_new)
+        before = rows[index]
+    for index, end in zip(order, ends, strict=True):
+        parts[(end - 1) * num_parts // ends[-1] if end else 0].append(index)
+    return parts
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens `first` and `second` begin with in common."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))
