@@ -310,7 +310,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-class Executor(Protocol):
+class BackendExecutor(Protocol):
     """Runs a step's program on the device, eagerly or by replaying a captured graph.
 
     `overlaps`: `launch` returns while the device still works, so that the host can prepare the next
@@ -360,7 +360,7 @@ class Backend:
     memory_bytes: int  # the device's memory, or the part that this process may use
     ops: Ops[Any]
     attention: AttentionBackend
-    executor: Executor
+    executor: BackendExecutor
     memory: MemoryBackend
     create_host_arena: Callable[[], HostArena]
     # Takes None for a model without such parts; returns None if it cannot fuse.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rollout.backends import devices
-from rollout.backends.base import AttentionBackend, Backend, Executor
+from rollout.backends.base import AttentionBackend, Backend, BackendExecutor
 from rollout.backends.buffers import CopyTokens, Strips
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cuda.attention import TritonPagedAttention
@@ -147,7 +147,7 @@ def launching_backend(
     """A backend in place of `cuda_backend`'s, whose arguments it takes. Unless it `computes`, its
     results are zeros.
     """
-    executor: Executor = EagerExecutor(CPU)
+    executor: BackendExecutor = EagerExecutor(CPU)
     if num_graphs != 0:
         graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed_graphs)
         executor = GraphExecutor(CPU, RepeatingDevice(), graph_shapes, collectives)

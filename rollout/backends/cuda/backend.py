@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from rollout.backends.base import Backend, Executor
+from rollout.backends.base import Backend, BackendExecutor
 from rollout.backends.buffers import MemoryBackend
 from rollout.backends.cuda.attention import TritonPagedAttention
 from rollout.backends.cuda.copy import copy_tokens
@@ -51,7 +51,7 @@ def cuda_backend(
     runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
     device = runtime.device
     memory: MemoryBackend = _MEMORY[memory_kind](runtime)
-    executor: Executor = EagerExecutor(device)
+    executor: BackendExecutor = EagerExecutor(device)
     if num_graphs != 0:
         graph_shapes = make_graph_shapes(num_graphs, max_rows, max_mixed_graphs)
         executor = GraphExecutor(device, CudaGraphs(device), graph_shapes, collectives)

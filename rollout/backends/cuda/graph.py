@@ -83,7 +83,7 @@ class _Captured:
 
 
 class GraphExecutor:
-    """Implements `Executor`. A graph holds the whole step, from token ids to sampled tokens.
+    """Implements `BackendExecutor`. A graph holds the whole step, from token ids to sampled tokens.
 
     A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it fits
     no shape, if its logits exceed MAX_LOGIT_BYTES, or if the capture of its shape failed on any

@@ -23,7 +23,7 @@ from rollout.backends.step_tensors import (
 
 
 class EagerExecutor:
-    """Implements `Executor`. On a CPU the work is done when `launch` returns."""
+    """Implements `BackendExecutor`. On a CPU the work is done when `launch` returns."""
 
     num_captures = 0
 
