@@ -1,9 +1,10 @@
 """StepInputs: the arrays that a step copies to its device; Program: what the device runs on them.
 
 The worker builds them as host arrays; a `BackendExecutor` copies them and runs the program. Both
-forms, host arrays and device tensors, have these types. Shape letters: T tokens, R compute rows, E = R +
-1, M blocks per table, L logit rows, S sample rows, P scored tokens, N top-n; LogitsInputs has its
-own.
+forms, host arrays and device tensors, have these types.
+
+Shape letters: T tokens, R compute rows, E = R + 1, M blocks per table, L logit rows, S sample rows,
+P scored tokens, N top-n; LogitsInputs has its own.
 """
 
 from __future__ import annotations
