@@ -1,4 +1,4 @@
-"""OLMo 3: as OLMo 2, with a window on three layers of four and a rope per layer type."""
+"""OLMo 3: as OLMo 2, with a window on three layers of four and a RoPE per layer type."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 from rollout.models.layer_rules import ropes_by_type, windows_by_type

@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer has no rope."""
+"""SmolLM3: every fourth layer has no RoPE."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family
 from rollout.models.layer_rules import rope_by_flag, windows_without_rope
