@@ -1,6 +1,7 @@
 """SGLang's control routes: aborts, pauses, memory, weight updates and information.
 
-`sglang_routes` is used by the application. Handlers call Pausing, WeightTransfer and LiveRequests.
+Used by rollout.serve.app, through `sglang_routes`. The handlers hold no state: they call Pausing,
+WeightTransfer and LiveRequests.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PauseBody(Fields, kw_only=True):
 
 
 class MemoryBody(Fields, kw_only=True):
-    """tags: resources; null is all."""
+    """tags: names of resources; null names all of them."""
 
     tags: list[str] | None = None
 
@@ -137,7 +138,7 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return the routes of the protocol, without /generate."""
+    """Return SGLang's control routes: all of its routes but /generate."""
     admin = partial(admin_route, errors=sglang_admin_form)
     get = partial(get_route, errors=sglang_admin_form)
     resume = "End a pause; let the engines load the tensors that came in it"
@@ -189,8 +190,8 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
-    """Commit the tensors that came in the pause as one update, then end the pause. If the engines
-    refuse the update, the pause continues."""
+    """Commit the tensors that arrived during the pause as one update, then end the pause. If the
+    engines refuse the update, the pause continues."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
@@ -215,8 +216,8 @@ async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
 
 
 def _resources(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return the resources that tags name. "cuda_graph" is skipped: captured graphs have no memory
-    of their own here."""
+    """Return the resources named by `tags`, all if there are none. "cuda_graph" is skipped:
+    captured graphs have no memory of their own here."""
     return [tag for tag in tags if tag != "cuda_graph"] if tags else RESOURCES
 
 
@@ -253,8 +254,8 @@ async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Respo
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """Receive tensors. In a pause the first call opens a round, since SGLang's clients announce
-    only the end of the pause.
+    """Receive tensors. During a pause the first call begins an update, which `_continue` commits:
+    SGLang's clients announce only the end of the pause.
     """
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:
