@@ -286,7 +286,7 @@ class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=8
     def merged(self, results: FleetResults[WeightChecksums]) -> WeightChecksums:
         """Return the engines' common checksums. Raises EngineStateError if they differ."""
         if not results.by_rank:
-            raise EngineStateError("no engine is there to compute checksums")
+            raise EngineStateError("no engine is connected to compute checksums")
         (first, page), *others = results.by_rank.items()
         for rank, other in others:
             if other != page:

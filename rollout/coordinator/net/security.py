@@ -173,9 +173,9 @@ def handshake_fault(event: int) -> str | None:
     """Return the reason for a failed handshake, from the monitor event of the connecting peer's
     socket. Returns None for an event that is not in HANDSHAKE_FAULTS."""
     if event == KEY_IS_UNKNOWN:
-        return "it does not know the key of this peer: its allow-list must have it"
+        return "it does not know the key of this peer: add the key to its allow-list"
     if event & HANDSHAKE_FAULTS:
-        return "its CURVE keys are not those given here, or one side has none"
+        return "its CURVE keys differ from the ones given here, or one side has none"
     return None
 
 

@@ -48,9 +48,9 @@ _PACKINGS: dict[str | None, Packing] = {
 _DEFAULT_GROUP = "weight_update_group"
 
 
-CachedMemory = Annotated[Any, neutral("memory is released where it is known to be free")]
-Flushed = Annotated[Any, neutral("the prefix cache finds nothing of another version")]
-Models = Annotated[Any, refused("there is one model, and no draft", "all", "target")]
+CachedMemory = Annotated[Any, neutral("the engine releases cached memory by itself")]
+Flushed = Annotated[Any, neutral("prefixes of another weights version are never reused")]
+Models = Annotated[Any, refused("the server has one model and no draft model", "all", "target")]
 Reported = Annotated[Any, neutral("only SGLang's own processes send and read it")]
 
 
@@ -88,8 +88,8 @@ class DiskBody(Fields, kw_only=True):
     load_format: Annotated[
         Any, refused("checkpoints are safetensors with HF's names", "auto", "safetensors")
     ] = None
-    manifest: Annotated[Any, refused("the directory's own index says what is in it")] = None
-    recapture_cuda_graph: Annotated[Any, neutral("graphs read weights where they lie")] = None
+    manifest: Annotated[Any, refused("the directory's own index lists its files")] = None
+    recapture_cuda_graph: Annotated[Any, neutral("captured graphs read the updated weights")] = None
     token_step: Annotated[Any, refused("name the weights by weight_version", 0)] = None
     torch_empty_cache: CachedMemory = None
 
@@ -127,7 +127,7 @@ class BeginBody(Fields, kw_only=True):
 
 class FlushQuery(Fields, kw_only=True):
     timeout: Annotated[
-        float | None, refused("no request is waited for; pause with mode=retract", 0.0)
+        float | None, refused("a flush does not wait for requests; pause with mode=retract", 0.0)
     ] = None
 
 
@@ -142,7 +142,7 @@ def sglang_routes() -> list[Route]:
     admin = partial(admin_route, errors=sglang_admin_form)
     get = partial(get_route, errors=sglang_admin_form)
     resume = "End a pause; let the engines load the tensors that came in it"
-    flush = admin("/flush_cache", _flush, "Forget cached prefixes", query=FlushQuery)
+    flush = admin("/flush_cache", _flush, "Drop cached prefixes", query=FlushQuery)
     join, receive = "Join the trainer's group", "Receive tensors that are broadcast"
     finish = "Let the engines load the received tensors"
     of_group = "/update_weights_from_distributed"
@@ -196,7 +196,7 @@ async def _continue(request: web.Request, body: Any) -> web.Response:
     if control.transfer.is_open:
         await control.transfer.finish()
     await control.pausing.resume()
-    return json_response({"message": "generation goes on", "status": "ok"})
+    return json_response({"message": "generation continues", "status": "ok"})
 
 
 async def _flush(request: web.Request, body: Any) -> web.Response:

@@ -196,7 +196,9 @@ async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list
     ids: Any = body.input_ids
     kinds = {type(item) for item in ids or []}
     if len(kinds) > 1:
-        raise ApiError(400, "input_ids must be all ids or all lists of them", param="input_ids")
+        raise ApiError(
+            400, "input_ids must be a list of ids or a list of lists of ids", param="input_ids"
+        )
     is_batch = kinds == {list}
     if ids is None and body.text is not None:
         is_batch = isinstance(body.text, list)
