@@ -1,10 +1,11 @@
-"""What one request notices of in-flight updates: the gap between its last token under the old
-weights and its first under the new ones, beside the stall that the report names.
+"""Measures how long in-flight updates interrupt one request: the gap between its last token under
+the old weights and its first token under the new ones, and the stall that the update reports.
 
-In process, where another thread of the caller pushes, and with an engine in a process of its own.
-The engine's own gaps are the record's `tpot`; a stream's are taken where its tokens arrive. A gap
-holds one step as well, whose length is the median of all other gaps. The longest other gap shows
-what staging beside the steps costs them.
+Used by suspend_resume and memory_cycles. Each measurement is made twice: with an LLM, which another
+thread updates, and with an AsyncLLM, whose engine is a process. The engine's gaps are the request's
+`tpot`; the stream's gaps are measured where the tokens arrive. A gap includes one step; the median
+of the gaps without an update is the length of a step. The longest of them shows how far staging
+slows a step down.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from rollout.control.reports import WeightUpdateReport
 from rollout.models import CausalLM
 from rollout.models.spec import ModelSpec
 
-_TOKENS_BEFORE = 20  # each update
+_TOKENS_BEFORE = 20  # tokens before each update
 _PROMPT = list(range(1, 33))
 
 
 def measure_gaps(spec: ModelSpec, num_updates: int, tokens_per_update: int) -> dict[str, Any]:
-    """Seconds by place: "in_process" and "engine_process"."""
+    """Return the gaps, stalls and steps in seconds, with the numbers of updates and bytes, for
+    "in_process" (an LLM) and "engine_process" (an AsyncLLM)."""
     weights = [CausalLM.random(spec, seed=seed).read_weights() for seed in (1, 2)]
     num_tokens = (num_updates + 1) * tokens_per_update
     length = -(-(len(_PROMPT) + num_tokens) // 256) * 256
@@ -122,7 +124,7 @@ def _gaps(
 
 
 def gaps_as_markdown(gaps: dict[str, Any]) -> list[str]:
-    """Return one table line for each place: medians in milliseconds."""
+    """Return one line of text for each entry of `measure_gaps`, in milliseconds."""
     lines = []
     for place, result in gaps.items():
         stall, gap = statistics.median(result["reported"]), statistics.median(result["gaps"])

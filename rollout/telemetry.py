@@ -1,7 +1,8 @@
-"""Measurements of an engine: SchedulerCounts, StepStats, RankUse, and the MetricsWriter protocol.
+"""Measurements of an engine (SchedulerCounts, StepStats, RankUse), the MetricsWriter protocol, and
+ObserverGuard, which keeps exceptions of metrics writers and views away from the engine.
 
-ObserverGuard keeps exceptions of observers away from the engine. Scheduler and worker fill in the
-measurements; EngineCounters and trainer_hooks write them.
+The scheduler, EngineCounters and the worker make the measurements. EngineCounters passes StepStats
+to the MetricsWriter; EngineStats (rollout.control.reports) carries the others.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ class MetricsWriter(Protocol):
 
 
 class ObserverGuard:
-    """Calls observers (metrics writers, views, progress bars) and logs what they raise.
+    """Calls an observer (metrics writer, view or progress bar) and logs its first exception.
 
-    The observed work is done when an observer is called. Raising its exception would report a
-    suspend or an update as failed, so the exception is logged instead, the first one with its
-    traceback.
+    The observed work is done when the observer is called. Raising its exception would report a
+    suspend or an update as failed, so it is logged instead. Later exceptions are only counted.
     """
 
     def __init__(self, subject: str) -> None:
@@ -37,7 +37,7 @@ class ObserverGuard:
         self.num_failures = 0
 
     def call(self, observe: Callable[..., object], *arguments: Any) -> None:
-        """Call `observe`. Interrupts pass through."""
+        """Call `observe`. Raises only interrupts, such as KeyboardInterrupt."""
         try:
             observe(*arguments)
         except Exception:
@@ -82,20 +82,20 @@ class StepStats(SchedulerCounts):
     weights_version: int
 
     def as_metrics(self, prefix: str = "engine/last_step/") -> dict[str, float]:
-        """Return the numbers under flat names, as a MetricsWriter takes them."""
+        """Return the fields as metrics for a MetricsWriter, named `prefix` + field."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """Resources of one rank of an engine: bytes in use now, and seconds since its start.
+    """Resources of one rank of an engine: bytes in use now, and seconds spent since its start.
 
     engine: number of the engine in the fleet. kv_bytes, weights_bytes: reserved bytes, 0 while
-    released. *_on_host_bytes: copies that wait for resume. lora_base_bytes: host copy of the
-    adapted weights without their adapter. rss_bytes: resident set size of the process; 0 where the
-    system does not report it. cpu_seconds: CPU time of all threads. wait_seconds: time spent
-    waiting for other ranks in sums, which includes the sums themselves in a group of
-    torch.distributed; 0 on a device.
+    released. *_on_host_bytes: host copies that resume will restore. lora_base_bytes: host copy of
+    the adapted weights without their adapter. rss_bytes: resident set size of the process; 0 where
+    the system does not report it. cpu_seconds: CPU time of all threads. wait_seconds: time the host
+    waits for other ranks in collectives. With torch.distributed it includes the transfers; with
+    NCCL it is nearly 0, since the device waits and not the host.
     """
 
     engine: int = 0
@@ -111,7 +111,7 @@ class RankUse:
 
     @property
     def label(self) -> str:
-        """The numbers of the engine and of the rank in it, as one label."""
+        """The engine and the rank as "engine.rank", such as "0.1"."""
         return f"{self.engine}.{self.rank}"
 
 

@@ -1,6 +1,7 @@
 """Tokenizers: the Tokenizer protocol, the Hugging Face adapter, and incremental detokenization.
 
-Used wherever prompts are encoded and generated tokens are decoded.
+Used by the LLM classes, the engine, the coordinator's client, the server and trainer_hooks to
+encode prompts and decode generated tokens. It reads tokenizer files and writes none.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _CONTEXT_IDS = 4  # last ids of a prompt; they nearly always have text
 
 
 class RenderedText(str):
-    """A prompt rendered by a chat template, with its special tokens: encoding adds none."""
+    """A prompt rendered by a chat template. It has its special tokens, so encoding adds none."""
 
     __slots__ = ()
 
@@ -55,7 +56,7 @@ Prompt = str | Sequence[int]
 
 
 class PromptIds(Protocol):
-    """Token ids that can be sliced: a list, an array of numpy or a tensor."""
+    """Token ids that can be sliced: a list, a NumPy array or a tensor."""
 
     def __len__(self) -> int: ...
 
@@ -86,7 +87,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+        """Return the text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
         ...
 
 
@@ -100,7 +101,7 @@ class HFTokenizer:
     def __init__(
         self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
     ) -> None:
-        """Raises ConfigError for a `tokenizers.Tokenizer` if transformers is not installed."""
+        """Raises ConfigError for a `tokenizers.Tokenizer` without transformers installed."""
         if not hasattr(tokenizer, "eos_token_id"):
             tokenizer = _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         self._loaded, self._pickled = tokenizer, b""
@@ -155,13 +156,13 @@ class HFTokenizer:
     def max_token_length(self) -> int:
         """Number of characters of the longest token in the vocabulary.
 
-        For byte-level tokenizers it is an upper bound of a token's characters.
+        The text of a byte-level token may have fewer characters.
         """
         return max(map(len, self.hf_tokenizer.get_vocab()), default=0)
 
     @property
     def verbatim(self) -> Tokenizer:
-        """This tokenizer with special tokens in its texts."""
+        """A Tokenizer with the same ids whose `decode` keeps special tokens."""
         return _Verbatim(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -171,9 +172,9 @@ class HFTokenizer:
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """Return the ids of each text, as `encode` does. The GIL is released meanwhile."""
+        """Return the ids of each text, as `encode` does. A fast tokenizer releases the GIL."""
         if (backend := self._encoding_backend()) is not None:
-            # It keeps no spans and texts of tokens, whose deletion would hold the GIL.
+            # It makes no token spans and texts, whose deletion would hold the GIL.
             encodings = backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
@@ -209,13 +210,14 @@ class HFTokenizer:
         return text
 
     def tokens_of(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens of `ids` as in the vocabulary; "" for an unknown id."""
+        """Return the vocabulary's token for each of `ids`; "" for an unknown id."""
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token.
 
-        A byte-level token is in GPT-2's alphabet, or like `<0xE2>`; another token is UTF-8 text.
+        A byte-level token is spelled in GPT-2's byte alphabet, or as `<0xE2>`. Any other token is
+        UTF-8 text.
         """
         (token,) = self.tokens_of([token_id])
         if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
@@ -227,17 +229,18 @@ class HFTokenizer:
 
     @cached_property
     def replaces_byte_runs(self) -> bool:
-        """Whether one broken byte turns all adjacent bytes into U+FFFD, as byte fallback does."""
+        """Whether `decode` turns a run of byte tokens into U+FFFD if one byte of it is broken, as
+        the ByteFallback decoder does."""
         backend = self._decoding_backend
         if backend is None:
             return True
         return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
 
     def _encoding_backend(self) -> Any:
-        """Return the `tokenizers.Tokenizer` behind the transformers tokenizer, to encode with.
+        """Return the transformers tokenizer's `tokenizers.Tokenizer`, to encode with.
 
-        It takes two thirds of the time. Returns None if it encodes differently: a class of
-        transformers encodes in its own way, or an earlier call left settings in it.
+        It takes two thirds of transformers' time. Returns None if it would encode differently from
+        transformers: the class overrides encoding, or an earlier call left settings in it.
         """
         if not self._encodes_plainly:
             return None
@@ -256,15 +259,15 @@ class HFTokenizer:
 
     @cached_property
     def _decoding_backend(self) -> Any:
-        """The `tokenizers.Tokenizer` behind the transformers tokenizer, to decode with.
+        """The transformers tokenizer's `tokenizers.Tokenizer`, to decode with.
 
-        It takes a third of the time. None if a class of transformers decodes in its own way.
+        It takes a third of transformers' time. None if the class overrides decoding.
         """
         is_plain = self._is_plain("decode", "_decode")
         return self.hf_tokenizer.backend_tokenizer if is_plain else None
 
     def _is_plain(self, *methods: str) -> bool:
-        """Return whether these methods are unchanged from transformers' fast tokenizers."""
+        """Return whether the tokenizer inherits these methods from PreTrainedTokenizerFast."""
         fast, own = _transformers().PreTrainedTokenizerFast, type(self.hf_tokenizer)
         return issubclass(own, fast) and all(
             getattr(own, name, None) is getattr(fast, name, None) for name in methods
@@ -272,7 +275,7 @@ class HFTokenizer:
 
 
 class _Verbatim:
-    """An HFTokenizer with special tokens in its texts."""
+    """An HFTokenizer whose `decode` keeps special tokens."""
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -317,9 +320,10 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 
 def as_tokenizer(source: Any) -> Tokenizer:
-    """Return a Tokenizer, a model directory or a Hugging Face tokenizer as a Tokenizer.
+    """Return `source`, a Tokenizer, a model directory or a Hugging Face tokenizer, as a Tokenizer.
 
-    Raises TypeError for anything else, and ConfigError if transformers is needed and not installed.
+    Raises TypeError for another `source`, and ConfigError if it needs transformers, which is not
+    installed.
     """
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
@@ -333,8 +337,8 @@ def as_tokenizer(source: Any) -> Tokenizer:
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
     """Return `tokenizer` as a Tokenizer; if it is None, the tokenizer in the directory `model`.
 
-    Returns None if there is none. Without transformers a directory's tokenizer is not loaded, which
-    is logged: prompts must be token ids then.
+    Returns None if `model` is no directory with a tokenizer. Without transformers it logs that
+    prompts must be token ids, and returns None.
     """
     if tokenizer is not None:
         return as_tokenizer(tokenizer)
@@ -349,8 +353,8 @@ def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
     """Encode a text prompt as transformers' `tokenizer(text)` does, with special tokens.
 
-    A RenderedText gets no special tokens. The `encode` of a user's own tokenizer decides for
-    itself. add_bos: the ids begin with the BOS token even if the tokenizer does not add it.
+    No special tokens are added to a RenderedText. For a Tokenizer other than HFTokenizer, its
+    `encode` decides. add_bos: the ids begin with the BOS token even if the tokenizer adds none.
     """
     (ids,) = encode_prompts(tokenizer, [text])
     if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -359,7 +363,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> 
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of text prompts, each as `encode_prompt` does, in at most two calls."""
+    """Return the ids of each text, as `encode_prompt` does. Calls an HFTokenizer at most twice."""
     if not isinstance(tokenizer, HFTokenizer):
         return [list(tokenizer.encode(text)) for text in texts]
     ids: list[list[int]] = [[]] * len(texts)
@@ -375,10 +379,11 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]
 
 
 def context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
-    """Return as many last ids of `prompt` as the text of the ids after it depends on.
+    """Return the last ids of `prompt`, enough of them to decode a completion after them.
 
-    A decoder may strip the first space of a text, so the text of a completion depends on whether
-    text precedes it. The context begins at a character, unless `prompt` ends within one.
+    A decoder may strip the first space of a text, so a completion is decoded together with ids
+    before it, which must have text. They begin at a whole character, unless `prompt` ends within a
+    character.
     """
     sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
     for size in sizes:
@@ -401,11 +406,11 @@ class IncrementalDetokenizer:
 
     No piece has half a UTF-8 character, and no text is returned twice. All pieces together are the
     text that the ids add to the text of `context`, the ids before them. The work per call does not
-    grow with the text: only the ids since the last-but-one complete character are decoded again, in
-    broken text a few dozen ids.
+    grow with the text: only the ids of the last two pieces are decoded again, or a few dozen ids of
+    broken UTF-8.
 
-    Some decoders replace a whole run of bytes if its end is broken. Text that was returned before
-    is not changed then.
+    Some decoders replace a whole run of bytes by U+FFFD if its end is broken. Pieces that were
+    returned before keep their text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -417,7 +422,7 @@ class IncrementalDetokenizer:
         self._emitted = self._emitted[: complete_length(self._emitted)]
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add `ids` and return the text that is complete now, possibly none."""
+        """Add `ids` and return the new complete text, possibly ""."""
         new = list(ids)
         if not new:
             return ""
@@ -444,7 +449,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the text that is still held back; incomplete characters are U+FFFD."""
+        """Return the rest of the text, with U+FFFD for incomplete characters."""
         text = self._tokenizer.decode(self._window)
         if _REPLACEMENT in text and not text.startswith(self._emitted):
             piece = self._tokenizer.decode(self._window[self._num_context_ids :])
@@ -454,9 +459,10 @@ class IncrementalDetokenizer:
         return piece
 
     def _push_alone(self) -> str:
-        """Return the text that is complete without the context, and drop the context.
+        """Decode without the context. Returns the complete text and drops the context, or returns
+        "" if no text is complete.
 
-        Called when broken bytes have replaced text that was returned already.
+        Called when the decoder has replaced text that was returned already.
         """
         text = self._tokenizer.decode(self._window[self._num_context_ids :])
         num_complete = complete_length(text)
@@ -469,8 +475,8 @@ class IncrementalDetokenizer:
         return text[:num_complete]
 
     def _slide(self) -> None:
-        """Drop the old context. The ids after it become the context of the next piece."""
-        # A decoder may treat the first token specially (a stripped space), so one piece stays.
+        """Drop the context. The window's other ids become the context of the next piece."""
+        # A decoder may strip the first token's space, so one piece stays.
         del self._window[: self._num_context_ids]
         self._num_context_ids = len(self._window)
         self._emitted = self._tokenizer.decode(self._window)

@@ -1,6 +1,7 @@
-"""rollout bench: measures throughput and latency of an engine here, or of a server.
+"""The command `rollout bench`: measures throughput and latency of an LLM that it creates, or,
+as `rollout bench serving`, of a server.
 
-`main` calls `run`.
+Used by rollout.cli.main. It prints, and writes no files.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ bench serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad(BenchLoad):
-    """The load of an engine in this process. n: samples of each prompt."""
+    """The load of an LLM. n: samples of each prompt."""
 
     n: PositiveInt = 1
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the measurements. Returns 1 if a request failed, else 0."""
+    """Run the command with the arguments `words`, and print the measurements.
+
+    Returns 1 if a request failed, else 0.
+    """
     if words[:1] == ["serving"]:
         return _run_serving(words[1:])
     parser = Parser(
@@ -82,7 +86,7 @@ def _run_serving(words: Sequence[str]) -> int:
 def _measure(llm: LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
     """Run all prompts at once, after one short request that warms the engine up.
 
-    knows_cpu_time: False for a fleet, whose engines are other processes.
+    knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured.
     """
     prompts = load.prompts()
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)

@@ -6,8 +6,9 @@ holds state.
 
 Everything that takes commands has one generic method, `do(command)`: an engine (`Engine`), the
 runtimes of an LLM (`InProcessRuntime`, `FleetRuntime`), `LLM`, `AsyncLLM`, `ThreadedLLM` and
-`InferenceClient`. They inherit their methods `pause()`, `suspend(...)` and so on from
-`ControlCalls`, `AsyncControlCalls` and `ClientControlCalls`, where each is one line over `do`.
+`InferenceClient`. The last four inherit their methods `pause()`, `suspend(...)` and so on from
+`ControlCalls`, `AsyncControlCalls` or `ClientControlCalls`, where each is one line over `do`. The
+coordinator and its agents receive commands as messages.
 
 To add an argument to a command, add a field to its struct, pass it on in `run`, and add it to the
 methods below. A new command is a new struct in COMMANDS, with a tag that no other message has, and
@@ -73,7 +74,7 @@ class ControlledEngine(Protocol):
 
 
 class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
-    """The results of a fleet's engines of one command.
+    """The results of one command on the engines of a fleet.
 
     state: the name of the fleet's state after the command. weights_checksum: checksum of the
     weights that all engines serve, "" if it is not known. by_rank: each engine's result; empty if
@@ -92,11 +93,11 @@ class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 
 
 class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
-    """A command as a message: from a client to the coordinator, and from there to the engines.
+    """A command as a message from a client to the coordinator.
 
     command_id: the sender's number of the command. A message with a known number repeats that
-    command, and gets the same answer. deadline_s: seconds until the answer is due; None: as the
-    coordinator is configured. An engine of this process reads neither.
+    command, and gets the same answer. deadline_s: seconds until the answer is due; None takes the
+    coordinator's `command_deadline_s`. An engine in this process ignores both.
     """
 
     transition: ClassVar[Transition]
@@ -109,7 +110,7 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
         return self.transition.name
 
     def merged(self, results: FleetResults[R]) -> R:
-        """Return one result for the results of all engines."""
+        """Merge the results of all engines into one."""
         raise NotImplementedError
 
     def read(self, answer: Mapping[str, Any]) -> FleetResults[R]:
@@ -123,7 +124,7 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
         return results
 
     def check(self) -> None:
-        """Raise ConfigError, naming the argument, if a receiver could not read the message."""
+        """Raise ConfigError, which names the argument, if a receiver would refuse the message."""
         try:
             msgspec.convert(msgspec.to_builtins(self), type(self))
         except FAULTS as fault:
@@ -137,18 +138,18 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
 
 @cache
 def _results_type(command_type: type[ControlMessage[Any]]) -> Any:
-    """Return FleetResults[R] for a subclass of Command[R]."""
+    """Return FleetResults[R] for a subclass of ControlMessage[R]."""
     base: Any = command_type.__orig_bases__[0]  # type: ignore[attr-defined]
     fleet_results: Any = FleetResults
     return fleet_results[get_args(base)]
 
 
 class Command(ControlMessage[R], Generic[R], frozen=True, kw_only=True):
-    """A command that an engine runs between two steps.
+    """A command that an engine runs between two steps. The coordinator sends it on to its engines.
 
-    uses_weights: it moves or reads the weights, or changes their version, so it waits while an
-    engine of this process stages an update. ends_staging: it moves the memory of the weights, so an
-    engine of a fleet cancels the update that it is staging.
+    uses_weights: the command moves or reads the weights, or changes their version, so it waits
+    while an engine in this process stages an update. ends_staging: the command moves the memory of
+    the weights, so an engine of a fleet cancels the update that it is staging.
     """
 
     uses_weights: ClassVar[bool] = False
@@ -167,7 +168,7 @@ class CommandWithoutResult(Command[None], frozen=True, kw_only=True):
 
 
 class Pause(CommandWithoutResult, frozen=True, kw_only=True, tag=40):
-    """Stop at the next step edge."""
+    """Pause at the next step edge."""
 
     transition = state.PAUSE
 
@@ -176,7 +177,7 @@ class Pause(CommandWithoutResult, frozen=True, kw_only=True, tag=40):
 
 
 class Unpause(CommandWithoutResult, frozen=True, kw_only=True, tag=41):
-    """Let steps run again."""
+    """Let a paused engine generate again."""
 
     transition = state.UNPAUSE
 
@@ -187,8 +188,8 @@ class Unpause(CommandWithoutResult, frozen=True, kw_only=True, tag=41):
 class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
     """Release memory; unfinished requests stay.
 
-    mode: a KVCacheManagementMode; None: the engine's. release: the resources to release, of
-    "kv_cache" and "weights". discard_weights: keep no copy of the weights.
+    mode: a KVCacheManagementMode; None takes the engine's own. release: the resources to release,
+    "kv_cache", "weights" or both. discard_weights: keep no copy of the weights.
     """
 
     transition = state.SUSPEND
@@ -205,7 +206,7 @@ class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
 
 
 class Resume(Command[ResumeReport], frozen=True, kw_only=True, tag=43):
-    """Restore released resources. only: the one resource to restore; None: all of them."""
+    """Restore released resources. only: the one resource to restore; None restores all."""
 
     transition = state.RESUME
     uses_weights = ends_staging = True
@@ -219,7 +220,7 @@ class Resume(Command[ResumeReport], frozen=True, kw_only=True, tag=43):
 
 
 class SetGenerationEpoch(CommandWithoutResult, frozen=True, kw_only=True, tag=44):
-    """Serve the same weights as `version`."""
+    """Change the version of the served weights to `version`."""
 
     transition = state.SET_GENERATION_EPOCH
     uses_weights = True
@@ -240,7 +241,7 @@ class Stop(CommandWithoutResult, frozen=True, kw_only=True, tag=45):
 
 
 class IncrementStaleness(CommandWithoutResult, frozen=True, kw_only=True, tag=46):
-    """Serve the same weights as the current version + 1."""
+    """Increase the version of the served weights by 1."""
 
     transition = state.INCREMENT_STALENESS
     uses_weights = True
@@ -250,7 +251,7 @@ class IncrementStaleness(CommandWithoutResult, frozen=True, kw_only=True, tag=46
 
 
 class Shutdown(CommandWithoutResult, frozen=True, kw_only=True, tag=61):
-    """Stop from any state; engine processes end."""
+    """Stop for good, from any state; engine processes end."""
 
     transition = state.SHUTDOWN
     uses_weights = ends_staging = True
@@ -260,7 +261,7 @@ class Shutdown(CommandWithoutResult, frozen=True, kw_only=True, tag=61):
 
 
 class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
-    """Return counters and state; nothing changes."""
+    """Return counters and state, and change nothing."""
 
     transition = state.STATS
 
@@ -273,7 +274,7 @@ class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
 
 
 class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=85):
-    """Return the checksums of a page of the weights, which begins with weight number `start`."""
+    """Return the checksums of one page of weights, from weight number `start` on."""
 
     transition = state.WEIGHT_CHECKSUMS
     uses_weights = True
@@ -283,9 +284,9 @@ class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=8
         return engine.weight_checksums(self.start)
 
     def merged(self, results: FleetResults[WeightChecksums]) -> WeightChecksums:
-        """Return the checksums that all engines have. Raises EngineStateError if they differ."""
+        """Return the engines' common checksums. Raises EngineStateError if they differ."""
         if not results.by_rank:
-            raise EngineStateError("no engine is there to compute checksums")
+            raise EngineStateError("no engine is connected to compute checksums")
         (first, page), *others = results.by_rank.items()
         for rank, other in others:
             if other != page:
@@ -309,12 +310,12 @@ COMMANDS: tuple[type[Command[Any]], ...] = get_args(AnyCommand)
 
 
 def engine_state_of(fleet_state: str) -> EngineState:
-    """Return the state of every engine of a fleet in the state of this name."""
+    """Return the state of each engine when the fleet's state has the name `fleet_state`."""
     return EngineState.STOPPED if fleet_state == "STOPPING" else EngineState[fleet_state]
 
 
 def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
-    """Return the results of Stats as the counters of a fleet."""
+    """Convert the results of Stats to FleetStats."""
     return FleetStats(
         state=results.state,
         together=Stats().merged(results),
@@ -328,7 +329,7 @@ def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
 
 
 class ControlCalls(Protocol):
-    """Commands as methods that return when they are done. `LLM` and `FakeLLM` inherit them."""
+    """Commands as methods that return when the command is done. `LLM` inherits them."""
 
     def do(self, command: Command[R]) -> R:
         """Run a command, on all engines if there are several. Raises EngineStateError if the
@@ -336,7 +337,7 @@ class ControlCalls(Protocol):
         ...
 
     def pause(self) -> None:
-        """Stop at the next step edge."""
+        """Pause at the next step edge."""
         self.do(Pause())
 
     def unpause(self) -> None:
@@ -370,7 +371,7 @@ class ControlCalls(Protocol):
 
 
 class AsyncControlCalls(Protocol):
-    """Commands as coroutine methods. `AsyncLLM` and `ThreadedLLM` inherit them."""
+    """Commands as coroutine methods. `AsyncLLM`, `ThreadedLLM` and `FakeAsyncLLM` inherit them."""
 
     async def do(self, command: Command[R]) -> R:
         """Run a command, on all engines if there are several. Raises EngineStateError if the
@@ -378,7 +379,7 @@ class AsyncControlCalls(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop all engines at their next step edge."""
+        """Pause all engines at their next step edge."""
         await self.do(Pause())
 
     async def unpause(self) -> None:
@@ -411,28 +412,28 @@ class AsyncControlCalls(Protocol):
 class ClientControlCalls(Protocol):
     """Commands to a fleet as methods that return futures. `InferenceClient` inherits them.
 
-    A future may be ignored. deadline_s: seconds that the answer may take.
+    The caller need not await a future. deadline_s: seconds that the answer may take.
     """
 
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[R]:
-        """Run a command on all engines. Returns the future of the merged result, which raises the
-        reason if the command was refused. Raises ConfigError for an argument of a wrong type."""
+        """Run a command on all engines. Returns a future with the merged result, or with the error
+        if the command was refused. Raises ConfigError for an argument of a wrong type."""
         ...
 
     def ask(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[R]]:
-        """Run a command as `do` does. Returns the future of each engine's own result."""
+        """Run a command as `do` does. Returns a future with each engine's own result."""
         ...
 
     def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
-        """Freeze all engines at their next step edge."""
+        """Pause all engines at their next step edge."""
         return self.do(Pause(), deadline_s=deadline_s)
 
     def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
-        """Let paused engines run again."""
+        """Let paused engines generate again."""
         return self.do(Unpause(), deadline_s=deadline_s)
 
     def suspend_engines(
@@ -476,7 +477,7 @@ class ClientControlCalls(Protocol):
     def engine_stats(
         self, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[EngineStats]]:
-        """Ask each engine for its counters, in any state; nothing changes."""
+        """Ask each engine for its counters. Legal in any state; changes nothing."""
         return self.ask(Stats(), deadline_s=deadline_s)
 
     def weight_checksums(

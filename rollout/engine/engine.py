@@ -392,7 +392,7 @@ class Engine(ControlledEngine):
         )
 
     def set_generation_epoch(self, version: int) -> None:
-        """Serve the same weights as `version`: a commit without tensors.
+        """Change the version of the served weights to `version`: a commit without tensors.
 
         Legal in PAUSED and SUSPENDED. Raises WeightUpdateError unless `version` is above the
         current one.

@@ -262,8 +262,8 @@ class Executor(Protocol[_Staged]):
         ...
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`. Raises WeightUpdateError unless it is above the
-        current version."""
+        """Change the version of the served weights to `version`. Raises WeightUpdateError unless it
+        is above the current version."""
         ...
 
     def weights_checksum(self) -> str:

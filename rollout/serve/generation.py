@@ -1,7 +1,7 @@
 """Generation: the samples of one HTTP request, from their submission to their end.
 
-Used by the handlers of completions, chat, tokens in and out, and SGLang's /generate. It submits
-groups to the LLM and registers them in LiveRequests.
+Used by the handlers of /v1/completions, /v1/chat/completions, /inference/v1/generate and SGLang's
+/generate. It submits the samples to the LLM and registers them in LiveRequests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
 from rollout.step.seeds import params_of_sample
 
-# Most items of several merged streams that wait for a slow reader.
+# Most items that `_merged` holds for a slow reader.
 _MAX_RUNS_WAITING = 64
 
 Request = DynamicInferenceRequest
@@ -28,8 +28,9 @@ Request = DynamicInferenceRequest
 class Generation:
     """The samples of one request, numbered prompt by prompt, `n` for each prompt.
 
-    Each sample has its own seed, the same as in `LLM.generate`. Cancelling `results` or closing
-    `stream` aborts the unfinished samples.
+    Each sample has its own seed, the one that `LLM.generate` would give it. `results` and `stream`
+    submit the samples; call one of them. Cancelling `results` or closing `stream` aborts the
+    unfinished samples.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class Generation:
         name: str,
         priority: int = 0,
     ) -> None:
-        """name: name of the request in LiveRequests. Raises ApiError for more samples than are
-        allowed."""
+        """name: name of the request in LiveRequests. Raises ApiError for n out of range and for too
+        many samples."""
         config = state.config
         if not 1 <= n <= config.max_n:
             raise ApiError(400, f"n={n} must be in [1, {config.max_n}]", param="n")
@@ -65,8 +66,8 @@ class Generation:
         return self._samples[index][0]
 
     async def results(self) -> list[Request]:
-        """Wait for all samples. An aborted sample has its tokens so far. Raises ApiError or
-        RolloutError if a sample failed.
+        """Submit all samples and wait for them. An aborted sample has its tokens so far. Raises
+        ApiError or RolloutError if a sample failed.
         """
         state = self._state
         added = state.llm.add_groups(
@@ -82,8 +83,8 @@ class Generation:
                 future.cancel()  # does nothing to a future that is done
 
     async def stream(self) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
-        """Yield (index of a sample, its new tokens) as they come, and at the end of each sample
-        (index, its request). Raises the errors of `results`.
+        """Submit the samples. Yields (index of a sample, its new tokens) as they arrive, and
+        (index, finished request) at the end of each sample. Raises the errors of `results`.
         """
         added = self._state.llm.stream_groups(
             self._groups,
@@ -130,7 +131,8 @@ class Generation:
 
 
 def _worded_for_clients(error: BaseException) -> BaseException:
-    """Return the error; if the context is too short, with the words that clients look for."""
+    """Return the error, or, if the context is too short, an ApiError in OpenAI's words: clients
+    search the message for them."""
     if isinstance(error, MaxSequenceLengthOverflowError):
         return ApiError(400, f"This model's maximum context length is exceeded: {error}")
     return error
@@ -139,7 +141,7 @@ def _worded_for_clients(error: BaseException) -> BaseException:
 async def _merged(
     each: Sequence[AsyncIterator[tuple[int, TokenRun | Request]]],
 ) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
-    """Yield the items of all iterators as they come. Raises the first error of an iterator."""
+    """Yield the items of all iterators as they arrive. Raises the first error of an iterator."""
     arrived: asyncio.Queue[tuple[int, TokenRun | Request] | Exception] = asyncio.Queue(
         _MAX_RUNS_WAITING
     )

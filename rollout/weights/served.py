@@ -175,7 +175,7 @@ class ServedWeights:
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`.
+        """Change the version of the served weights to `version`.
 
         Raises WeightUpdateError unless it is above the current one, and EngineStateError while the
         values are missing.

@@ -70,7 +70,8 @@ class WorkerExecutor:
         return self.worker.commit_weights(staged, version)
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`. It is refused before ranks are asked."""
+        """Change the version of the served weights to `version`. An illegal version is refused
+        before any rank is called."""
         self.weights.require_values("set the generation epoch")
         self.run(Worker.set_version, next_version(self.weights.version, version))
 

@@ -156,7 +156,7 @@ class Worker:
         return self.weights.commit(staged, version)
 
     def set_version(self, version: int) -> None:
-        """Serve the same weights as `version`."""
+        """Change the version of the served weights to `version`."""
         self.weights.set_version(version)
 
     @_on_the_device

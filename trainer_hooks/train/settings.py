@@ -1,7 +1,7 @@
 """Settings of a job: one frozen dataclass per config group of conf/.
 
-Each refuses values that cannot work together when it is created, and names them. `job.JobSettings`
-holds them all; task, learner and main read them.
+Creating one with values that cannot work together raises ConfigError, which names them.
+`job.JobSettings` holds them all; the other modules of trainer_hooks.train read them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings(Settings):
-    """A LoRA adapter that is trained in place of the policy's own weights, as PEFT makes it.
+    """A PEFT LoRA adapter, which is trained while the policy's own weights stay as they are.
 
     `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A); with
     `use_rslora` the scale is alpha / sqrt(rank). `target_modules`: suffixes of the adapted layers'
@@ -61,15 +61,16 @@ class LoraSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings(Settings):
-    """The policy: a Hugging Face checkpoint, or random weights with a shape in Qwen3Config's names,
-    or in Qwen3MoeConfig's if `num_experts` is set.
+    """The policy: a Hugging Face checkpoint, or a model with random weights.
 
-    `path`: a directory with config.json, weights and tokenizer.
+    `path`: directory of the checkpoint, with config.json, weights and tokenizer.
     `tokenizer`: another directory, or "package.module:function" that returns a tokenizer; None uses
     `path`.
-    A shape needs all its fields, except `initializer_range` (None: the config's default) and the
-    three fields of experts. The embeddings of random weights are tied.
-    `lora`: train an adapter and leave the weights alone.
+    A random model needs `tokenizer` and a shape: the fields between `tokenizer` and `lora`, which
+    are arguments of transformers' Qwen3Config. `initializer_range` may be None, for the config's
+    default. `num_experts`, `num_experts_per_tok` and `moe_intermediate_size` are set together, for
+    a Qwen3MoeConfig, or not at all. The embeddings of a random model are tied.
+    `lora`: adapter to train in place of all weights; None trains the weights.
     """
 
     path: Name | None = None
@@ -104,7 +105,7 @@ class ModelSettings(Settings):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The shape of a random policy, by the names of its config; all values are None if `path`
+        """Fields of a random model that its config takes, by name; all values are None if `path`
         is set.
         """
         names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]
@@ -123,8 +124,7 @@ class SourceSettings(Settings):
     called as function(part, seed, **options) with part "train", "warmup" or "held_out"; for
     `environment` the name of an environment that brings its own prompts.
     `options`: arguments of the reasoning-gym dataset (size, seed and its own) or of the function,
-    or the `split` of a dataset. `weight`: how often this source's rows come, relative to other
-    sources.
+    or the `split` of a dataset. `weight`: relative frequency of this source's rows in the mixture.
     """
 
     kind: (
@@ -140,15 +140,15 @@ class SourceSettings(Settings):
 class DataSettings(SourceSettings):
     """The prompts of a job: one source, or several named `sources`, mixed by their weights.
 
-    `chat`: whether the tokenizer's chat template formats prompts, with plain text as a user
-    message; None does so if the tokenizer has a template. `system_prompt`: added to messages
+    `chat`: whether the tokenizer's chat template formats prompts (plain text becomes a user
+    message); None uses the template if the tokenizer has one. `system_prompt`: added to messages
     without one. `examples`: answers by what a user says, as turns before each prompt.
-    `template_options`: further arguments of the template, such as enable_thinking.
+    `template_options`: more arguments of the template, such as enable_thinking.
     `held_out_path`: prompts of the same kind for evaluation. Without it, `num_held_out` prompts (at
-    most a tenth of all) are kept out of training: they are taken from each source before mixing,
-    with all rows that repeat them. `on_bad_row`: rows that no engine could answer are reported when
-    the job begins, as an error (`refuse`) or left out (`skip`). `title`: name of the data in tables
-    and plots.
+    most a tenth of all) are kept for evaluation: they, and all rows that repeat them, are taken out
+    of each source before mixing.
+    `on_bad_row`: what the start of the job does about rows that no engine could answer: `refuse`
+    raises an error, `skip` leaves them out. `title`: name of the data in tables and plots.
     """
 
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
@@ -189,11 +189,10 @@ class EnvironmentSettings(Settings):
     """The environment that the model acts in; none if `path` is None.
 
     `path`: "package.module:name" of an Environment's class or factory, called with `options`; or of
-    an AgentRollouts class, whose `load` gets them. `max_turns`, `step_timeout_s`,
+    an AgentRollouts class, whose `load` is called with them. `max_turns`, `step_timeout_s`,
     `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: limit on the tokens of a prompt and
     its turn; None takes engine.max_sequence_length. `max_environments`: instances in use at a time.
-    Of these limits an AgentRollouts has only `rollout_timeout_s`; other values of the others are
-    refused.
+    An AgentRollouts has only the limit `rollout_timeout_s`; setting another one raises ConfigError.
     """
 
     path: Name | None = None
@@ -206,7 +205,7 @@ class EnvironmentSettings(Settings):
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
-        """Return the Hydra overrides that environment=package.module:Class stands for."""
+        """Return the Hydra overrides for the argument environment=`path`."""
         return ["environment=python", f"++environment.path={path}"]
 
     def limits(self, max_sequence_length: int | None) -> EpisodeLimits:
@@ -226,9 +225,9 @@ class EnvironmentSettings(Settings):
 class RewardTerm(Settings):
     """One reward function of a job.
 
-    `path`: "package.module:name" of a function, or of a class that is instantiated with `options`;
-    a function gets them as arguments. `convention`: the function's signature: `text` is TRL's for
-    plain text, `chat` TRL's for messages, `verl` is compute_score.
+    `path`: "package.module:name" of a function, called with `options` as further arguments, or of a
+    class, created with `options`. `convention`: the function's signature. `text` is TRL's for plain
+    text, `chat` is TRL's for messages, `verl` is verl's compute_score.
     """
 
     path: Name
@@ -240,10 +239,10 @@ class RewardTerm(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings(Settings):
     """The reward of a completion: the weighted sum of the named `terms`. Without terms an
-    environment must give the reward.
+    environment must return the reward.
 
-    `workers`: processes that compute it; 0 uses a thread of this process. `timeout_s`: limit on one
-    call. `warn_after_s`: log a warning with the sample when a call takes longer.
+    `workers`: processes that compute the reward; 0 uses a thread of this process. `timeout_s`:
+    limit on one call. `warn_after_s`: log a warning with the sample when a call takes longer.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
@@ -253,7 +252,7 @@ class RewardSettings(Settings):
 
     @staticmethod
     def overrides_of(path: str) -> list[str]:
-        """Return the Hydra overrides that reward=package.module:function stands for."""
+        """Return the Hydra overrides for the argument reward=`path`."""
         name = path.rpartition(":")[2]
         return ["reward=terms", f"++reward.terms.{name}.path={path}"]
 
@@ -262,7 +261,8 @@ class RewardSettings(Settings):
 class WarmupSettings(Settings):
     """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
 
-    `max_steps`: 0 skips the warm-up. `source`: prompts of its own; None uses the training prompts.
+    `max_steps`: 0 skips the warm-up. `source`: prompts of the warm-up; None uses the job's training
+    prompts.
     `answer_column`: the column with the completion to learn.
     """
 
@@ -279,10 +279,7 @@ class WarmupSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSettings(Settings):
-    """A function or class of the user's own: "package.module:name", and its arguments in `options`.
-
-    A class is instantiated with `options`.
-    """
+    """The user's function or class "package.module:name", with its arguments, `options`."""
 
     path: Name
     options: Options = field(default_factory=dict)
@@ -297,22 +294,22 @@ class CurriculumSettings(FunctionSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings(Settings):
-    """Settings of AsyncRolloutProducer, under its names.
+    """Arguments of AsyncRolloutProducer.
 
     `max_staleness_versions`: largest age, in versions, of a token that is trained on; 0 generates
     only after each update; "ess" follows the effective sample size of the batches.
-    `order`: `admission` delivers batches in the order in which they began, `ready` as their groups
-    finish. In ready order the producer waits for a prompt whose rollouts grew too old
-    `max_reissues` times.
+    `order`: `admission` delivers batches in the order in which they began, `ready` makes a batch of
+    finished groups. In ready order, a prompt whose rollouts grow too old is sampled again, up to
+    `max_reissues` times; then the producer waits for it.
     `oversample_groups`: extra groups to begin; the last ones to finish are aborted. None: a quarter
     of a batch in ready order, else 0.
     `drop_zero_variance`: replace groups whose rewards are all equal; `group_filters`: replace
     groups for which one of these functions returns a reason. At most `max_refills` groups of a
-    batch are replaced (None: ten times its groups). `curriculum`: draws the next prompts by their
-    histories.
-    `min_valid_samples`: a group with fewer rewards is generated again, up to `max_attempts` times
-    in all.
-    `version_timeout_s`: how long asking for a batch waits for the new version that it needs.
+    batch are replaced (None: ten times its groups). `curriculum`: draws
+    prompts by weights from their PromptHistory.
+    `min_valid_samples`: a group with fewer rewards is generated again, with at most `max_attempts`
+    attempts in all.
+    `version_timeout_s`: how long a request for a batch waits for the weights version it needs.
     `num_epochs`: passes over the prompts; None never ends.
     """
 
@@ -342,11 +339,11 @@ class ProducerSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncSettings(Settings):
-    """The way in which new weights reach the engines.
+    """How new weights reach the engines.
 
     `mode`: `in_flight` commits between two steps of the engine while requests continue; `suspend`
-    pauses and suspends the engines around the commit, and frees the memory named in `release` for
-    the trainer.
+    pauses and suspends the engines around the commit, and releases the memory named in `release`
+    for the trainer.
     """
 
     mode: Literal["in_flight", "suspend"] = "in_flight"
@@ -363,11 +360,11 @@ class WeightSyncSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings(Settings):
-    """Metrics of held-out prompts beside the reward of their greedy answers; see `evaluate`.
+    """Metrics of held-out prompts besides the reward of their greedy answers; see `evaluate`.
 
-    `n`: samples of each prompt at `temperature`; 0 evaluates greedy answers alone. `pass_at`,
-    `success_reward`: the k of each pass@k, and the reward that counts as success. `answer`: for
-    maj@n, the function that extracts the answer from a completion.
+    `n`: samples of each prompt at `temperature`; 0 evaluates greedy answers alone. `pass_at`: the k
+    of each pass@k. `success_reward`: reward that counts as success. `answer`: function that
+    extracts the answer from a completion, for maj@n.
     """
 
     n: NonNegativeInt = 0
@@ -386,8 +383,7 @@ class EvaluationSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerSettings(Settings):
-    """Destinations of metrics and samples besides the files of a run: the terminal, Weights &
-    Biases.
+    """Where metrics and samples go besides the files of a run: the terminal and Weights & Biases.
 
     `num_samples`: samples shown every `sample_interval` steps. `num_completions`: samples of each
     step that completions.jsonl gets; the file is rotated at `completions_file_bytes`.

@@ -1,7 +1,7 @@
-"""A mixture's experts by the compiled kernel, for float32 or bfloat16; it computes in float32.
+"""Mixture-of-experts layers by the compiled CPU kernel, for float32 or bfloat16 weights.
 
-Called by `NativeOps.experts`. A token's result depends neither on the tokens beside it nor on the
-number of threads.
+Used by `NativeOps.experts`. The kernel computes in float32. A token's result depends neither on the
+other tokens of the batch nor on the number of threads.
 Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
 experts, E hidden size, F expert size, G = 2 F.
 """
@@ -19,14 +19,15 @@ from rollout.backends.cpu.kernels import TYPES, ExpertsArgs, Kernels
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # enum activation of experts.c
 WIDEST = 0
 
-_ROWS = 8  # rows of a weight that the kernel multiplies together
+_ROWS = 8  # rows of a weight matrix that the kernel multiplies at a time
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 def can_run(experts: ExpertWeights) -> bool:
     """Return whether the kernel supports these weights.
 
-    It needs float32 or bfloat16, sizes that are multiples of 8, and contiguous CPU tensors.
+    It needs contiguous CPU tensors of float32 or bfloat16, sizes that are multiples of 8, and an
+    activation in ACTIVATIONS.
     """
     dtype = experts.down_NEF.dtype
     _, hidden_size, expert_size = experts.down_NEF.shape
@@ -51,9 +52,9 @@ def run_experts(
     *,
     lanes: int = WIDEST,
 ) -> Tensor:
-    """As `Ops.experts`, for weights that `can_run` accepts.
+    """Do as `Ops.experts` does, for weights that `can_run` accepts.
 
-    `lanes`: 8 for vectors of 256 bits, WIDEST for the machine's widest.
+    `lanes`: 8 for vectors of 256 bits, WIDEST for the machine's widest vectors.
     """
     num_experts, hidden_size, expert_size = experts.down_NEF.shape
     (num_tokens, per_token), num_assignments = ids_TK.shape, ids_TK.numel()

@@ -1,6 +1,6 @@
 """WeightUpdates: the weight update of one engine, staged in a thread beside its steps.
 
-Used by EngineAgent. A commit changes the engine's weights; nothing before does.
+Used by EngineAgent. Only a commit changes the engine's weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors, by_name
 
 Fetch = Callable[[WeightsSource], NamedTensors]
-# A message that begins staging: an update, or an entry into a fleet with later weights.
+# A message that begins staging: an update, or the registration with a fleet that has later weights.
 Cause = Prepare | RegisterAck
 
 
 class _Staging:
     """Fetches and stages one source in a thread of its own.
 
-    Staging copies the weights, one source at a time, under a lock that all such threads share.
-    Fetching needs no lock: a fetch that hangs does not block the staging of another source.
+    Staging copies the weights, one source at a time, under a lock that all staging threads of the
+    engine share. Fetching needs no lock, so a fetch that hangs does not block another source.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class _Staging:
         base: WeightsSource | None,
         lock: threading.Lock,
     ) -> None:
-        """`base`: the full weights below an adapter; None for the weights that the engine
-        serves."""
+        """`base`: full weights to which an adapter is applied; None takes the weights that the
+        engine serves."""
         self._engine, self._fetch, self._lock = engine, fetch, lock
         self._source, self._base = source, base
         self._is_cancelled = False
@@ -47,7 +47,7 @@ class _Staging:
         threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
 
     def cancel(self) -> None:
-        """Stop before the next tensor, or when the fetch returns, without waiting for it."""
+        """Make the thread end before its next tensor or after its fetch. Does not wait for it."""
         self._is_cancelled = True
 
     def _run(self) -> None:
@@ -58,7 +58,7 @@ class _Staging:
                 tensors = replace(tensors, base=by_name(self._fetch(self._base)))
             with self._lock:
                 self._check()
-                # Whoever applied deltas has checked the tensors that they make.
+                # Tensors made from deltas were checked when the deltas were applied.
                 announced = source.tensors_checksum if source.builds_on is None else ""
                 staged = self._engine.stage_weights(tensors, self._check, announced)
             if source.checksum not in ("", staged.checksum):
@@ -77,23 +77,25 @@ class _Staging:
 
 
 class WeightUpdates:
-    """At most one update of an engine. Only its staging happens outside the engine's thread.
+    """Holds at most one update of an engine. The engine's thread calls the methods; the update is
+    staged in another thread.
 
-    - Idle: a Prepare, or an entry into a fleet with later weights, begins staging.
-    - Staging, while steps go on. It ends with the vote yes, or with the vote no: after any fault,
-      at its deadline, or when a Rollback, another Prepare, another session, a suspend, a resume or
-      the engine's end cancels it.
-    - Staged: a Commit puts the weights in place between two steps. A Rollback, another Prepare, and
-      a session whose registration did not name the vote drop them.
+    - Idle: a Prepare begins staging, and so does the registration with a fleet that has later
+      weights.
+    - Staging, while steps go on: it ends with the vote yes, or with the vote no after an error, at
+      the deadline, or when it is cancelled by a Rollback, another Prepare, another session, a
+      suspend, a resume or the engine's end.
+    - Staged: a Commit puts the weights in place between two steps. A Rollback, another Prepare, or
+      a session whose registration did not name the vote drops them.
     """
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
-        """`fetch` returns the tensors of a source, which must not change afterwards. Several
+        """`fetch` returns the tensors of a source, and leaves them unchanged afterwards. Several
         threads may call it at once.
         """
         self._engine, self._fetch = engine, fetch
         self._lock = threading.Lock()
-        self._cause: Cause | None = None  # for which weights are being staged, or are staged
+        self._cause: Cause | None = None  # message that began `_staging` or `_staged`
         self._staging: _Staging | None = None
         self._expires_at = 0.0
         self._staged: StagedUpdate | None = None
@@ -101,7 +103,7 @@ class WeightUpdates:
 
     @property
     def in_staging(self) -> Cause | None:
-        """The message whose weights are being staged; None while none are."""
+        """The message whose weights are being staged; None without staging."""
         return None if self._staging is None else self._cause
 
     @property
@@ -126,7 +128,7 @@ class WeightUpdates:
     # ---- staging
 
     def begin(self, cause: Cause, source: WeightsSource, expires_at: float) -> None:
-        """Drop staged weights and begin to stage `source`. No other staging may be under way."""
+        """Drop staged weights and begin to stage `source`. Cancel other staging first."""
         assert self._staging is None
         self.drop()
         self._cause, self._expires_at = cause, expires_at
@@ -153,7 +155,7 @@ class WeightUpdates:
         return cause, outcome
 
     def cancel(self) -> Cause | None:
-        """Cancel staging. Returns the message whose weights were being staged."""
+        """Cancel staging. Returns the message whose weights were being staged; None without it."""
         cause = self.in_staging
         if self._staging is not None:
             self._staging.cancel()
@@ -168,9 +170,9 @@ class WeightUpdates:
     # ---- the end of an update
 
     def commit(self) -> Mapping[str, Any]:
-        """Serve the staged weights from the next step on. Returns the report as plain values.
+        """Serve the staged weights from the next step on. Returns the WeightUpdateReport as a dict.
 
-        Raises the errors of Engine.commit_weights; the staged weights are dropped then, too.
+        Raises the errors of Engine.commit_weights, and drops the staged weights in that case, too.
         """
         cause = self._cause
         assert cause is not None

@@ -1,6 +1,8 @@
 """Context: limits, timers, counters, sessions and the outbox, which all parts of the core share.
 
-Each part of the core appends to the outbox, sets timers and counts; CoordinatorCore empties them.
+Used by the parts of the core, in memory alone: each appends to the outbox, sets timers and counts.
+CoordinatorCore takes out messages and due timers. CoordinatorLimits are also used by the
+coordinator, AsyncLLM and `rollout coordinator`, `num_ahead` by EngineAgent.
 """
 
 from __future__ import annotations
@@ -28,29 +30,30 @@ class CoordinatorLimits:
     """Deadlines, leases and bounds of a coordinator. Raises ConfigError unless each is positive,
     and a heartbeat fits twice into each lease.
 
-    client_lease_s, engine_lease_s: a peer that sends nothing for this time has vanished.
+    client_lease_s, engine_lease_s: a peer that sends nothing for this time is removed.
     heartbeat_s: how often peers send a heartbeat.
     probe_interval_s: how often each engine is sent a heartbeat; sending fails if it was killed.
     progress_deadline_s: an engine that has work and ends no step for this time is removed, unless a
     step of its model may take longer: see `step_deadline_s`.
-    orphan_deadline_s: how long requests wait while there is no engine at all.
-    push_wait_s: how long requests wait while no engine has the fleet's weights, which were sent by
-    a transport that keeps no copy, so that the trainer has to push again.
+    orphan_deadline_s: how long requests wait while no engine is ready.
+    push_wait_s: how long requests wait while no engine has the fleet's weights and the transport
+    has kept no copy of them, so that only another push of the trainer helps.
     command_deadline_s: the deadline of commands that name none.
     max_lost_attempts: a request fails when this many engines have failed while they ran it.
-    abort_grace_s: how long an aborted request waits for the record of its engine.
-    commit_grace_s: the least time that an engine has for a commit once it is decided. An engine
-    with work has longer, as long as no step takes longer than `step_deadline_s`.
+    abort_grace_s: how long an aborted request waits for its engine's record.
+    commit_grace_s: the least time that an engine has for a commit once the commit is decided. An
+    engine with work has longer, as long as no step takes longer than `step_deadline_s`.
     report_interval_tokens: most tokens of a request between two reports of its engine.
-    max_clients, max_engines: further ones are refused.
-    max_client_requests: unfinished requests of one client; a client holds the others back.
+    max_clients, max_engines: the coordinator refuses further ones.
+    max_client_requests: unfinished requests of one client. InferenceClient holds further ones back.
     max_requests: unfinished requests and kept replies of all clients.
     max_client_request_bytes: prompts and parameters of one client's unfinished requests.
-    max_kept_reply_bytes: kept replies of one client. Beyond one of these four, new requests are
-    refused with a transient error.
+    max_kept_reply_bytes: kept replies of one client. A new request beyond one of the last four
+    limits is refused with a transient error.
     max_token_log_bytes: reported tokens of all requests. Beyond it, a request that is not streamed
     resumes from an earlier token if its engine fails.
-    max_answered_ids: acknowledged requests per client by which a repeated submission is recognized.
+    max_answered_ids: acknowledged requests per client whose ids are kept, to recognize repeated
+    submissions.
     max_answers: answers kept per client for repeated commands.
     max_queued_commands: waiting commands of all clients.
     max_noted_peers: unknown and faulty peers that are remembered; each is logged once.
@@ -90,33 +93,33 @@ class CoordinatorLimits:
                 )
 
     def step_deadline_s(self, longest_step_s: float) -> float:
-        """Return how long an engine may take for a step: several times its longest one so far, as
-        the next step may have longer contexts or fewer processors, and at least
+        """Return how long a step may take on an engine with this estimate of its longest step: a
+        multiple, as the next step may have longer contexts or fewer processors, and at least
         `progress_deadline_s`."""
         return min(max(self.progress_deadline_s, _STEP_SLACK * longest_step_s), MAX_SECONDS)
 
     @property
     def answer_grace_s(self) -> float:
-        """How long after its deadline a request or command may still be answered, in seconds. A
-        commit decided at the deadline waits for the current step and the next one; 5 s are for the
-        messages."""
+        """Seconds after its deadline in which a request or command may still be answered. A commit
+        decided at the deadline waits for the current step and the next one; the messages take up to
+        5 s."""
         grace_s = max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
         return min(grace_s, MAX_SECONDS)
 
 
 def num_ahead(max_requests: int) -> int:
-    """Return how many requests wait at an engine that runs up to `max_requests`, ready to begin
-    when running ones end. All further requests wait in the coordinator."""
+    """Return how many requests wait at an engine that runs up to `max_requests`, to begin when
+    running requests end. All further requests wait in the coordinator."""
     return max(8, max_requests // 8)
 
 
 class Timers:
-    """One due time per key, in seconds. Of equal times, the one that was set first comes first.
-    Each call takes logarithmic time in the number of keys (amortized)."""
+    """One due time per key, in seconds. Of equal times, the time set first comes first. Each call
+    takes amortized logarithmic time in the number of keys."""
 
     def __init__(self) -> None:
         self._entry_of_key: dict[TimerKey, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, TimerKey]] = []  # these entries, and outdated ones
+        self._heap: list[tuple[float, int, TimerKey]] = []  # the same entries and outdated ones
         self._num_set = 0
 
     def __len__(self) -> int:
@@ -126,7 +129,7 @@ class Timers:
         return key in self._entry_of_key
 
     def set(self, key: TimerKey, due_at: float) -> None:
-        """Set the time of the key, which replaces an earlier one."""
+        """Set the key's time, in place of an earlier one."""
         self._num_set += 1
         self._entry_of_key[key] = entry = (due_at, self._num_set)
         heapq.heappush(self._heap, (*entry, key))
@@ -150,7 +153,7 @@ class Timers:
         return None
 
     def pop_due(self, now: float) -> TimerKey | None:
-        """Remove and return the first key if it is due at `now`; None if no key is."""
+        """Remove and return the key with the earliest time; None if no key is due at `now`."""
         due_at = self.first_due_at()
         if due_at is None or due_at > now:
             return None
@@ -161,16 +164,16 @@ class Timers:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the coordinator was made.
+    """Counts since the coordinator started.
 
     num_requests: accepted requests; each ends as one of num_completed, num_failed (by an engine or
     by the coordinator) and num_abandoned (its client has left). num_refused: requests that were not
     accepted. num_duplicates: submissions, tokens and replies that were known already. num_gaps:
-    progress that was not kept: tokens were missing before it, or the log was full. num_stale:
-    messages of attempts and sessions that have been replaced. num_unexpected: messages that the
-    peer may not send, or that name nothing known. num_undelivered: messages to unreachable peers.
-    num_engines_lost: engines that were removed, for whatever reason. num_clients_lost: clients
-    whose lease has run out.
+    progress reports that were not kept, as tokens before them were missing or the log was full.
+    num_stale: messages of attempts and sessions that have been replaced. num_unexpected: messages
+    that the peer may not send, or that name an unknown request or command. num_undelivered:
+    messages to unreachable peers. num_engines_lost: engines that were removed, for any reason.
+    num_clients_lost: clients whose lease has expired.
     """
 
     num_frames: int = 0
@@ -200,8 +203,8 @@ class Counters:
 class Context:
     """The state that all parts of the core share.
 
-    refused: returns the number of refused connections by reason. outbox: (identity, message) to be
-    sent; the core empties it. sessions: by identity; Registry and Clients write it.
+    refused: returns the number of refused connections by reason. outbox: (identity, message) pairs
+    to send; CoordinatorCore empties it. sessions: by identity; Registry and Clients write it.
     """
 
     coordinator_id: bytes

@@ -1,7 +1,8 @@
 """Access to a fleet: private socket addresses, and CURVE keys with their files.
 
-docs/security.md says which fleet uses which. Used by the sockets, AsyncLLM and the `rollout`
-commands.
+Used by the other modules of coordinator.net, the coordinator, AsyncLLM and the `rollout` commands.
+It creates key files, and creates and removes the directory of a private address.
+docs/security.md says when a fleet needs keys.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ HANDSHAKE_FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveServerKeys:
-    """A coordinator's two keys, and the public keys of all clients and engines that may connect.
+    """A coordinator's key pair, and the public keys of all clients and engines that may connect.
 
-    An AsyncLLM adds the key of its own client and engines. allow_list: a folder whose files *.key
-    have further public keys. It is read for each new connection: added and removed files count from
-    then on, while established connections stay.
+    An AsyncLLM adds the key of its own client and engines. allow_list: a folder of *.key files with
+    more public keys. It is read for each new connection. Removing a file does not end established
+    connections.
     """
 
     public: bytes
@@ -58,13 +59,13 @@ class CurveServerKeys:
 
     @classmethod
     def made(cls) -> CurveServerKeys:
-        """Return new keys without clients."""
+        """Create a key pair that accepts no client yet."""
         public, secret = zmq.curve_keypair()
         return cls(public=public, secret=secret, clients=frozenset())
 
     def with_client(self) -> tuple[CurveServerKeys, CurveKeys]:
-        """Make keys for one more client. Returns the server's keys with that client, and the
-        client's."""
+        """Create keys for one more client. Returns the server's keys, which accept that client, and
+        the client's keys."""
         public, secret = zmq.curve_keypair()
         own = CurveKeys(server_public=self.public, public=public, secret=secret)
         return replace(self, clients=self.clients | {public}), own
@@ -72,7 +73,7 @@ class CurveServerKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
-    """The coordinator's public key, and the two of the client or engine itself."""
+    """A client's or engine's key pair, and the coordinator's public key."""
 
     server_public: bytes
     public: bytes
@@ -97,8 +98,8 @@ def _require_key(key: bytes) -> None:
 
 
 def create_key_files(folder: str | Path, name: str) -> None:
-    """Make a pair of keys in the format of zmq.auth: `name.key` has the public key,
-    `name.key_secret` both. Only this user can read the latter.
+    """Create a key pair in two files of zmq.auth's format. `name.key` holds the public key,
+    `name.key_secret` both keys. Only this user can read `name.key_secret`.
 
     Raises ConfigError if a file exists or cannot be written.
     """
@@ -129,8 +130,8 @@ def public_key_in(path: str | Path) -> bytes:
 def server_keys_in(
     path: str | Path, clients: Iterable[str | Path], allow_list: Path | None = None
 ) -> CurveServerKeys:
-    """Return the coordinator's keys. `path`: its secret file. `clients`: public files of peers.
-    Raises ConfigError."""
+    """Read the coordinator's keys. `path`: the coordinator's secret file. `clients`: public files
+    of peers. Raises ConfigError."""
     keys = _keys_in(path, is_secret=True)
     return CurveServerKeys(
         public=keys["public"],
@@ -141,7 +142,7 @@ def server_keys_in(
 
 
 def client_keys_in(path: str | Path, server: str | Path) -> CurveKeys:
-    """Return a peer's keys. `path`: the secret file of the client or engine. `server`: the
+    """Read a peer's keys. `path`: the secret file of the client or engine. `server`: the
     coordinator's public file.
 
     Raises ConfigError.
@@ -169,12 +170,12 @@ def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
 
 
 def handshake_fault(event: int) -> str | None:
-    """Return what an event of HANDSHAKE_FAULTS means to the peer that connects; None for another
-    event."""
+    """Return the reason for a failed handshake, from the monitor event of the connecting peer's
+    socket. Returns None for an event that is not in HANDSHAKE_FAULTS."""
     if event == KEY_IS_UNKNOWN:
-        return "it does not know the key of this peer: its allow-list must have it"
+        return "it does not know the key of this peer: add the key to its allow-list"
     if event & HANDSHAKE_FAULTS:
-        return "its CURVE keys are not those given here, or one side has none"
+        return "its CURVE keys differ from the ones given here, or one side has none"
     return None
 
 
@@ -184,8 +185,8 @@ def handshake_fault(event: int) -> str | None:
 def private_address() -> str:
     """Return an ipc:// address in a new directory that only this user can enter.
 
-    The directory lies in XDG_RUNTIME_DIR if that is set, else among temporary files. Raises
-    ConfigError.
+    It tries XDG_RUNTIME_DIR if that is set, the directory for temporary files, and /tmp. Raises
+    ConfigError if none can be written to, or all paths are too long for a socket.
     """
     tried = []
     for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
@@ -208,16 +209,16 @@ def private_address() -> str:
 
 
 def remove_private_address(address: str) -> None:
-    """Remove the directory of a `private_address`. Does nothing for another address or without
-    the directory."""
+    """Remove the directory of a `private_address`. Does nothing for any other address, or if the
+    directory is gone."""
     folder, name = os.path.split(address.removeprefix("ipc://"))
     if name == _SOCKET and os.path.basename(folder).startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:
-    """Raise ConfigError for an IP address that other machines can reach, unless there are keys or
-    it is `insecure`. `host`: the name of the address, for the message."""
+    """Raise ConfigError if other machines can reach the IP address `address`, unless `has_keys` or
+    `insecure`. Without keys it logs who can connect. `host`: name of the address in the message."""
     if has_keys:
         return
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback

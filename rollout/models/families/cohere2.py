@@ -1,5 +1,5 @@
-"""Cohere 2 (Command R7B, Command A): one LayerNorm, then attention and MLP side by side; layers
-with a window have a rope, the others none.
+"""Cohere 2 (Command R7B, Command A): attention and MLP in parallel after one LayerNorm; RoPE only
+in layers with a sliding window.
 """
 
 from rollout.models.family import ATTENTION_BIAS, PARALLEL, Family, Key

@@ -1,4 +1,4 @@
-"""Gemma: weights of norms count from 1, embeddings are scaled by the root of their size."""
+"""Gemma: norms multiply by 1 + weight, embeddings are multiplied by sqrt(hidden_size)."""
 
 from rollout.models.family import ATTENTION_BIAS, Family
 

@@ -1,4 +1,4 @@
-"""GLM-4 0414: norms before and after each mixer, half of a head turns, in neighbouring pairs."""
+"""GLM-4 0414: norms before and after each mixer, interleaved RoPE on half of each head."""
 
 from rollout.models.family import QKV_BIAS, BranchNames, Family
 

@@ -1,5 +1,5 @@
 """GPT-OSS: sinks in attention, windows on every other layer, biases everywhere, a clamped
-activation; weights of experts are a softmax over the chosen.
+activation; router weights are a softmax over the chosen experts.
 """
 
 from rollout.layers.experts import MoeNames

@@ -1,4 +1,4 @@
-"""Granite 3 (dense): multipliers of embeddings, residual branches, scores and logits."""
+"""Granite 3 (dense): multipliers of embeddings, residual branches, attention scores and logits."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family, Key
 

@@ -1,5 +1,5 @@
-"""MiniMax-M2: sigmoid scores with a correction, which is the whole mixture's buffer; query and key
-normed over all heads together; a part of each head turns.
+"""MiniMax-M2: sigmoid router scores with a correction bias, stored beside the router and not in it;
+query and key normed over all heads together; RoPE on a part of each head.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Ministral 8B: layers with a window and without."""
+"""Ministral 8B: some layers have a sliding window, the others do not."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import windows_by_type

@@ -1,4 +1,4 @@
-"""Ministral 3 (text): yarn, and queries that grow with the logarithm of their position."""
+"""Ministral 3 (text): YaRN, and queries scaled by the logarithm of their position."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, whose weights sum to 1."""
+"""Mixtral: experts in every layer; router weights sum to 1."""
 
 from rollout.layers.experts import MoeNames
 from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture

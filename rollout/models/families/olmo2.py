@@ -1,4 +1,4 @@
-"""OLMo 2: norms after the mixers alone, and query and key normed over all heads together."""
+"""OLMo 2: norms only after the mixers; query and key normed over all heads together."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4, Phi-4-mini: fused projections, partial rope, longrope."""
+"""Phi-3, Phi-3.5, Phi-4, Phi-4-mini: fused projections, partial RoPE, LongRoPE."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

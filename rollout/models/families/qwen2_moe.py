@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: a shared expert with a gate of its own beside the chosen ones."""
+"""Qwen1.5-MoE and Qwen2-MoE: a shared expert with its own gate, besides the chosen experts."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Dense Qwen3: query and key heads are normed, and heads need not add up to the hidden size."""
+"""Dense Qwen3: query and key heads are normed; `head_dim` is independent of the hidden size."""
 
 from rollout.models.families.qwen2 import QWEN_WINDOWS
 from rollout.models.family import ATTENTION_BIAS, Family

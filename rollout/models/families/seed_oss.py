@@ -1,4 +1,4 @@
-"""Seed-OSS: query, key and value have a bias, the output a switch of its own."""
+"""Seed-OSS: `attention_bias` is for query, key and value, `attention_out_bias` for the output."""
 
 from rollout.models.family import MLP_BIAS, QKV_BIAS, Family, Key
 

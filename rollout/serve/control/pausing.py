@@ -116,7 +116,7 @@ class Pausing:
             await self._run()
 
     async def drop_cached_kv(self, *, even_of_running: bool = False) -> bool:
-        """Forget cached prefixes. Returns False, without an effect, if requests use KV, except with
+        """Drop cached prefixes. Returns False, without an effect, if requests use KV, except with
         `even_of_running`: then those requests are prefilled again.
         """
         async with self._lock:

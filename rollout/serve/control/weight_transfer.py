@@ -254,8 +254,8 @@ class WeightTransfer:
         return self._labels.of(self._llm.weights_version)
 
     async def relabel(self, label: str) -> None:
-        """Serve the same weights as the next version, named `label`. Earlier tokens keep their
-        version.
+        """Increase the version of the served weights by 1 and name it `label`. Earlier tokens keep
+        their version.
         """
         async with self._commit_lock:
             version = (await self._llm.stats()).weights_version + 1

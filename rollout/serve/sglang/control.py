@@ -1,6 +1,7 @@
 """SGLang's control routes: aborts, pauses, memory, weight updates and information.
 
-`sglang_routes` is used by the application. Handlers call Pausing, WeightTransfer and LiveRequests.
+Used by rollout.serve.app, through `sglang_routes`. The handlers hold no state: they call Pausing,
+WeightTransfer and LiveRequests.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _PACKINGS: dict[str | None, Packing] = {
 _DEFAULT_GROUP = "weight_update_group"
 
 
-CachedMemory = Annotated[Any, neutral("memory is released where it is known to be free")]
-Flushed = Annotated[Any, neutral("the prefix cache finds nothing of another version")]
-Models = Annotated[Any, refused("there is one model, and no draft", "all", "target")]
+CachedMemory = Annotated[Any, neutral("the engine releases cached memory by itself")]
+Flushed = Annotated[Any, neutral("prefixes of another weights version are never reused")]
+Models = Annotated[Any, refused("the server has one model and no draft model", "all", "target")]
 Reported = Annotated[Any, neutral("only SGLang's own processes send and read it")]
 
 
@@ -67,7 +68,7 @@ class PauseBody(Fields, kw_only=True):
 
 
 class MemoryBody(Fields, kw_only=True):
-    """tags: resources; null is all."""
+    """tags: names of resources; null names all of them."""
 
     tags: list[str] | None = None
 
@@ -87,8 +88,8 @@ class DiskBody(Fields, kw_only=True):
     load_format: Annotated[
         Any, refused("checkpoints are safetensors with HF's names", "auto", "safetensors")
     ] = None
-    manifest: Annotated[Any, refused("the directory's own index says what is in it")] = None
-    recapture_cuda_graph: Annotated[Any, neutral("graphs read weights where they lie")] = None
+    manifest: Annotated[Any, refused("the directory's own index lists its files")] = None
+    recapture_cuda_graph: Annotated[Any, neutral("captured graphs read the updated weights")] = None
     token_step: Annotated[Any, refused("name the weights by weight_version", 0)] = None
     torch_empty_cache: CachedMemory = None
 
@@ -126,7 +127,7 @@ class BeginBody(Fields, kw_only=True):
 
 class FlushQuery(Fields, kw_only=True):
     timeout: Annotated[
-        float | None, refused("no request is waited for; pause with mode=retract", 0.0)
+        float | None, refused("a flush does not wait for requests; pause with mode=retract", 0.0)
     ] = None
 
 
@@ -137,11 +138,11 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return the routes of the protocol, without /generate."""
+    """Return SGLang's control routes: all of its routes but /generate."""
     admin = partial(admin_route, errors=sglang_admin_form)
     get = partial(get_route, errors=sglang_admin_form)
     resume = "End a pause; let the engines load the tensors that came in it"
-    flush = admin("/flush_cache", _flush, "Forget cached prefixes", query=FlushQuery)
+    flush = admin("/flush_cache", _flush, "Drop cached prefixes", query=FlushQuery)
     join, receive = "Join the trainer's group", "Receive tensors that are broadcast"
     finish = "Let the engines load the received tensors"
     of_group = "/update_weights_from_distributed"
@@ -189,13 +190,13 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
-    """Commit the tensors that came in the pause as one update, then end the pause. If the engines
-    refuse the update, the pause continues."""
+    """Commit the tensors that arrived during the pause as one update, then end the pause. If the
+    engines refuse the update, the pause continues."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
     await control.pausing.resume()
-    return json_response({"message": "generation goes on", "status": "ok"})
+    return json_response({"message": "generation continues", "status": "ok"})
 
 
 async def _flush(request: web.Request, body: Any) -> web.Response:
@@ -215,8 +216,8 @@ async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
 
 
 def _resources(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return the resources that tags name. "cuda_graph" is skipped: captured graphs have no memory
-    of their own here."""
+    """Return the resources named by `tags`, all if there are none. "cuda_graph" is skipped:
+    captured graphs have no memory of their own here."""
     return [tag for tag in tags if tag != "cuda_graph"] if tags else RESOURCES
 
 
@@ -253,8 +254,8 @@ async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Respo
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """Receive tensors. In a pause the first call opens a round, since SGLang's clients announce
-    only the end of the pause.
+    """Receive tensors. During a pause the first call begins an update, which `_continue` commits:
+    SGLang's clients announce only the end of the pause.
     """
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:

@@ -1,7 +1,7 @@
-"""POST /generate of SGLang: prompts in, tokens with log-probs at their temperature out.
+"""POST /generate of SGLang: prompts in, tokens with log-probs at the sampling temperature out.
 
-Used by the server's application through `generate_routes`. `_job_of` checks a request and makes its
-generations.
+Used by rollout.serve.app, through `generate_routes`. It checks the request, runs its Generations,
+which submit it to the LLM, and writes the reply or the events.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ def generate_routes() -> list[Route]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A checked request, and its generations. Lists have an entry for each sample.
+    """A checked request, and its generations. The lists after `generations` have an entry for each
+    sample.
 
     is_list: whether the reply is a list.
-    rids: names of the requests.
-    only_scores: whether the one token after the prompt is dropped.
-    start_len: prompt position from which log-probs are returned; -1 for none.
-    spell: returns the text in a row of log-probs.
+    rids: request ids of the client.
+    only_scores: whether the client wants only prompt log-probs (max_new_tokens=0). The engine makes
+    one token all the same, which is dropped.
+    start_len: first prompt position whose log-prob is returned; -1 returns none.
+    spell: returns a token's text for a row of log-probs, or None if the client wants no texts.
     started_at: arrival of the request, in seconds of perf_counter.
     """
 
@@ -125,7 +127,7 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
         check_length(state, len(prompt), own.max_new_tokens)
     params = [_params_of(state, body, own) for own in each]
     is_uniform = not isinstance(sampling, list) and not isinstance(body.rid, list)
-    # One generation if possible; a prompt with its own name or parameters needs its own.
+    # One generation if possible; a prompt with its own rid or parameters needs its own generation.
     parts = [slice(None)] if is_uniform else [slice(i, i + 1) for i in range(len(prompts))]
     if body.stream and len(parts) > 1:
         raise ApiError(400, "a stream takes one rid and one set of sampling_params")
@@ -194,7 +196,9 @@ async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list
     ids: Any = body.input_ids
     kinds = {type(item) for item in ids or []}
     if len(kinds) > 1:
-        raise ApiError(400, "input_ids must be all ids or all lists of them", param="input_ids")
+        raise ApiError(
+            400, "input_ids must be a list of ids or a list of lists of ids", param="input_ids"
+        )
     is_batch = kinds == {list}
     if ids is None and body.text is not None:
         is_batch = isinstance(body.text, list)
@@ -266,7 +270,7 @@ def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _meta_info(job: _Job, index: int, data: TokenData) -> dict[str, Any]:
-    """Return the meta_info of a sample that has not ended."""
+    """Return the meta_info of a sample in progress; `_reply` completes it."""
     meta: dict[str, Any] = {
         "id": job.rids[index],
         "finish_reason": None,
@@ -294,7 +298,7 @@ def _input_logprobs(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _rows(data: TokenData, spell: Spell) -> list[list[Any]]:
-    """Return [log-prob, id, text] of each token."""
+    """Return a row [log-prob, id, text] for each token."""
     pairs = zip(data.log_probs or [], data.token_ids, strict=True)
     return [[None if lp is None else finite(lp), i, spell(i)] for lp, i in pairs]
 
@@ -307,7 +311,7 @@ def _top_rows(data: TokenData, num_top: int, spell: Spell) -> list[Any]:
 
 
 def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
-    """Return the finish_reason of meta_info. num_tokens: number of returned tokens."""
+    """Return the finish_reason of a finished sample's meta_info. num_tokens: returned tokens."""
     if request.finish_reason == "stop" and num_tokens:
         matched = request.stop_reason
         return {
@@ -330,7 +334,8 @@ def _version_at_end(state: ServerState, request: Request) -> str:
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    """Send a sample's whole text, ids and log-probs so far in each event."""
+    """Send an event for each new run of tokens, with the sample's whole text, ids and log-probs so
+    far."""
     (generation,) = job.generations
     stall_s = job.state.config.stalled_stream_timeout_s
     so_far = [TokenData(token_ids=[], log_probs=[], top=[]) for _ in job.prompts]

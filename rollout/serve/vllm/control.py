@@ -270,7 +270,7 @@ async def weight_checksums(llm: ServedLLM) -> dict[str, str]:
     while len(found) < num_weights:
         pages = await llm.weight_checksums(len(found))
         if not pages:
-            raise ApiError(503, "no engine is there to compute checksums")
+            raise ApiError(503, "no engine is connected to compute checksums")
         (first, page), *others = pages.items()
         for rank, other in others:
             if other != page:
