@@ -305,7 +305,7 @@ VLLM_CASES: tuple[Rule, ...] = (
     ),
     *differs(
         _PAGE,
-        "Of vLLM's families of metrics those are there that clients steer by.",
+        "Of vLLM's metrics, `/metrics` has those that clients use to route requests.",
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_counts*",
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_exist*",
     ),
