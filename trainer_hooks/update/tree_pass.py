@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from rollout.models.plain_tensors import is_sharded
 from trainer_hooks.losses.head_logprobs import Head, head_logprobs, logits_logprobs
 from trainer_hooks.update.model_checks import cached_fault, difference
 from trainer_hooks.update.token_tree import TokenTree
@@ -37,7 +37,8 @@ def tree_logprobs(
     nodes_R, index_M = nodes_R.to(device), index_M[order_M].to(device)
     where = rows_M[order_M].to(device), columns_M[order_M].to(device)
     inputs, pairs = _inputs(policy, tree, device), (index_M, tokens_BT[where], temperature)
-    if _is_sharded(policy):
+    # FSDP2 gathers the weights in the pass of the whole model only.
+    if any(map(is_sharded, policy.parameters())):
         logits_RV = policy(**inputs, logits_to_keep=nodes_R).logits[0]
         logprobs_M, entropies_R = logits_logprobs(logits_RV, *pairs)
     else:
@@ -46,11 +47,6 @@ def tree_logprobs(
         logprobs_M, entropies_R = head_logprobs(hidden_NE[nodes_R], head, *pairs)
     zeros_BT = torch.zeros(tokens_BT.shape, device=device)
     return zeros_BT.index_put(where, logprobs_M), zeros_BT.index_put(where, entropies_R[index_M])
-
-
-def _is_sharded(policy: nn.Module) -> bool:
-    """Return whether FSDP2 shards the weights: it gathers them in the whole model's pass only."""
-    return any(isinstance(weight, DTensor) for weight in policy.parameters())
 
 
 def rows_before_last(tokens_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
@@ -143,7 +139,7 @@ def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device)
     """Return the logits of the last row's tokens [T, V], by the way that `tree_logprobs` goes."""
     tree = TokenTree.of(rows)
     inputs, nodes_T = _inputs(policy, tree, device), tree.nodes_BT[-1].to(device)
-    if _is_sharded(policy):
+    if any(map(is_sharded, policy.parameters())):
         logits_TV: Tensor = policy(**inputs, logits_to_keep=nodes_T).logits[0]
         return logits_TV
     body, head = model_parts(policy)
