@@ -268,7 +268,7 @@ def test_part_of_another_rank_is_refused_by_local_and_prepare() -> None:
     with pytest.raises(ModelError, match=r"rank=2 must be in \[0, tensor_parallel_size=2\)"):
         spec.local(2, 2)
     part = build_model(spec.local(1, 2))
-    with pytest.raises(ModelError, match=r"rank 1 of 2 keeps, but runs on rank 0 of 1"):
+    with pytest.raises(ModelError, match=r"built for rank 1 of 2, but its backend is rank 0 of 1"):
         part.prepare(cpu_backend("device"))
     with pytest.raises(ModelError, match="rank 1 of 2 keeps parts of the weights only"):
         part.read_weights()

@@ -1164,7 +1164,7 @@ def test_stop_fails_pending_futures_and_disconnects():
         await received(router, SubmitRequest, 2)
         client.stop()
         for pending in (request, command, next_piece):
-            with pytest.raises(ClientStateError, match="stopped before the answer"):
+            with pytest.raises(ClientStateError, match="stopped before this call was answered"):
                 await pending
         await received(router, Disconnect)
         assert client.socket.closed

@@ -486,7 +486,7 @@ def test_producer_raises_for_a_missing_column_of_the_reward_function() -> None:
     async def work() -> None:
         llm = FakeLLM()
         async with producer_of(llm, wants) as producer:
-            with pytest.raises(ConfigError, match="needs difficulty"):
+            with pytest.raises(ConfigError, match="no column for the parameters difficulty"):
                 await anext(producer)
 
     run_virtually(work())
