@@ -190,7 +190,7 @@ def test_verifiers_environment_that_changes_the_sampling_is_refused(
     tokenizer: Any, llm: ThreadedLLM
 ) -> None:
     environment = VerifiersEnvironment.load("verifiers_classes", tokenizer, {"kind": "greedy"})
-    with pytest.raises(ConfigError, match=r"asks for temperature=0\.0, the policy is sampled"):
+    with pytest.raises(ConfigError, match=r"asks for temperature=0\.0, but the policy is sampled"):
         batch_of(llm, environment, params_for(tokenizer))
 
 
