@@ -37,14 +37,12 @@ def tree_logprobs(
     nodes_R, index_M = nodes_R.to(device), index_M[order_M].to(device)
     where = rows_M[order_M].to(device), columns_M[order_M].to(device)
     inputs, pairs = _inputs(policy, tree, device), (index_M, tokens_BT[where], temperature)
-    # FSDP2 gathers the weights in the pass of the whole model only.
-    if any(map(is_sharded, policy.parameters())):
+    if (head := _plain_head(policy)) is None:
         logits_RV = policy(**inputs, logits_to_keep=nodes_R).logits[0]
         logprobs_M, entropies_R = logits_logprobs(logits_RV, *pairs)
     else:
-        body, head = model_parts(policy)
-        hidden_NE = body(**inputs).last_hidden_state[0]
-        logprobs_M, entropies_R = head_logprobs(hidden_NE[nodes_R], head, *pairs)
+        hidden_RE = _body(policy)(**inputs).last_hidden_state[0, nodes_R]
+        logprobs_M, entropies_R = head_logprobs(hidden_RE, head, *pairs)
     zeros_BT = torch.zeros(tokens_BT.shape, device=device)
     return zeros_BT.index_put(where, logprobs_M), zeros_BT.index_put(where, entropies_R[index_M])
 
@@ -71,16 +69,28 @@ def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[st
     }
 
 
-def model_parts(policy: Any) -> tuple[Any, Head]:
-    """Return the body of a causal model of transformers, or of PEFT around one, and its head."""
-    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    config = model.config.get_text_config()
-    linear = model.get_output_embeddings()
+def _body(policy: Any) -> Any:
+    """Return the layers below the head of a causal model of transformers, or of PEFT around one."""
+    return _model(policy).base_model
+
+
+def _model(policy: Any) -> Any:
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
+def _plain_head(policy: Any) -> Head | None:
+    """Return the head, or None if only the pass of the whole model computes its logits.
+
+    FSDP2 gathers the weights in that pass alone, and a head that is adapted is no plain product.
+    """
+    linear = _model(policy).get_output_embeddings()
+    if type(linear) is not nn.Linear or any(map(is_sharded, policy.parameters())):
+        return None
+    config = policy.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
-    head = Head(weight_VE=linear.weight, bias_V=linear.bias, scale=scale, softcap=softcap)
-    return model.base_model, head
+    return Head(weight_VE=linear.weight, bias_V=linear.bias, scale=scale, softcap=softcap)
 
 
 def pair_cost(policy: Any) -> float:
@@ -89,7 +99,7 @@ def pair_cost(policy: Any) -> float:
     By multiplications: 2 heads * head_dim of a pair and layer, and the parameters of the body
     without its embeddings.
     """
-    body, _ = model_parts(policy)
+    body = _body(policy)
     config = body.config.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -111,7 +121,7 @@ def max_depth(policy: Any) -> int | None:
 def tree_fault(policy: Any, device: torch.device) -> str | None:
     """Return why `policy` has no tree pass, for a message; None if it has one.
 
-    The first call with a module compares three small passes over trees with a plain one.
+    The first call with a module compares two small passes over trees with a plain one.
     """
     if not isinstance(policy, nn.Module) or not hasattr(policy, "config"):
         return "it is no module of transformers"
@@ -139,8 +149,7 @@ def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device)
     """Return the logits of the last row's tokens [T, V], by the way that `tree_logprobs` goes."""
     tree = TokenTree.of(rows)
     inputs, nodes_T = _inputs(policy, tree, device), tree.nodes_BT[-1].to(device)
-    if any(map(is_sharded, policy.parameters())):
+    if (head := _plain_head(policy)) is None:
         logits_TV: Tensor = policy(**inputs, logits_to_keep=nodes_T).logits[0]
         return logits_TV
-    body, head = model_parts(policy)
-    return head.logits(body(**inputs).last_hidden_state[0, nodes_T])
+    return head.logits(_body(policy)(**inputs).last_hidden_state[0, nodes_T])

@@ -90,6 +90,29 @@ def test_tree_logprobs_train_an_adapter_as_plain_passes_do() -> None:
     assert_same_values(*both_ways(policy))
 
 
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}]
+)
+def test_tree_logprobs_train_an_adapter_of_the_head(options: dict[str, list[str]]) -> None:
+    base = tiny_model("llama", std=0.2)
+    config = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})
+    policy: Any = peft.get_peft_model(base, config)
+    assert tree_fault(policy, CPU) is None  # a new adapter changes nothing yet
+    randomize(policy, seed=1, std=0.1)
+    assert_same_values(*both_ways(policy))
+
+
+def test_tree_logprobs_train_under_autocast() -> None:
+    policy = tiny_model("llama", std=0.2)
+    tokens_BT, mask_BT = rows_with_prefixes()
+    exact_BT, _ = tree_logprobs(policy, tokens_BT, mask_BT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs_BT, entropies_BT = tree_logprobs(policy, tokens_BT, mask_BT)
+    (logprobs_BT.sum() + entropies_BT.sum()).backward()
+    assert (logprobs_BT - exact_BT).abs().max() < 0.2
+    assert all(weight.grad is not None for weight in policy.parameters())
+
+
 def test_tree_logprobs_are_zero_where_nothing_is_trained() -> None:
     tokens_BT, mask_BT = rows_with_prefixes()
     for values_BT in tree_logprobs(tiny_model(), tokens_BT, mask_BT):
