@@ -188,8 +188,8 @@ def _metrics(
         "num_samples": len(rollouts),
         "mean_length": _mean(lengths),
         **{
-            name.removesuffix("/mean"): mean
-            for name, mean in reward_metrics(rewards).items()
+            name.removesuffix("/mean"): value
+            for name, value in reward_metrics(rewards).items()
             if name.endswith("/mean")
         },
     }

