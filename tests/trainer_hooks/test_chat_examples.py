@@ -51,6 +51,12 @@ def test_formatted_prompts_render_texts_and_messages_and_leave_token_ids() -> No
     assert items[2] == PromptItem([5, 6], {})
 
 
+def test_formatted_prompts_leave_text_that_a_template_has_rendered() -> None:
+    (item,) = FormattedPrompts([RenderedText("u:x\na:")], FORMAT)
+    assert item == PromptItem("u:x\na:", {})
+    assert isinstance(item.prompt, RenderedText)
+
+
 def test_formatted_prompts_name_the_row_that_the_template_refuses() -> None:
     class Refusing(Template):
         def apply_chat_template(self, messages: Any, **options: Any) -> str:

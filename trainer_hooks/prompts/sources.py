@@ -20,6 +20,7 @@ from typing import Any, overload
 import numpy as np
 
 from rollout.errors import ConfigError
+from rollout.text import RenderedText
 from rollout.utf8_lines import BYTE_ORDER_MARK, decode_line
 from trainer_hooks.prompts.chat_format import ChatFormat, as_chat_template
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, as_rows
@@ -248,7 +249,7 @@ class ReasoningGymPrompts(_LazyPrompts):
 class FormattedPrompts(_LazyPrompts):
     """Rows whose prompts go through a chat template: texts, as what a user says, and messages.
 
-    `rows`: rows as `as_prompt_item` takes them. Prompts that are token ids stay as they are.
+    `rows`: rows as `as_prompt_item` takes them. Token ids and rendered text stay as they are.
     """
 
     def __init__(self, rows: PromptRows, chat_template: ChatFormat) -> None:
@@ -260,6 +261,8 @@ class FormattedPrompts(_LazyPrompts):
 
     def _read(self, index: int) -> PromptItem:
         item = as_prompt_item(self._rows[index])
+        if isinstance(item.prompt, RenderedText):
+            return item
         values = {**item.columns, "prompt": item.prompt}
         return as_item(values, "prompt", self._template, self.place_of(index))
 
