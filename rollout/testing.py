@@ -32,6 +32,7 @@ from rollout.control.reports import (
 )
 from rollout.control.state import (
     PAUSE,
+    QUIET,
     RESUME,
     SUSPEND,
     UNPAUSE,
@@ -161,7 +162,11 @@ class ScriptedRuntime:
     def submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[list[int]]:
-        """Queue all groups or none. Returns the request ids of each. Raises InvalidRequestError."""
+        """Queue all groups or none. Returns the request ids of each.
+
+        Raises InvalidRequestError, and EngineStateError once stopped.
+        """
+        self._machine.require(EngineState.RUNNING, *QUIET, to="add a request")
         encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
         return [
             [self._add(ids, prompt, each) for each in params] for ids, prompt, params in encoded
