@@ -40,7 +40,7 @@ from rollout.control.state import (
     StateMachine,
     Transition,
 )
-from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS, check_resources
+from rollout.engine.suspension import KV_CACHE, WEIGHTS, check_only, check_resources
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -282,8 +282,7 @@ class ScriptedRuntime:
         )
 
     def resume(self, only: str | None) -> ResumeReport:
-        if only is not None and only not in RESOURCES:
-            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}")
+        check_only(only)
         restored = self.released if only is None else self.released & {only}
         if self.released - restored and self.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")

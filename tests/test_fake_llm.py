@@ -78,6 +78,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "suspend nonsense": lambda llm: llm.suspend(release=("cache",)),
     "suspend and discard": lambda llm: llm.suspend(discard_weights=True),
     "resume": lambda llm: llm.resume(),
+    "resume nonsense": lambda llm: llm.resume(only="cache"),
     "resume weights": lambda llm: llm.resume(only="weights"),
     "update": lambda llm: llm.update_weights(weights(1)),
     "update in flight": lambda llm: llm.update_weights(weights(1), in_flight=True),
