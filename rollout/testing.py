@@ -32,6 +32,7 @@ from rollout.control.reports import (
 )
 from rollout.control.state import (
     PAUSE,
+    QUIET,
     RESUME,
     SUSPEND,
     UNPAUSE,
@@ -39,7 +40,7 @@ from rollout.control.state import (
     StateMachine,
     Transition,
 )
-from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS, check_resources
+from rollout.engine.suspension import KV_CACHE, WEIGHTS, check_only, check_resources
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -161,7 +162,11 @@ class ScriptedRuntime:
     def submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[list[int]]:
-        """Queue all groups or none. Returns the request ids of each. Raises InvalidRequestError."""
+        """Queue all groups or none. Returns the request ids of each.
+
+        Raises InvalidRequestError, and EngineStateError once stopped.
+        """
+        self._machine.require(EngineState.RUNNING, *QUIET, to="add a request")
         encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
         return [
             [self._add(ids, prompt, each) for each in params] for ids, prompt, params in encoded
@@ -277,8 +282,7 @@ class ScriptedRuntime:
         )
 
     def resume(self, only: str | None) -> ResumeReport:
-        if only is not None and only not in RESOURCES:
-            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}")
+        check_only(only)
         restored = self.released if only is None else self.released & {only}
         if self.released - restored and self.state is EngineState.SUSPENDED:
             self.calls.append(f"resume {only}")

@@ -165,8 +165,7 @@ def check_plain(name: str, value: Any) -> None:
                 if type(key) is not str:
                     raise ProtocolError(f"{name}: a map's key is {type(key).__name__}, not str")
             items = value.values()
-        for item in items:
-            pending.append((item, depth_left - 1))
+        pending += [(item, depth_left - 1) for item in items]
 
 
 def pack(value: Any) -> bytes:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import LLM, AsyncLLM, ConfigError, InvalidRequestError, RolloutError, SamplingParams
+from rollout import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineStateError,
+    InvalidRequestError,
+    RolloutError,
+    SamplingParams,
+)
 from rollout.control.commands import IncrementStaleness
 from rollout.requests import DynamicInferenceRequest
 from rollout.testing import Completion, FakeAsyncLLM, FakeLLM
@@ -70,6 +78,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "suspend nonsense": lambda llm: llm.suspend(release=("cache",)),
     "suspend and discard": lambda llm: llm.suspend(discard_weights=True),
     "resume": lambda llm: llm.resume(),
+    "resume nonsense": lambda llm: llm.resume(only="cache"),
     "resume weights": lambda llm: llm.resume(only="weights"),
     "update": lambda llm: llm.update_weights(weights(1)),
     "update in flight": lambda llm: llm.update_weights(weights(1), in_flight=True),
@@ -241,6 +250,22 @@ def test_fake_async_llm_aborts_requests_of_a_cancelled_caller_and_of_its_end(fak
         return await waiting  # type: ignore[return-value]
 
     assert asyncio.run(run()).finish_reason == "abort"
+
+
+def test_requests_after_shutdown_are_refused_as_llm_does(llm: LLM, fake: FakeLLM) -> None:
+    refusals = []
+    for each in (llm, fake):
+        each.shutdown()
+        with pytest.raises(EngineStateError) as refusal:
+            each.submit(PROMPT, PARAMS)
+        refusals.append(str(refusal.value))
+    assert refusals[1] == refusals[0]
+
+    async def run() -> None:
+        with pytest.raises(EngineStateError, match="STOPPED"):
+            await asyncio.wait_for(FakeAsyncLLM(fake).generate(PROMPT, PARAMS), 5)
+
+    asyncio.run(run())
 
 
 def test_fake_llms_take_prompts_of_an_iterator_as_llm_does(llm: LLM, fake: FakeLLM) -> None:

@@ -34,7 +34,6 @@ from trainer_hooks.train.settings import (
     CurriculumSettings,
     DataSettings,
     EvaluationSettings,
-    FunctionSettings,
     LoggerSettings,
     LoraSettings,
     ModelSettings,
@@ -52,7 +51,6 @@ COMPUTED = {"AdmissionLimits"}
 OTHERS = (RewardTerm, MambaInferenceStateConfig)
 ERRORS = (ConfigError, InvalidRequestError, UsageError)
 
-FUNCTION = FunctionSettings(path="os.path:join")
 ALGORITHM = {
     "groups_per_step": 2,
     "group_size": 2,

@@ -126,8 +126,7 @@ class Suspension:
 
     def is_complete_with(self, only: str | None) -> bool:
         """Return whether everything is in place once `only` (None: all resources) is restored."""
-        if only is not None and only not in RESOURCES:
-            raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}, or None for all")
+        check_only(only)
         return only is None or all(resource == only for resource in self._to_restore)
 
     def drop_unused_copies(self) -> None:
@@ -216,6 +215,12 @@ class Suspension:
                 "'vmm' on CUDA"
             )
         return chosen
+
+
+def check_only(only: str | None) -> None:
+    """Raise ConfigError unless `only` is the name of a resource, or None."""
+    if only is not None and only not in RESOURCES:
+        raise ConfigError(f"only={only!r} must be one of {list(RESOURCES)}, or None for all")
 
 
 def check_resources(release: Sequence[str], *, discard: bool) -> None:

@@ -226,9 +226,8 @@ class SharedTensors(dict[str, Tensor]):
         for name, place in places.items():
             try:
                 self[name] = place.of(bytes_N)
-            except (
-                RuntimeError
-            ) as error:  # a dtype that does not divide the bytes, or a shape too large to count
+            # The dtype does not divide the bytes, or the shape is too large to count.
+            except RuntimeError as error:
                 raise WeightUpdateError(f"{name!r} cannot lie at {place}: {error}") from error
 
 

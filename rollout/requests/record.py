@@ -76,9 +76,23 @@ class DynamicInferenceRequestRecord:
         """The last segment."""
         return self.requests[-1]
 
-    def values_from(self, column: TokenColumn, start: int) -> Any:
-        """Return the column's values of all segments, from generated token `start` on."""
-        return values_from(self.requests, column, start=start)
+    def values_from(self, column: TokenColumn, start: int = 0) -> Any:
+        """Return the column's values of all segments, from generated token `start` on.
+
+        A segment without values has the column's placeholder for each token. Returns None if no
+        segment has values, an array if all are arrays.
+        """
+        held = [segment.column(column.field) for segment in self.requests]
+        if all(own is None for own in held):
+            return None
+        parts: list[Any] = []
+        for segment, own in zip(self.requests, held, strict=True):
+            num_tokens = segment.num_generated_tokens
+            if start < num_tokens:
+                num_left, has_none = num_tokens - start, own is None or not len(own)
+                parts.append([*column.placeholder] * num_left if has_none else own[start:])
+            start = max(0, start - num_tokens)
+        return _joined(parts)
 
     @property
     def request_id(self) -> int:
@@ -195,7 +209,7 @@ class DynamicInferenceRequestRecord:
         num_chunk_tokens = min(last.finished_chunk_token_count, len(first.prompt_tokens))
         return dataclasses.replace(
             first,
-            **_joined_fields(self.requests),
+            **_joined_fields(self),
             status=last.status,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
@@ -321,11 +335,12 @@ def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
 # ---- merging the values of several segments
 
 
-def _joined_fields(segments: Segments) -> dict[str, Any]:
+def _joined_fields(record: DynamicInferenceRequestRecord) -> dict[str, Any]:
     """Return the fields of a merged request that depend on more than one segment."""
+    segments = record.requests
     prefilled = segment_of_prompt(segments)
     joined: dict[str, Any] = {name: prefilled.column(name) for name in PROMPT_FIELDS}
-    joined |= {column.field: values_from(segments, column) for column in TOKEN_COLUMNS}
+    joined |= {column.field: record.values_from(column) for column in TOKEN_COLUMNS}
     for name in ("prompt_log_probs", "generated_log_probs"):
         joined[name] = _log_probs_tensor(joined[name])
     return {
@@ -337,25 +352,6 @@ def _joined_fields(segments: Segments) -> dict[str, Any]:
         ),
         "events": [event for segment in segments for event in segment.events],
     }
-
-
-def values_from(segments: Segments, column: TokenColumn, *, start: int = 0) -> Any:
-    """Return the column's values of all segments, from generated token `start` on.
-
-    A segment without values has the column's placeholder for each token. Returns None if no segment
-    has values, an array if all are arrays.
-    """
-    held = [segment.column(column.field) for segment in segments]
-    if all(own is None for own in held):
-        return None
-    parts: list[Any] = []
-    for segment, own in zip(segments, held, strict=True):
-        num_tokens = segment.num_generated_tokens
-        if start < num_tokens:
-            has_none = own is None or not len(own)
-            parts.append([*column.placeholder] * (num_tokens - start) if has_none else own[start:])
-        start = max(0, start - num_tokens)
-    return _joined(parts)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

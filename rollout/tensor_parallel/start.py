@@ -271,9 +271,7 @@ def _exchanged(group: Any, own: _Facts) -> Sequence[_Facts]:
     try:
         gathered = all_gather_bytes(group, msgspec.msgpack.encode(own))
     except (RuntimeError, ValueError) as error:  # whatever the group's library raises
-        raise LockstepError(
-            f"the ranks of pg_collection.tp found no rendezvous: {error}"
-        ) from error
+        raise LockstepError(f"the rendezvous of pg_collection.tp failed: {error}") from error
     facts = [msgspec.msgpack.decode(each, type=_Facts) for each in gathered]
     for rank, each in enumerate(facts):
         if each.error is not None:

@@ -180,9 +180,9 @@ def test_pg_collection_raises_an_error_of_rank_0_on_all_ranks(
         (("update_weights", weights_of(1)), EngineStateError),
         (("set_generation_epoch", 5), EngineStateError),
     ):
-        own, told = ranks.call(*refused)
-        assert type(own) is type(told) is kind
-        assert str(told) == f"rank 0: {own}"
+        own, received = ranks.call(*refused)
+        assert type(own) is type(received) is kind
+        assert str(received) == f"rank 0: {own}"
     with one_process() as llm:
         expected = llm.generate(PROMPTS, PARAMS)
     for found in ranks.call("generate", PROMPTS, PARAMS):

@@ -75,22 +75,22 @@ def engine_with_fuse(
     for name in ("refresh", "release_packed"):
         setattr(causal_lm, name, fuse.around(f"weights {name}", getattr(causal_lm, name)))
 
-    def by_owner(memory: Any, name: str) -> Callable[[str], Any]:
+    def by_resource(memory: Any, name: str) -> Callable[[str], Any]:
         def call(buffer: str) -> Any:
-            owner = "weights" if buffer == "weights" else "kv"
-            return fuse.around(f"{owner} {name}", getattr(memory, name))(buffer)
+            resource = "weights" if buffer == "weights" else "kv"
+            return fuse.around(f"{resource} {name}", getattr(memory, name))(buffer)
 
         return call
 
     def change(backend: Backend) -> Backend:
-        owners, memory = iter(("weights", "kv")), backend.memory
+        resources, memory = iter(("weights", "kv")), backend.memory
 
         def create_arena() -> Any:
             arena = backend.create_host_arena()
-            return Wrapped(arena, reserve=fuse.around(f"{next(owners)} reserve", arena.reserve))
+            return Wrapped(arena, reserve=fuse.around(f"{next(resources)} reserve", arena.reserve))
 
         names = ("release", "restore")
-        wrapped: Any = Wrapped(memory, **{name: by_owner(memory, name) for name in names})
+        wrapped: Any = Wrapped(memory, **{name: by_resource(memory, name) for name in names})
         return replace(backend, memory=wrapped, create_host_arena=create_arena)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,9 +18,9 @@ from tests.engine.engine_machine import EngineMachine
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, MAX_EXCEPTIONS_PER_TOKEN
 
-NUM_LIVES = int(os.environ.get("ROLLOUT_TEST_LIVES") or (2000 if IS_LONG else 30))
-NUM_SHARDS = 1 if NUM_LIVES < 100 else 10  # for several workers
-SCHEDULES_PER_SHARD = -(-NUM_LIVES // NUM_SHARDS)
+NUM_SCHEDULES = int(os.environ.get("ROLLOUT_TEST_LIVES") or (2000 if IS_LONG else 30))
+NUM_SHARDS = 1 if NUM_SCHEDULES < 100 else 10  # for several workers
+SCHEDULES_PER_SHARD = -(-NUM_SCHEDULES // NUM_SHARDS)
 SMALL: dict[str, Any] = {
     "num_blocks": 12,
     "num_paused_blocks": None,

@@ -69,17 +69,17 @@ def filled_engine(kind: str, *, is_static: bool) -> InspectedEngine:
     return engine
 
 
-def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
+def cycle(kind: str, mode: str, release: tuple[str, ...]) -> dict[str, object]:
     """Suspend and resume. Returns the system's counts before, between and after."""
     engine = filled_engine(kind, is_static=False)
     engine.pause()
     address = min(engine.kv_data_ptrs().values())
     weights = min(engine.weight_data_ptrs().values())
     before = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
-    report = engine.suspend(mode, owners)
+    report = engine.suspend(mode, release)
     after = {"kv": mapping_of(address), "weights": mapping_of(weights), "dirty": private_dirty()}
     checks = {"released": report.bytes_released, "on_host": report.bytes_on_host}
-    resumed = engine.resume()
+    engine.resume()
     engine.unpause()
     num_finished = 0
     while engine.has_unfinished_requests():
@@ -89,8 +89,6 @@ def cycle(kind: str, mode: str, owners: tuple[str, ...]) -> dict[str, object]:
         "after": after,
         "pool": engine.memory_status().resident_bytes["kv_cache"],
         "weights": engine.memory_status().resident_bytes["weights"],
-        "released_by_owner": dict(report.released_by_owner),
-        "restored": resumed.bytes_restored,
         "num_finished": num_finished,
         **checks,
     }

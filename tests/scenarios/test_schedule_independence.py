@@ -143,8 +143,8 @@ def test_priorities() -> None:
 
 def test_other_blocks_and_other_neighbours() -> None:
     engine = tiny_engine(model(), block_size_tokens=64, num_blocks=100)
-    strangers = [(prompt_of(30, seed=99), SamplingParams(num_tokens_to_generate=60))] * 8
-    results = generate_all(engine, [*strangers[:4], *jobs(), *strangers[4:]])
+    others = [(prompt_of(30, seed=99), SamplingParams(num_tokens_to_generate=60))] * 8
+    results = generate_all(engine, [*others[:4], *jobs(), *others[4:]])
     assert_same(results[4:-4])
 
 
