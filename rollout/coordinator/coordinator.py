@@ -254,7 +254,7 @@ class DataParallelInferenceCoordinator:
 
     def _send(self, outgoing: Outgoing) -> None:
         """Send each peer its messages, small ones together. A message to several peers is encoded
-        once. The core is told at once of messages that no frame can carry, and may return others
+        once. Messages that no frame can carry go back to the core at once, which may return others
         instead. Messages whose peer cannot be reached are kept for the end of the turn."""
         while outgoing:
             encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity

@@ -198,7 +198,6 @@ class HostilePeer:
     ) -> None:
         self._context, self._address, self.reads = context, address, reads
         self._handshake = handshake
-        self.num_heard = 0
         self.connect()
 
     def connect(self) -> None:
@@ -215,7 +214,6 @@ class HostilePeer:
         self.socket.send_multipart(parts)
         while self.reads and self.socket.poll(0):
             self.socket.recv_multipart()
-            self.num_heard += 1
 
     def drop(self) -> None:
         """Hang up without a word, and come again as another identity."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from rollout import DynamicInferenceEngine, EngineState
@@ -95,12 +94,7 @@ class LiveFleet:
             engine.link.wait_registered(BOUND_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for engine in self.engines:
             engine.close()
         self.coordinator.stop()

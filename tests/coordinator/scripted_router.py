@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import zmq
@@ -108,12 +107,7 @@ class ScriptedRouter:
         self.come_back()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._is_done = True
         self._thread.join(BOUND_S)
         assert not self._thread.is_alive()

@@ -6,7 +6,6 @@ import contextlib
 import selectors
 import socket
 import threading
-from types import TracebackType
 
 
 class TcpProxy:
@@ -27,12 +26,7 @@ class TcpProxy:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._is_done = True
         self._thread.join()
         self.cut()

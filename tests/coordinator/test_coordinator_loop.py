@@ -88,17 +88,17 @@ def test_a_peer_counts_as_alive_when_its_frame_is_received_and_not_before(
 ) -> None:
     """Else its lease could end at the coordinator while it still runs at the engine, which counts
     it from when it sent what was received."""
-    heard_at: list[float] = []
+    received_at: list[float] = []
 
     class Core(CoordinatorCore):
         def handle(self, identity: bytes, frame: Any, now: float) -> Any:
-            heard_at.append(now)
+            received_at.append(now)
             return super().handle(identity, frame, now)
 
     monkeypatch.setattr("rollout.coordinator.coordinator.CoordinatorCore", Core)
     socket = ScriptedSocket([(engine.identity, engine.registration()) for engine in ENGINES])
     run_one_turn(monkeypatch, socket)
-    assert heard_at == [100.25, 100.5, 100.75]
+    assert received_at == [100.25, 100.5, 100.75]
 
 
 def test_a_stopped_coordinator_process_does_not_end_leases(monkeypatch: pytest.MonkeyPatch) -> None:

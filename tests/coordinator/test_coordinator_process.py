@@ -332,7 +332,7 @@ def test_illegal_options_are_refused_and_nothing_stays_bound(options: dict[str, 
 def test_other_machines_are_let_in_where_that_is_asked_for() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1, None, host="0.0.0.0", insecure=True)
     coordinator.stop()
-    assert coordinator.address.startswith("tcp://127.0.0.1:"), "which can be dialled from here"
+    assert coordinator.address.startswith("tcp://127.0.0.1:"), "which can be reached from here"
 
 
 def test_a_peer_of_another_protocol_version_learns_so() -> None:
@@ -342,8 +342,8 @@ def test_a_peer_of_another_protocol_version_learns_so() -> None:
     context = zmq.Context()
     try:
         line = Line(context, coordinator.address, FakeClient(b"c", b"c" * 16))
-        unknown = Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16)
-        line.socket.send(pack(unknown))
+        other_version = Connect(protocol_version=PROTOCOL_VERSION + 1, client_id=b"c" * 16)
+        line.socket.send(pack(other_version))
         until(lambda: line.peer.seen, line)
         (nack,) = line.peer.seen
         assert isinstance(nack, Nack)

@@ -122,8 +122,8 @@ class ClientSession:
         """Count the bytes of a group less, all of whose requests have ended."""
         self.request_bytes -= num_bytes
 
-    def keep_reply(self, num_bytes: int) -> None:
-        """Count the bytes of a kept reply; a negative number for one that is dropped."""
+    def count_kept_bytes(self, num_bytes: int) -> None:
+        """Add the bytes of a kept reply; a negative number for one that is dropped."""
         self.kept_bytes += num_bytes
 
     def remove(self, request: Request) -> None:
@@ -521,7 +521,7 @@ class RequestTable:
 
     def replace_reply(self, request: Request, reply: EngineReply) -> None:
         """Keep `reply` in place of an earlier one."""
-        request.client.keep_reply(_kept_bytes(reply) - _kept_bytes(request.reply))
+        request.client.count_kept_bytes(_kept_bytes(reply) - _kept_bytes(request.reply))
         request.reply = reply
 
     def forget(self, request: Request) -> None:
@@ -530,7 +530,7 @@ class RequestTable:
             self._end(request)
         del self.requests[request.server_id]
         request.client.remove(request)
-        request.client.keep_reply(-_kept_bytes(request.reply))
+        request.client.count_kept_bytes(-_kept_bytes(request.reply))
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
         """Add new tokens to the request's log; see TokenLog.append."""

@@ -12,11 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import zmq
 
-from rollout.control.commands import COMMANDS
 from rollout.coordinator.net.security import KEY_IS_UNKNOWN, CurveKeys, handshake_fault
 from rollout.coordinator.net.sockets import CONNECTED, REFUSED, DealerSocket, SelfPipe, address_of
 from rollout.coordinator.protocol.codec import (
@@ -28,25 +26,18 @@ from rollout.coordinator.protocol.codec import (
     require_valid,
 )
 from rollout.coordinator.protocol.messages import (
+    FOR_CLIENTS,
+    FOR_ENGINES,
     PROTOCOL_VERSION,
-    AbortRequest,
-    Ack,
-    AssignRequest,
     Attempt,
-    Commit,
     Connect,
     ConnectAck,
     Disconnect,
-    EngineReply,
-    EngineReplyPartial,
     EngineStatus,
     Heartbeat,
     Nack,
-    Prepare,
     Register,
     RegisterAck,
-    ReplyAck,
-    Rollback,
 )
 from rollout.errors import ConfigError, CoordinatorLostError, ProtocolError, RolloutError
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
@@ -54,11 +45,6 @@ from rollout.wire import DEFAULT_MAX_FRAME_BYTES, Message
 _logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 2**16  # messages of an engine, in each direction
-_FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
-_FOR_ENGINES: frozenset[type[Message]] = frozenset(
-    {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
-)
-
 _MIN_HEARTBEAT_S = 0.005
 _REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
@@ -302,7 +288,7 @@ class Link:
         self.address = address_of(address)
         self._handshake, self._status = handshake, status
         self._is_client = status is None
-        self._for_owner = _FOR_CLIENTS if self._is_client else _FOR_ENGINES
+        self._for_owner = FOR_CLIENTS if self._is_client else FOR_ENGINES
         self._curve, self._max_frame_bytes = curve, max_frame_bytes
         self._max_queued, self._give_up_s = max_queued, give_up_s
         self._waker = SelfPipe()
@@ -339,12 +325,7 @@ class Link:
     def __enter__(self) -> Link:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if isinstance(error, Exception):
             self.close(f"it failed: {error!r}", is_fault=True)
         else:

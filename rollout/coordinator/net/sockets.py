@@ -223,6 +223,9 @@ class RouterSocket:
         remove_private_address(self.address)
 
 
+# ---- a peer's DEALER
+
+
 def address_of(port_or_address: int | str) -> str:
     """Return the address of a port on loopback. Returns a full tcp:// or ipc:// address unchanged.
     Raises ConfigError.

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from msgspec import Meta, field
 
 from rollout import errors
-from rollout.control.commands import ControlMessage, FleetResults
+from rollout.control.commands import COMMANDS, ControlMessage, FleetResults
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import UPDATE_WEIGHTS
 from rollout.errors import ProtocolError, RolloutError, decode_error, encode_error, utf8_text
@@ -461,3 +461,9 @@ def _with_tags(base: type[Message]) -> Iterator[tuple[Headers, type[Message]]]:
 
 # Every message; the commands among them are rollout.control.commands.COMMANDS.
 MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(dict(_with_tags(Message)))
+
+# What the coordinator sends a client, and an engine, besides the messages of the session itself.
+FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
+FOR_ENGINES: frozenset[type[Message]] = frozenset(
+    {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
+)

@@ -223,11 +223,11 @@ def test_a_group_is_run_reported_and_ended(interval: int) -> None:
     assert_as_undisturbed(requests)
     for index in requests:
         run = reported(outbox, index)
-        num_told = 0 if run is None else len(run)
-        assert requests[index].generated_tokens[:num_told] == (
+        num_reported = 0 if run is None else len(run)
+        assert requests[index].generated_tokens[:num_reported] == (
             [] if run is None else run.token_ids.tolist()
         )
-        assert 14 - num_told <= interval
+        assert 14 - num_reported <= interval
 
 
 @pytest.mark.parametrize("num_steps", [1, 5, 9])

@@ -15,7 +15,7 @@ from rollout.coordinator.core.request_table import Group
 from rollout.coordinator.protocol.messages import AssignRequest, Credit
 from rollout.coordinator.routing.policies import LoadBalancedPolicy, RoundRobinPolicy
 from tests.coordinator.fake_engine import FakeEngine
-from tests.coordinator.fake_fleet import LIMITS, FakeFleet
+from tests.coordinator.fake_fleet import FakeFleet
 
 
 def sizes(*engines: FakeEngine) -> list[int]:
@@ -158,18 +158,6 @@ def test_requests_that_wait_are_aborted_without_an_engine() -> None:
     fleet.run()
     assert len(fleet.part("RequestTable").requests) == 0
     assert not fleet.part("GroupQueue").groups
-
-
-def test_connect_ack_names_the_window_of_a_client() -> None:
-    fleet = FakeFleet()
-    client = fleet.client()
-    fleet.run()
-    assert client.connect_ack is not None
-    assert client.connect_ack.max_requests == LIMITS.max_client_requests
-    assert not client.connect_ack.is_resumed
-    fleet.redial(client)
-    fleet.run()
-    assert client.connect_ack.is_resumed
 
 
 @pytest.mark.parametrize("template_tokens", [64, 512])

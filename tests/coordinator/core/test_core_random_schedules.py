@@ -38,7 +38,7 @@ FAULTS = ["Pause", "Suspend", "Unpause", "Prepare", "Commit", "SetGenerationEpoc
 pick = st.integers(0, 99)
 
 
-class FleetWalk(RuleBasedStateMachine):
+class RandomSchedule(RuleBasedStateMachine):
     """`dead` engines never come back; `silent` ones are stopped, and may continue later."""
 
     def __init__(self) -> None:
@@ -351,23 +351,23 @@ class FleetWalk(RuleBasedStateMachine):
                 assert asked.streamed == tokens_of(asked.seed, 0, len(asked.streamed))
 
 
-FleetWalk.TestCase.settings = settings(
+RandomSchedule.TestCase.settings = settings(
     max_examples=scaled(40),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-test_walks = FleetWalk.TestCase
+test_random_schedules = RandomSchedule.TestCase
 
 
 def test_an_engine_that_registers_again_during_a_command_gets_the_resulting_state():
-    walk = FleetWalk()
-    walk.engine_is_stopped_or_goes_on(number=0)
-    walk.command(kind=Pause, number=0)
-    walk.all_messages_move()
-    walk.engine_is_stopped_or_goes_on(number=0)
-    walk.engine_redials(number=0)
-    walk.all_messages_move()
-    walk.engines_are_in_the_state_that_the_fleet_confirms()
-    assert {engine.state for engine in walk.engines} == {"PAUSED"}
-    walk.teardown()
+    schedule = RandomSchedule()
+    schedule.engine_is_stopped_or_goes_on(number=0)
+    schedule.command(kind=Pause, number=0)
+    schedule.all_messages_move()
+    schedule.engine_is_stopped_or_goes_on(number=0)
+    schedule.engine_redials(number=0)
+    schedule.all_messages_move()
+    schedule.engines_are_in_the_state_that_the_fleet_confirms()
+    assert {engine.state for engine in schedule.engines} == {"PAUSED"}
+    schedule.teardown()
