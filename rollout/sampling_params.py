@@ -26,6 +26,8 @@ LOGPROBS_MODES = ("raw", "temperature", "processed")
 # Below it a float32 logit divided by the temperature may overflow. Sampling is greedy long before:
 # at 1e-5 a logit 1e-3 below the highest has a probability under e^-100.
 MIN_TEMPERATURE = 1e-5
+# A float32 holds it and, in full precision, its inverse. Sampling is uniform long before.
+MAX_TEMPERATURE = 1e37
 # Far above any vocabulary; fits the int32 arrays of token ids.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
 _MAX_BIAS = 100.0
@@ -34,26 +36,26 @@ _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
 
 
 class _Temperatures:
-    """The range of `temperature`: 0, which is greedy, or large enough to divide logits by."""
+    """The range of `temperature`: 0, which is greedy, or a number to divide float32 logits by."""
 
     def take(self, value: Any, /) -> Any:
         """Return `value`. Raises Refused."""
         value = range_of(NonNegativeFloat).take(value)
-        if 0 < value < MIN_TEMPERATURE:
+        if 0 < value < MIN_TEMPERATURE or value > MAX_TEMPERATURE:
             raise Refused
         return value
 
     def text(self) -> str:
         """The range."""
         return (
-            f"0 for greedy sampling, or finite and at least {MIN_TEMPERATURE:g}: below it "
-            "logits / temperature may overflow"
+            f"0 for greedy sampling, or finite and at least {MIN_TEMPERATURE:g} and at most "
+            f"{MAX_TEMPERATURE:g}: beyond them float32 numbers may overflow"
         )
 
 
 Temperature = Annotated[float, _Temperatures()]
 # Temperatures above 0: training needs the probabilities of sampled tokens.
-TrainedTemperature = Annotated[float, Interval(MIN_TEMPERATURE)]
+TrainedTemperature = Annotated[float, Interval(MIN_TEMPERATURE, MAX_TEMPERATURE)]
 
 
 class _StopWords:
@@ -133,7 +135,7 @@ class SamplingParams:
     Raises InvalidRequestError (a ValueError) for a value outside of its range, and for two token
     limits.
 
-    temperature: 0 is greedy; otherwise at least MIN_TEMPERATURE.
+    temperature: 0 is greedy; otherwise in [MIN_TEMPERATURE, MAX_TEMPERATURE].
     top_k: only the k most likely tokens can be sampled; 0 switches it off.
     top_p: only the most likely tokens that make up this probability can be sampled; 0 switches it
         off.

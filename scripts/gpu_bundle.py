@@ -163,13 +163,13 @@ def recordings(tests: Path, launches: Path) -> list[Recording]:
     on_device = {"ROLLOUT_LAUNCHES_DEVICE": "1"}
     benchmark = [sys.executable, "-m", "tests.backends.benchmark_launches", str(launches)]
     return [
-        Recording("walks", [*pytest, *walks(tests)], own | on_device),
+        Recording("scenarios", [*pytest, *scenarios(tests)], own | on_device),
         Recording("benchmark", benchmark, {}),
         Recording("suites", [*pytest, *chosen, *suites], own),
     ]
 
 
-def walks(tests: Path) -> list[str]:
+def scenarios(tests: Path) -> list[str]:
     """Return the files of tests/scenarios that also run on a device."""
     files = sorted((tests / "scenarios").glob("test_*.py"))
     return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]

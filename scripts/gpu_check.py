@@ -40,7 +40,7 @@ FIRST_S, AGAIN_S = 330.0, 240.0
 OWN_S = 5.0  # time for this script itself, beside its parts
 NUM_WORKERS = 8
 SUITES = ("tests/contracts", "tests/backends")
-WALKS = (
+SCENARIOS = (
     "tests/scenarios/test_on_a_device.py",
     "tests/scenarios/test_device_sharing.py",
     "tests/weights/transports/test_cuda_ipc_transport.py",
@@ -57,7 +57,7 @@ def first_parts(packages: Path) -> list[Part]:
         Part(name="smoke", command=python("benchmarks/gpu_kernels.py", "steps"), limit_s=45.0),
         pytest_part("kernels", SUITES, in_workers, limit_s=70.0, num_workers=NUM_WORKERS),
         pytest_part("memory", SUITES, f"{on_device} and {metered}", limit_s=30.0),
-        pytest_part("walks", WALKS, on_device, limit_s=50.0),
+        pytest_part("scenarios", SCENARIOS, on_device, limit_s=50.0),
         benchmark_part(),
     ]
 

@@ -24,6 +24,8 @@ OUT_OF_RANGE = [
     ("temperature", 9e-6, "finite and at least"),
     ("temperature", math.nan, "finite and at least"),
     ("temperature", math.inf, "finite and at least"),
+    ("temperature", 1e38, "at most 1e+37"),
+    ("temperature", 7.7e145, "at most 1e+37"),
     ("temperature", "hot", "finite and at least"),
     ("top_k", -1, "[0, 2147483647]"),
     ("top_k", 2**31, "[0, 2147483647]"),

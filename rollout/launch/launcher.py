@@ -97,13 +97,15 @@ class Launcher(Protocol):
 def run_to_end(
     module: str,
     address: str,
-    arguments: Mapping[str, Any],
+    load_arguments: Callable[[], Mapping[str, Any]],
     on_registered: Callable[[], object],
 ) -> dict[str, Any] | None:
-    """Run an engine in this process until it ends. Returns the error that ended it, encoded for the
-    launcher's process; None after an orderly stop. See EngineJob for `module`.
+    """Run an engine in this process until it ends. Returns the error that ended it, or kept it from
+    loading its arguments, encoded for the launcher's process; None after an orderly stop. See
+    EngineJob for `module`.
     """
     try:
+        arguments = load_arguments()
         import_module(module).run_engine(address, **arguments, on_registered=on_registered)
     except Exception as error:
         if not isinstance(error, RolloutError):

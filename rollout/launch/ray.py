@@ -242,8 +242,12 @@ class EngineActor:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()
         self._has_run = True
-        arguments = pickle.loads(_imported_ray().get(self._stored))
-        return run_to_end(self._module, self._address, arguments, self._is_registered.set)
+        return run_to_end(
+            self._module,
+            self._address,
+            lambda: pickle.loads(_imported_ray().get(self._stored)),
+            self._is_registered.set,
+        )
 
     def registered(self) -> None:
         """Wait until the fleet has registered the engine. Runs on an actor thread of its own."""

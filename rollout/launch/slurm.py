@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.child_process import pickled
-from rollout.errors import ConfigError, decode_error, encode_error
+from rollout.errors import ConfigError, decode_error
 from rollout.launch.launcher import EngineJob, run_to_end, short
 from rollout.launch.private_files import PrivateFolder
 
@@ -183,11 +183,12 @@ def run_job(module: str, address: str, folder: str, given: str, mark: str) -> di
     """Run one engine until it ends; called inside the job. Returns the encoded error if one ended
     it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    try:
-        arguments = pickle.loads(PrivateFolder(folder).read(given))
-    except Exception as error:
-        return encode_error(error)
-    return run_to_end(module, address, arguments, Path(mark).touch)
+    return run_to_end(
+        module,
+        address,
+        lambda: pickle.loads(PrivateFolder(folder).read(given)),
+        Path(mark).touch,
+    )
 
 
 def _end_of(job: Any) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from rollout.backends.buffers import Strips
+from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
 from rollout.backends.forward_batch import Rotation
-from rollout.backends.ops.reference import ReferenceOps
 
 
 def append_kv_reference(
@@ -18,15 +18,7 @@ def append_kv_reference(
     rotation: Rotation | None = None,
 ) -> Tensor:
     """Norm and rotate heads, store K and V in the cache, and return Q, as `append_kv`."""
-    ops = ReferenceOps()
-    if rotation is not None:
-        first = rotation.rounds_norm_first
-        if rotation.q_norm_D is not None:
-            q_THD = ops.rms_norm(q_THD, rotation.q_norm_D, rotation.eps, rounds_first=first)
-        if rotation.k_norm_D is not None:
-            k_TGD = ops.rms_norm(k_TGD, rotation.k_norm_D, rotation.eps, rounds_first=first)
-        angles = rotation.cos_TD, rotation.sin_TD
-        q_THD, k_TGD = ops.rotary(q_THD, k_TGD, *angles, rotation.rounding)
+    q_THD, k_TGD = TorchSdpaAttention().rotate(q_THD, k_TGD, rotation)
     blocks_T, offsets_T = slots_T // cache.shape[3], slots_T % cache.shape[3]
     cache[blocks_T, 0, :, offsets_T] = k_TGD
     cache[blocks_T, 1, :, offsets_T] = v_TGD

@@ -23,7 +23,7 @@ from rollout import (
     TokenOverflowError,
 )
 from rollout.requests.dynamic_request import DynamicVLMInferenceRequest
-from rollout.sampling_params import MIN_TEMPERATURE
+from rollout.sampling_params import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, drain, prompt_of, tiny_engine, tiny_model
 
 GOOD = SamplingParams(num_tokens_to_generate=12, seed=1)
@@ -228,10 +228,11 @@ def test_add_record_refuses_a_request_with_images() -> None:
     assert_others_unharmed(engine)
 
 
-def test_the_lowest_temperature_gives_finite_log_probs() -> None:
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+def test_the_extreme_temperatures_give_finite_log_probs(temperature: float) -> None:
     params = SamplingParams(
         num_tokens_to_generate=3,
-        temperature=MIN_TEMPERATURE,
+        temperature=temperature,
         top_p=0.9,
         min_p=0.1,
         return_log_probs=True,

@@ -73,7 +73,7 @@ FILES = {
     "tests/conftest.py": CONFTEST,
     "tests/contracts/test_ops.py": TESTS.format(mark="", part="kernels"),
     "tests/contracts/test_memory.py": TESTS.format(mark=METERED, part="memory"),
-    "tests/scenarios/test_on_a_device.py": TESTS.format(mark="", part="walks"),
+    "tests/scenarios/test_on_a_device.py": TESTS.format(mark="", part="scenarios"),
     "tests/scenarios/test_device_sharing.py": EMPTY,
     "tests/weights/transports/test_cuda_ipc_transport.py": EMPTY,
     "benchmarks/gpu_kernels.py": PROGRAM.format(part="smoke", pages=()),

@@ -23,7 +23,7 @@ from scripts.gpu_bundle import (
     pinned_versions,
     requirements,
     runs_there,
-    walks,
+    scenarios,
 )
 
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
@@ -160,5 +160,5 @@ def test_the_tree_and_the_bundle_are_counted_and_what_git_ignores_is_not(tmp_pat
 
 
 def test_every_walk_that_runs_on_a_device_is_recorded() -> None:
-    names = {Path(path).name for path in walks(ROOT / "tests")}
+    names = {Path(path).name for path in scenarios(ROOT / "tests")}
     assert {"test_on_a_device.py", "test_device_sharing.py"} <= names

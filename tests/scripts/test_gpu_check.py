@@ -21,8 +21,8 @@ from scripts.gpu_processes import Part
 from scripts.gpu_results import FILES, ROOT
 from tests.scripts.device_tree import make_tree, run_check
 
-PARTS = ("facts", "install", "smoke", "kernels", "memory", "walks", "benchmark")
-WITH_TESTS = ("kernels", "memory", "walks")
+PARTS = ("facts", "install", "smoke", "kernels", "memory", "scenarios", "benchmark")
+WITH_TESTS = ("kernels", "memory", "scenarios")
 FAULTS = ("fails", "aborts", "hangs", "loses the device")
 # What the summary says of a part that a fault hits, and of a test.
 TOLD = {
@@ -94,7 +94,7 @@ def test_a_fault_costs_no_other_part_its_result_and_the_summary_names_it(
         if of_test:
             failed_tests += [each["test"] for each in failures]
             counts = [part[f"num_{what}"] for what in ("passed", "failed", "skipped", "not_run")]
-            num_tests = {"kernels": 7, "memory": 6, "walks": 8}[name]
+            num_tests = {"kernels": 7, "memory": 6, "scenarios": 8}[name]
             assert sum(counts) == num_tests, name
             if fault != "hangs":
                 assert counts == [5, 1, num_tests - 6, 0], (name, fault)
@@ -213,6 +213,7 @@ def test_every_file_with_tests_for_a_device_is_run_by_a_part() -> None:
         and not any(path.is_relative_to(other) for other in about_marks)
     ]
     assert len(found) > 10
+    places = gpu_check.SUITES + gpu_check.SCENARIOS
     for path in found:
-        assert any(path.is_relative_to(place) for place in gpu_check.SUITES + gpu_check.WALKS), path
-    assert all((ROOT / path).exists() for path in gpu_check.SUITES + gpu_check.WALKS)
+        assert any(path.is_relative_to(place) for place in places), path
+    assert all((ROOT / path).exists() for path in places)

@@ -199,4 +199,4 @@ def test_a_line_that_a_kill_has_cut_is_left_out(tmp_path: Path) -> None:
     line = '{"part": "kernels", "event": "started", "test": "a"}\n'
     journal.write_text(line + line[:20])
     assert lines_of(journal) == [{"part": "kernels", "event": "started", "test": "a"}]
-    assert lines_of(journal, "walks") == lines_of(tmp_path / "none") == []
+    assert lines_of(journal, "scenarios") == lines_of(tmp_path / "none") == []

@@ -25,8 +25,8 @@ from scripts.gpu_results import (
 )
 
 OUTPUT_CHARACTERS = 12_000
-NAMES = ("facts", "install", "smoke", "kernels", "memory", "walks", "benchmark")
-PART = Part(name="walks", command=["true"], limit_s=1.0, has_tests=True)
+NAMES = ("facts", "install", "smoke", "kernels", "memory", "scenarios", "benchmark")
+PART = Part(name="scenarios", command=["true"], limit_s=1.0, has_tests=True)
 
 texts = st.one_of(st.text(max_size=300), st.integers(0, 5000).map(lambda n: "x " * n))
 failures = st.builds(Failure, test=texts, error=texts, frame=texts)
@@ -107,7 +107,7 @@ def ended(exit_status: int | None = 0, is_late: bool = False) -> Ended:
 
 
 def line(event: str, **fields: object) -> str:
-    return json.dumps({"part": "walks", "event": event, **fields}) + "\n"
+    return json.dumps({"part": "scenarios", "event": event, **fields}) + "\n"
 
 
 @pytest.mark.parametrize(

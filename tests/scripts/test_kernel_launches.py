@@ -157,5 +157,5 @@ IS_OF_THE_BUNDLE = triton.__version__ == pinned_versions(
 )
 def test_the_bundle_has_every_kernel_that_walks_and_the_benchmark_launch(tmp_path: Path) -> None:
     launches = tmp_path / "launches"
-    assert record(launches, ("walks", "benchmark")) == []
+    assert record(launches, ("scenarios", "benchmark")) == []
     assert missing_kernels(launches, TRITON) == []

@@ -78,3 +78,21 @@ def test_pause_of_mode_wait_ends_when_another_call_replaces_it(other: PauseMode 
             assert server.llm.llm.calls == ([] if other is None else ["pause"])
 
     with_stopped_clock(work())
+
+
+def test_pause_of_mode_wait_goes_on_if_a_resume_is_followed_by_the_same_pause() -> None:
+    async def work() -> None:
+        server = Server()
+        with server.live.of("a", server.samples):
+            first = await server.begin(PauseMode.WAIT)
+            resume = asyncio.ensure_future(server.pausing.resume())
+            second = await server.begin(PauseMode.WAIT)
+            assert resume.done()
+            assert (first.done(), second.done()) == (False, False)
+            assert server.llm.llm.calls == []
+            for sample in server.samples:
+                sample.set_result(None)  # type: ignore[arg-type]
+            await server.settle()
+            assert (first.done(), second.done()) == (True, True)
+
+    with_stopped_clock(work())

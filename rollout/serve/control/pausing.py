@@ -181,7 +181,8 @@ class Pausing:
             self._limiter.close(_WHO, f"generation is paused (mode {mode.value})")
         else:
             self._limiter.open(_WHO)
-        if mode is PauseMode.WAIT:
+        # A resume and another pause of this mode may both come before this call runs again.
+        while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
             waits = [self._live.all_ended(), self._mode_changed.wait()]
             tasks = [asyncio.ensure_future(wait) for wait in waits]
             try:

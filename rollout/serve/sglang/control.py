@@ -47,7 +47,6 @@ _PACKINGS: dict[str | None, Packing] = {
 }
 _DEFAULT_GROUP = "weight_update_group"
 
-
 CachedMemory = Annotated[Any, neutral("the engine releases cached memory by itself")]
 Flushed = Annotated[Any, neutral("prefixes of another weights version are never reused")]
 Models = Annotated[Any, refused("the server has one model and no draft model", "all", "target")]

@@ -36,7 +36,6 @@ GROUP = "weight_transfer"
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _MODES = {mode.value: mode for mode in (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)}
 
-
 PackedBuffers = Annotated[Any, neutral("it says how many buffers the sender fills in turn")]
 ResetExternal = Annotated[bool | None, refused("there is no cache outside of the engines")]
 
@@ -153,7 +152,7 @@ def vllm_routes() -> list[Route]:
         admin_route(
             "/reset_prefix_cache",
             _reset_prefix_cache,
-            "Forget prefixes",
+            "Drop cached prefixes",
             ResetBody,
             query=ResetQuery,
         ),
@@ -229,8 +228,8 @@ async def _release_kv_cache(request: web.Request, body: Any) -> web.Response:
 async def _reset_prefix_cache(request: web.Request, body: ResetBody) -> web.Response:
     even_of_running = body.reset_running_requests or _flag(request, "reset_running_requests")
     pausing = request.app[CONTROL].pausing
-    success = await pausing.drop_cached_kv(even_of_running=even_of_running)
-    return json_response({"success": success})
+    is_dropped = await pausing.drop_cached_kv(even_of_running=even_of_running)
+    return json_response({"success": is_dropped})
 
 
 # ---- weights
