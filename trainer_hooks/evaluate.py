@@ -72,19 +72,15 @@ async def evaluate(
     continue after pauses. `version_min` and `version_max` are the versions that sampled its tokens;
     they are equal if the weights did not change meanwhile.
     `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over prompts of the
-    best sample.
-    `rewards/<term>`: mean of a term of WeightedRewards.
-    `sampling_params`: with a seed, each prompt gets its own seed derived from it.
-    `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
+    best sample. `rewards/<term>`: mean of a term of WeightedRewards.
     `pass_at`: for each k, `pass@k` is the chance that one of k samples has a reward of at least
-    `success_reward`.
+    `success_reward`. `sampling_params`: with a seed, each prompt gets its own seed derived from it.
     `answer_fn`: returns the answer in a completion, or None. `maj@n` is the reward of the most
-    frequent answer.
+    frequent answer. `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
     Where rows have the column `data_source`, as verl's do, all metrics but the versions also come
     per source, as `<prefix>/<source>/*`.
     Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
-    function that never succeeds, and TimeoutError after `timeout_s` seconds, with all requests
-    aborted.
+    function that never succeeds, and TimeoutError after `timeout_s` seconds, all requests aborted.
     """
     loop = asyncio.get_running_loop()
     _check_counts(n, max_concurrent, pass_at)

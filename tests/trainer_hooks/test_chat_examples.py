@@ -43,12 +43,14 @@ def test_chat_format_adds_examples_once_to_the_rows_of_a_file(tmp_path: Path) ->
     assert len(item.columns["messages"]) == 6
 
 
-def test_formatted_prompts_render_texts_and_messages_and_leave_token_ids() -> None:
-    rows = ["3+3", {"prompt": [{"role": "user", "content": "x"}], "answer": "y"}, [5, 6]]
+def test_formatted_prompts_render_texts_and_messages_and_leave_ids_and_rendered_text() -> None:
+    rows: list[Any] = ["3+3", {"prompt": [{"role": "user", "content": "x"}], "answer": "y"}]
+    rows += [[5, 6], (7, 8), RenderedText("u:1\na:")]
     items = list(FormattedPrompts(rows, FORMAT))
-    assert [item.prompt for item in items] == [PREFIX + "u:3+3\na:", PREFIX + "u:x\na:", [5, 6]]
+    texts = [PREFIX + "u:3+3\na:", PREFIX + "u:x\na:"]
+    assert [item.prompt for item in items] == [*texts, *rows[2:]]
     assert items[1].columns["answer"] == "y"
-    assert items[2] == PromptItem([5, 6], {})
+    assert items[2:] == [PromptItem(ids_or_text) for ids_or_text in rows[2:]]
 
 
 def test_formatted_prompts_leave_text_that_a_template_has_rendered() -> None:

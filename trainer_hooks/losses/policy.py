@@ -56,18 +56,16 @@ def policy_loss(
     """Return the loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
 
     loss = aggregate(w * token loss + kl_coefficient * KL - entropy_coefficient * entropy), divided
-    by `config.max_completion_length` if that is set.
+    by `config.max_completion_length` if that is set. `aggregation_denominator`: see `aggregate`.
     `config.kind` determines the token loss, a function of the ratio r = pi / anchor.
     `config.correction` determines the weight w, a function of anchor / behaviour.
     `proximal_logprobs_BT`: log-probs of the policy at the start of this update. If given, they are
     the anchor (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025,
     arXiv 2505.24298, sec. 5.2). Otherwise the behaviour policy is the anchor, and w is 1.
-    `advantages_BT`: [B, T] or [B, 1].
     `entropies_BT`: result of `token_logprobs(..., return_entropy=True)`, for the entropy bonus and
     the metric `entropy`. The bonus has a gradient to `entropies_BT`.
-    `aggregation_denominator`: see `aggregate`.
-    `rollout_tokens_B`: as in a RolloutBatch. With it, a rollout of several rows counts once.
-    Without it each row counts as a rollout. Ratios and masks of sequences are always per row.
+    `rollout_tokens_B`: as in a RolloutBatch. With it a rollout of several rows counts once, without
+    it each row does. Ratios and masks of sequences are per row. `advantages_BT`: [B, T] or [B, 1].
     `policy_lag_BT`, `kv_lag_BT`: for metrics of stale tokens, and for a correction that depends on
     lag. With both, `by_lag/*` has metrics for each cell (policy lag x KV lag).
     Values outside the mask are not read, and may be NaN. Log-probs are clamped at MIN_LOGPROB.
@@ -80,17 +78,15 @@ def policy_loss(
     logprobs_BT = trained_logprobs(logprobs_BT, mask_BT)
     fixed_BT, behaviour_BT = logprobs_BT.detach(), _constants(behaviour_logprobs_BT, mask_BT)
     advantages_BT = trained_values(advantages_BT.detach().expand_as(logprobs_BT), mask_BT)
-    correction = _resolved(config.correction, proximal_logprobs_BT is not None)
     anchor_BT = behaviour_BT
     if proximal_logprobs_BT is not None:
         anchor_BT = _constants(proximal_logprobs_BT, mask_BT)
-
     terms = token_losses(logprobs_BT, anchor_BT, advantages_BT, mask_BT, config)
     log_ratio_BT = log_ratios(fixed_BT, behaviour_BT, mask_BT)
     metrics = loss_metrics(terms, fixed_BT, anchor_BT, log_ratio_BT, mask_BT, config, entropies_BT)
     losses_BT, of_mask = _masked_losses(terms, log_ratio_BT, advantages_BT, mask_BT, config)
     losses_BT, is_dropped_BT, of_correction = _corrected(
-        losses_BT, anchor_BT, behaviour_BT, mask_BT, correction, lags
+        losses_BT, anchor_BT, behaviour_BT, mask_BT, config.correction, lags
     )
     penalties_BT, of_penalties = _penalties(
         logprobs_BT, behaviour_BT, reference_logprobs_BT, entropies_BT, mask_BT, config
@@ -129,7 +125,11 @@ def _corrected(
     correction: OffPolicyCorrection,
     lags: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics."""
+    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics.
+
+    Raises ConfigError for a correction whose proximal input is missing.
+    """
+    correction = _resolved(correction, anchor_BT is not behaviour_BT)
     if anchor_BT is behaviour_BT:
         return losses_BT, torch.zeros_like(mask_BT), {}
     gap_BT = log_ratios(anchor_BT, behaviour_BT, mask_BT)

@@ -249,19 +249,20 @@ class ReasoningGymPrompts(_LazyPrompts):
 class FormattedPrompts(_LazyPrompts):
     """Rows whose prompts go through a chat template: texts, as what a user says, and messages.
 
-    `rows`: rows as `as_prompt_item` takes them. Token ids and rendered text stay as they are.
+    `rows`: rows as `as_prompt_item` takes them. Prompts that are token ids, or that a template has
+    already rendered, stay as they are.
     """
 
     def __init__(self, rows: PromptRows, chat_template: ChatFormat) -> None:
-        self._rows, self._template = rows, chat_template
+        self.rows, self._template = rows, chat_template
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._rows)
+        return len(self.rows)
 
     def _read(self, index: int) -> PromptItem:
-        item = as_prompt_item(self._rows[index])
-        if isinstance(item.prompt, RenderedText):
+        item = as_prompt_item(self.rows[index])
+        if isinstance(item.prompt, RenderedText) or not isinstance(item.prompt, (str, list)):
             return item
         values = {**item.columns, "prompt": item.prompt}
         return as_item(values, "prompt", self._template, self.place_of(index))

@@ -49,11 +49,7 @@ def open_source(
     if source.kind == "reasoning_gym":
         return ReasoningGymPrompts(path, chat_template=chat, **options)
     rows = as_rows(import_object(path, "data.path")(part, seed, **options))
-    if chat is None:
-        return rows
-    formatted = FormattedPrompts(rows, chat)
-    # Rows of a list are checked before the job begins, others when they are read.
-    return list(formatted) if isinstance(rows, (list, tuple)) else formatted
+    return rows if chat is None else FormattedPrompts(rows, chat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from trainer_hooks.prompts.checks import (
 )
 from trainer_hooks.prompts.curriculum import Curriculum
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
+from trainer_hooks.prompts.sources import FormattedPrompts
 from trainer_hooks.rewards import ConversationalReward, RewardRunner, VerlReward, WeightedRewards
 from trainer_hooks.train.config_loading import import_function, import_object
 from trainer_hooks.train.prompts import (
@@ -165,7 +166,7 @@ class Task:
 
         Of greedy answers these are `eval/greedy_reward`, `eval/<term>` of each reward term, and
         both as `eval/<source>/...`. If `settings.n` samples are drawn, there are also all metrics
-        of `evaluate`. Samples have the same seeds each time.
+        of `evaluate`, which replace terms of the same name. Samples have the same seeds each time.
         """
         if not self.held_out:
             return {}
@@ -173,16 +174,12 @@ class Task:
         greedy = replace(params, temperature=0.0)
         own: dict[str, Any] = {"tokenizer": self.tokenizer, "rollout_fn": self.rollout_fn}
         of_greedy = await evaluate(llm, self.held_out, self.reward, greedy, **own)
-        metrics = {
-            f"{name.removesuffix('reward')}greedy_reward": value
-            for name, value in of_greedy.items()
-            if name.endswith("/reward")
-        }
-        metrics |= {
-            name.replace("/rewards/", "/"): value
-            for name, value in of_greedy.items()
-            if "/rewards/" in name
-        }
+        metrics: dict[str, float] = {}
+        for name, value in of_greedy.items():
+            if "/rewards/" in name:
+                metrics[name.replace("/rewards/", "/")] = value
+            elif name.endswith("/reward"):
+                metrics[f"{name.removesuffix('reward')}greedy_reward"] = value
         if not settings.n:
             return metrics
         answer_fn = None
@@ -199,7 +196,7 @@ class Task:
             answer_fn=answer_fn,
             **own,
         )
-        return sampled | metrics
+        return metrics | sampled
 
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
@@ -263,7 +260,7 @@ class Task:
     def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
         """Return the rows of a function for one part of a run. Rows in a list are checked now."""
         rows = self._open(self._data, part, seed)
-        if not isinstance(rows, (list, tuple)):
+        if not isinstance(rows.rows if isinstance(rows, FormattedPrompts) else rows, (list, tuple)):
             return CheckedWhenRead(rows, check)
         return check_rows(rows, check, self._data.on_bad_row, "data").rows
 

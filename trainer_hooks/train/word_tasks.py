@@ -7,6 +7,7 @@ are the same for every seed, and no run trains on one.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -47,30 +48,42 @@ def reversed_lists(
         words = source.sample(WORDS, num_words)
         return ", ".join(words), ", ".join(reversed(words))
 
-    return _rows(part, seed, num_held_out, draw)
+    num_rows = math.perm(len(WORDS), num_words)
+    return _rows(part, seed, num_held_out, draw, f"num_words={num_words}", num_rows)
 
 
 def number_words(
     part: str, seed: int, *, num_held_out: int = 200, num_digits: int = 4
 ) -> Sequence[PromptItem]:
     """Return rows such as "four one nine two" with the answer "4192". There are 9**num_digits."""
-    if num_digits < 1 or 9**num_digits < 2 * num_held_out:
-        raise ConfigError(
-            f"num_digits={num_digits} gives {9 ** max(num_digits, 0)} rows, fewer than twice "
-            f"num_held_out={num_held_out}; raise num_digits"
-        )
+    if num_digits < 1:
+        raise ConfigError(f"num_digits={num_digits} must be at least 1")
 
     def draw(source: random.Random) -> Row:
         digits = [source.randrange(1, 10) for _ in range(num_digits)]
         return " ".join(DIGITS[digit] for digit in digits), "".join(map(str, digits))
 
-    return _rows(part, seed, num_held_out, draw)
+    return _rows(part, seed, num_held_out, draw, f"num_digits={num_digits}", 9**num_digits)
 
 
 def _rows(
-    part: str, seed: int, num_held_out: int, draw: Callable[[random.Random], Row]
+    part: str,
+    seed: int,
+    num_held_out: int,
+    draw: Callable[[random.Random], Row],
+    size: str,
+    num_rows: int,
 ) -> Sequence[PromptItem]:
-    """Return the held-out rows, or NUM_PROMPTS of the training, by `draw` without the held-out."""
+    """Return the held-out rows, or NUM_PROMPTS of the training, by `draw` without the held-out.
+
+    Raises ConfigError if the rows held out are more than half of the `num_rows` that differ, which
+    `size`, an option and its value, gives.
+    """
+    if num_rows < 2 * num_held_out:
+        raise ConfigError(
+            f"{size} gives {num_rows} rows, fewer than twice num_held_out={num_held_out}; "
+            "lower num_held_out, or make the rows longer"
+        )
     held_out: dict[str, str] = {}
     source = random.Random("held out")
     while len(held_out) < num_held_out:

@@ -224,7 +224,7 @@ def _split(
     longest = max(len(rows[index]) for index in trained)
     if settings.max_tokens is not None and longest > settings.max_tokens:
         raise ConfigError(
-            f"max_tokens={settings.max_tokens} is less than the {longest} tokens of a rollout"
+            f"max_tokens={settings.max_tokens} is less than the {longest} tokens of a rollout; raise it"
         )
     cost, max_nodes = pair_cost(policy), min(settings.max_tokens or MAX_NODES, MAX_NODES)
     passes = []

@@ -175,7 +175,7 @@ def test_engine_group_loads_as_inference_config() -> None:
 
 
 JOB = """
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
+from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.train.hydra_job import run_hydra_job, wandb_names

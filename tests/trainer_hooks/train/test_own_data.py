@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.virtual_time import run_virtually
 from examples.arithmetic import SYSTEM_PROMPT, all_sums, write_checkpoint, write_questions
-from rollout import ConfigError
+from rollout import ConfigError, SamplingParams
 from tests.serve import test_text_protocols as text_protocols
+from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from trainer_hooks import RolloutBatch
 from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.train.job import JobSettings, compose_settings
@@ -76,6 +79,21 @@ def test_rollout_train_runs_on_own_model_data_and_reward_by_overrides(
     assert [r["trainer/step"] for r in rows if "eval/greedy_reward" in r] == [0, 1, 2]
     saved = AutoTokenizer.from_pretrained(tmp_path / "own" / "checkpoints" / "step_000002")
     assert saved.chat_template, "the checkpoint can be chatted with"
+
+
+def reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    return [float(ids[0]) for ids in completion_ids]
+
+
+def test_evaluate_keeps_sampled_metrics_apart_from_a_term_named_reward(own: Path) -> None:
+    arguments = [f"reward={__name__}:reward", "data.num_held_out=3", "trainer.evaluation.n=2"]
+    settings = own_settings(own, *arguments)
+    params = SamplingParams(num_tokens_to_generate=3)
+    evaluation = task_of(settings).evaluate(FakeLLM(), params, settings.trainer.evaluation)
+    metrics = run_virtually(evaluation)
+    assert metrics["eval/reward"] == metrics["eval/rewards/reward"]
+    assert metrics["eval/reward"] != metrics["eval/greedy_reward"]
+    assert [name for name in metrics if name.endswith("greedy_reward")] == ["eval/greedy_reward"]
 
 
 @pytest.mark.parametrize("has_chat", [False, True])
@@ -228,6 +246,19 @@ def test_on_bad_row_refuses_bad_rows_or_skips_and_counts_them(
     prompts = prompts_of("data.on_bad_row=skip")
     assert [prompts[i].columns["answer"] for i in range(len(prompts))] == ["2", "3"]
     assert "data: 1 of 3 rows are bad and skipped" in caplog.text
+
+
+def list_with_a_bad_row(part: str, seed: int) -> list[dict[str, str]]:
+    return [{"prompt": prompt} for prompt in (f"{part} 1", "", f"{part} 2")]
+
+
+def test_on_bad_row_skip_skips_a_bad_row_of_a_list_that_a_function_returns(own: Path) -> None:
+    where = [f"model.path={own / 'model'}", f"data.path={__name__}:list_with_a_bad_row", REWARD]
+    prompts = task_of(settings_of("data=python", *where, "data.on_bad_row=skip")).prompts(0)
+    assert ["train 1" in prompts[0].prompt, "train 2" in prompts[1].prompt] == [True, True]
+    assert len(prompts) == 2
+    with pytest.raises(ConfigError, match=r"row 1 of .* is ''"):
+        task_of(settings_of("data=python", *where))
 
 
 @pytest.mark.parametrize(

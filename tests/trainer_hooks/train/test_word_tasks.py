@@ -50,3 +50,5 @@ def test_word_tasks_refuse_sizes_that_have_too_few_rows() -> None:
         number_words("train", 0, num_digits=2)
     with pytest.raises(ConfigError, match="num_words=0"):
         reversed_lists("train", 0, num_words=0)
+    with pytest.raises(ConfigError, match=r"num_words=1 gives .* num_held_out=1000"):
+        reversed_lists("train", 0, num_words=1, num_held_out=1000)
