@@ -122,11 +122,7 @@ def split_micro_batches(
     lengths = lengths_B.tolist()
     longest_first = lengths_B.argsort(descending=True, stable=True).tolist()
     order = [row for row in longest_first if lengths[row]]
-    if order and lengths[order[0]] > max_tokens:
-        raise ConfigError(
-            f"max_tokens={max_tokens} is less than the {lengths[order[0]]} tokens of a rollout; "
-            "raise it to the longest rollout"
-        )
+    _require_room(max((lengths[row] for row in order), default=0), max_tokens)
     parts: list[list[int]] = []
     room: list[int] = []  # number of tokens that still fit into each part
     for row in order:
@@ -141,6 +137,15 @@ def split_micro_batches(
             parts.append([row])
             room.append(max_tokens - lengths[row])
     return [torch.tensor(part) for part in parts]
+
+
+def _require_room(longest: int, max_tokens: int | None) -> None:
+    """Raise ConfigError if the longest rollout exceeds the limit of a pass."""
+    if max_tokens is not None and longest > max_tokens:
+        raise ConfigError(
+            f"max_tokens={max_tokens} is less than the {longest} tokens of a rollout; "
+            "raise it to the longest rollout"
+        )
 
 
 def split_among_ranks(
@@ -222,10 +227,7 @@ def _split(
     rows = rows_before_last(batch.tokens_BT, batch.mask_BT)
     trained = [index for index, row in enumerate(rows) if row]
     longest = max(len(rows[index]) for index in trained)
-    if settings.max_tokens is not None and longest > settings.max_tokens:
-        raise ConfigError(
-            f"max_tokens={settings.max_tokens} is less than the {longest} tokens of a rollout; raise it"
-        )
+    _require_room(longest, settings.max_tokens)
     cost, max_nodes = pair_cost(policy), min(settings.max_tokens or MAX_NODES, MAX_NODES)
     passes = []
     for own in contiguous_parts([rows[index] for index in trained], num_ranks):
