@@ -34,7 +34,7 @@ def is_union(kind: Any) -> bool:
 def remedy_of_unknown(
     name: str, known: Iterable[str], otherwise: str, *, cutoff: float, prefix: str = ""
 ) -> str:
-    """Return "did you mean ...?" with the known name most like `name`, or `otherwise` if none is near.
+    """Return "did you mean ...?" with the known name nearest to `name`, or `otherwise` if none is.
 
     `cutoff`: least similarity, from 0 to 1, as in difflib. `prefix`: text before the known name.
     """
