@@ -1,7 +1,7 @@
 """SlurmLauncher: each engine is a job of Slurm. No other module imports submitit.
 
-Made by users and given to AsyncLLM as `launcher`. It writes the engines' arguments to a private
-folder.
+Made by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=slurm`.
+It writes the engines' arguments and submitit's logs to a private folder.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class SlurmLauncher:
         host: str | None = None,
         **parameters: Any,
     ) -> None:
-        """folder: a folder on a file system that all nodes share, for logs and for the engines'
-        arguments and keys. It is made for this user alone, and refused if others can write it.
-        cluster: "local" runs processes on this machine. host: the host to which engines connect;
-        None for this node's name. parameters: parameters of submitit's executors, such as
-        slurm_partition, timeout_min, cpus_per_task, gpus_per_node.
+        """Make the folder and submitit's executor. Raises ConfigError if submitit is not installed
+        or refuses the parameters, and for a folder that others can write.
 
-        Raises ConfigError, also if submitit is not installed.
+        folder: a folder on a file system that all nodes share, for logs and for the engines'
+        arguments and keys. It is made for this user alone. cluster: "local" runs processes on this
+        machine. host: the host to which engines connect; None takes this node's name. parameters:
+        parameters of submitit's executors, such as slurm_partition, timeout_min, cpus_per_task,
+        gpus_per_node.
         """
         self.host = host or socket.gethostname()
         self._num_cpus = parameters.get("cpus_per_task")
@@ -73,7 +74,8 @@ class SlurmLauncher:
         return self._num_cpus
 
     def launch(self, job: EngineJob, num_engines: int) -> list[SlurmEngine]:
-        """See Launcher. Raises ConfigError."""
+        """Submit the jobs. See Launcher. Raises ConfigError if the arguments cannot be pickled or
+        written."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
         given = self._folder.write("arguments", arguments)
         self._given.append(given)
@@ -90,7 +92,7 @@ class SlurmEngine:
     """The successive jobs of one engine, and the thread that submits them. See LaunchedEngine."""
 
     def __init__(self, name: str, executor: Any, folder: Path, given: str, job: EngineJob) -> None:
-        """`given`: name of the file in `folder` with the engine's arguments."""
+        """Start the thread. `given`: name of the file in `folder` with the engine's arguments."""
         self.name, self._executor, self._folder, self._given = name, executor, folder, given
         self._module, self._address = job.module, job.address
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
@@ -139,7 +141,7 @@ class SlurmEngine:
 
     def _run_all(self) -> str | None:
         """Run jobs until one ends in order or no restart is left. Returns the reason why the last
-        one ended; None after an orderly stop."""
+        job ended; None after an orderly stop."""
         for num_restarts in range(self._max_restarts + 1):
             reason = self._run()
             if reason is None or self._is_ending.is_set():
@@ -149,8 +151,8 @@ class SlurmEngine:
         return reason
 
     def _run(self) -> str | None:
-        """Submit a job, wait for its end and return its reason. Raises the error that keeps the
-        first job from starting."""
+        """Submit a job and wait for its end. Returns the reason why it ended; None after an orderly
+        stop. Raises the error that keeps the engine's first start from succeeding."""
         mark = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._lock:
@@ -180,8 +182,8 @@ class SlurmEngine:
 
 
 def run_job(module: str, address: str, folder: str, given: str, mark: str) -> dict[str, Any] | None:
-    """Run one engine until it ends; called inside the job. Returns the encoded error if one ended
-    it."""
+    """Run one engine until it ends; called inside the job. Returns None after an orderly stop, else
+    the encoded error. The file `mark` is made when the engine is registered."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     return run_to_end(
         module,
