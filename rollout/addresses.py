@@ -1,7 +1,7 @@
 """Functions that resolve host names, format TCP addresses, and find the address that others dial.
 
 Used by `rollout.coordinator.net.sockets`, `rollout.apis.async_llm`, `rollout.apis.fleet_processes`,
-`rollout.launch.torchrun`, and `rollout.weights.transports.collective` and `.registry`.
+`rollout.launch.torchrun`, and in `rollout.weights.transports` by `collective` and `registry`.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class ChildProcess:
         self.name = f"process {self.pid} ({module})"
 
     def send(self, *arguments: bytes) -> None:
-        """Send the arguments, each made by `pickled`. Large ones block until the child has imported
-        its module and reads them. Raises OSError if the child has ended."""
+        """Send the arguments, each made by `pickled`. If they are large, wait until the child has
+        imported its module and reads them. Raises OSError if the child has ended."""
         preparation = self._preparation
         if not any(b"__main__" in argument for argument in arguments):
             preparation.pop("init_main_from_name", None)
@@ -96,11 +96,11 @@ class ChildProcess:
         return self._process.wait(timeout_s)
 
     def terminate(self) -> None:
-        """Send SIGTERM. Does nothing if the child has ended; the same holds for `kill`."""
+        """Send SIGTERM. Does nothing if the child has ended."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL. Does nothing if the child has ended."""
         self._process.kill()
 
 
@@ -127,8 +127,8 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def run_child(work: Callable[..., object]) -> None:
-    """Call `work` with the pipe to the parent and the arguments that the parent sent: the main
-    function of a child. Replaces stdin and ignores SIGINT.
+    """Call `work` with the pipe to the parent and the arguments that the parent sent. This is the
+    main function of a child. Replaces stdin and ignores SIGINT.
 
     An exception is sent to the parent, if it still reads, and raised. Exits with 1 if the parent
     ends before it has sent the arguments.
@@ -169,8 +169,8 @@ def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """Start a thread that ends this process once its parent has ended or was killed: by SIGTERM,
-    and 5 s later by force."""
+    """Start a thread that ends this process once its parent has ended, even by SIGKILL. It sends
+    SIGTERM, and exits 5 s later."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

@@ -30,7 +30,8 @@ class deferred_signals:  # a context manager, used as a function
     """Run the Python handler of a signal at the end of the block. A second signal is handled at
     once, so that Ctrl-C twice interrupts a block that hangs.
 
-    Does nothing outside the main thread, where Python runs no handlers. Blocks may be nested.
+    Does nothing in other threads, since Python runs handlers in the main thread only. Blocks may be
+    nested.
     """
 
     __slots__ = ("_handlers", "_waiting")

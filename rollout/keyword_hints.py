@@ -34,9 +34,10 @@ def is_union(kind: Any) -> bool:
 def remedy_of_unknown(
     name: str, known: Iterable[str], otherwise: str, *, cutoff: float, prefix: str = ""
 ) -> str:
-    """Return "did you mean ...?" with the known name nearest to `name`, or `otherwise` if none is.
+    """Return the question whether the known name nearest to `name` is meant.
 
-    `cutoff`: least similarity, from 0 to 1, as in difflib. `prefix`: text before the known name.
+    Returns `otherwise` if no name is near. `cutoff`: least similarity, from 0 to 1, as in difflib.
+    `prefix`: text before the known name.
     """
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise

@@ -51,7 +51,8 @@ class Column:
     is_signed: bool
 
     def read(self, packed: bytes) -> npt.NDArray[Any]:
-        """Return a read-only view of received bytes. Raises ProtocolError if they do not fit."""
+        """Return a read-only view of received bytes. Raises ProtocolError for a wrong length or a
+        forbidden sign."""
         itemsize = self.dtype.itemsize
         if len(packed) % itemsize:
             raise ProtocolError(f"{len(packed)} bytes are not a multiple of {itemsize}")
@@ -63,8 +64,8 @@ class Column:
         return array_N
 
     def convert(self, values: Any) -> npt.NDArray[Any]:
-        """Return a sender's numbers as a one-dimensional array of the dtype. Raises ProtocolError
-        if they do not fit. Only the shape is checked of an array that has the dtype already."""
+        """Return a sender's numbers as an array of the dtype. Raises ProtocolError unless they are
+        one-dimensional and fit. An array that has the dtype already is taken to fit."""
         array_N = np.asarray(values)
         if array_N.ndim != 1:
             raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")
@@ -80,8 +81,8 @@ class Column:
 
 
 def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
-    """Return the annotation of a column's field. It says bytes: msgspec then refuses any other
-    received value, as it would not for a type that it does not know."""
+    """Return the type annotation of a column. It says bytes, so that msgspec refuses any other
+    received value; for a type that it does not know, it would accept any value."""
     return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 
@@ -122,7 +123,7 @@ class WithColumns(WireData, frozen=True):
     """Base of messages and parts with columns. Senders give numbers; receivers get bytes."""
 
     def __post_init__(self) -> None:
-        """Convert all columns but None to arrays. Raises ProtocolError, which names the field."""
+        """Convert the columns, but for None, to arrays. Raises ProtocolError naming the field."""
         for name, column in columns_of(type(self)).items():
             value = getattr(self, name)
             if value is None:
@@ -173,7 +174,7 @@ def check_plain(name: str, value: Any) -> None:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value or message as msgpack. Raises ProtocolError for a type without such a form."""
+    """Return a value or message as msgpack. Raises ProtocolError for a type that msgpack lacks."""
     try:
         return _encoder.encode(value)
     except FAULTS as fault:

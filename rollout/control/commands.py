@@ -4,11 +4,11 @@ A command is one struct: its fields are the arguments and travel in messages, `t
 which states it is legal, and `run` calls the method of the engine that does the work. Nothing here
 holds state.
 
-Used by everything that takes commands by one generic method, `do(command)`: `Engine`, the runtimes
-of an LLM (`InProcessRuntime`, `FleetRuntime`), `LLM`, `AsyncLLM`, `ThreadedLLM`, `InferenceClient`
-and the fakes of `rollout.testing`. From `LLM` on they inherit methods such as `suspend(...)` from
-`ControlCalls`, `AsyncControlCalls` or `ClientControlCalls`. The coordinator and its agents
-(`rollout.coordinator`) receive commands as messages.
+Used by `rollout.engine.engine`, `rollout.apis`, `rollout.testing`, `rollout.serve.llm`,
+`rollout.cli.top` and `rollout.coordinator`, whose core and agents receive commands as messages.
+Engines, runtimes, LLMs and clients take commands by one generic method, `do(command)`. LLMs and
+clients inherit methods such as `suspend(...)` from `ControlCalls`, `AsyncControlCalls` or
+`ClientControlCalls`.
 
 To add an argument to a command, add a field to its struct, pass it on in `run`, and add it to the
 methods below. A new command is a new struct in COMMANDS, with a tag that no other message has, and
@@ -286,7 +286,8 @@ class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=8
         return engine.weight_checksums(self.start)
 
     def merged(self, results: FleetResults[WeightChecksums]) -> WeightChecksums:
-        """Return the engines' common checksums. Raises EngineStateError if they differ."""
+        """Return the engines' common checksums. Raises EngineStateError if they differ or there is
+        no engine."""
         if not results.by_rank:
             raise EngineStateError("no engine is connected to compute checksums")
         (first, page), *others = results.by_rank.items()

@@ -31,9 +31,10 @@ class SuspendReport:
     this call released. resident_bytes_released: the part of it that was resident; on a host, blocks
     that were never written to are not. bytes_kept: memory of KV cache and weights that stays
     reserved. bytes_on_host: host copies that resume restores. released_by_owner, kept_by_owner:
-    bytes_released and bytes_kept by resource, "kv_cache" and "weights". kept_beside: bytes of
-    neither resource that stay: captured "graphs", their "inputs", "tables" and buffers of the
-    model, the "rows" of requests. num_requests_requeued: requests whose KV this call dropped.
+    bytes_released and bytes_kept by resource, "kv_cache" and "weights". kept_beside: bytes
+    outside both resources that stay, by name: captured "graphs", their "inputs", "tables" and
+    buffers of the model, the "rows" of requests. num_requests_requeued: requests whose KV this call
+    dropped.
     """
 
     mode: str
@@ -126,8 +127,8 @@ class EngineStats(SchedulerCounts):
 
     num_prompt_tokens: prompt tokens of the requests that have ended. policy_staleness,
     kv_staleness: how many generated tokens of these requests were 0, 1, ... versions old when the
-    request ended, by the version that sampled them and by the version that wrote their KV; the last
-    number counts all older ones. finish_reasons, *_latency, num_generated_tokens,
+    request ended. The age is counted from the version that sampled the token, or that wrote its KV;
+    the last number counts all older tokens. finish_reasons, *_latency, num_generated_tokens,
     num_begun_prompt_tokens: as in `rollout.engine.counters.RequestTotals`. first_token_seconds,
     token_seconds, request_seconds: sum of the latencies. ranks: resources of each rank's process.
     """

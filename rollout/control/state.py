@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """State of an engine. The first four last; the others are visible only within a command."""
+    """State of an engine. All but the first four are visible only while a command runs."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -120,10 +120,10 @@ class StateMachine:
 
     @contextmanager
     def command(self, transition: Transition) -> Iterator[bool]:
-        """Guard the work of a command: `with machine.command(SUSPEND) as must_run`.
+        """Change the state around the work of a command: `with machine.command(...) as must_run`.
 
-        Yields False, and changes no state, if the state is the command's target already. Raises
-        EngineStateError if the command is illegal. If the block raises, the former state returns.
+        Yields False, and changes nothing, if the state is the command's target already. Raises
+        EngineStateError if the command is illegal. If the block raises, restores the former state.
         """
         before = self.state
         if before is transition.target:

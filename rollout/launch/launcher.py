@@ -1,7 +1,7 @@
 """Launcher: the protocol of objects that start the engines of a fleet, here or on other machines.
 
 Implemented by LocalLauncher, RayLauncher, SlurmLauncher and TorchrunLauncher. Called by AsyncLLM
-through `rollout.apis.fleet_processes`. The functions are for `rollout.launch.ray` and `.slurm`.
+through `rollout.apis.fleet_processes`. The functions are for RayLauncher and SlurmLauncher.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Launcher(Protocol):
         """
 
     def num_threads(self, num_engines: int) -> int | None:
-        """Return the threads of each of `num_engines` engines whose config sets no number; None
-        leaves the choice to the engine, which takes all processors it finds."""
+        """Return the number of threads for each of `num_engines` engines whose config sets none.
+        None leaves the choice to the engine, which takes all processors it finds."""
 
     def launch(self, job: EngineJob, num_engines: int) -> Sequence[LaunchedEngine]:
         """Begin to start engines, and return before they are registered. The list lacks engines
@@ -100,7 +100,8 @@ def run_to_end(
     load_arguments: Callable[[], Mapping[str, Any]],
     on_registered: Callable[[], object],
 ) -> dict[str, Any] | None:
-    """Run an engine, `module` of its EngineJob, in this process until it ends.
+    """Run an engine in this process until it ends. `module`: as in EngineJob. `load_arguments`:
+    returns the keyword arguments of the module's `run_engine`.
 
     Returns None after an orderly stop, else the encoded error that ended the engine or kept it from
     loading its arguments.

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
 
 class PrivateFolder:
-    """A folder that only this user can write. The file systems of several machines may share it.
+    """A folder that only this user can write. Several machines may share it.
 
     `write` chooses the name of a file, and `read` accepts only such names, so no path leads out of
     the folder.

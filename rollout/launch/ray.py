@@ -43,11 +43,10 @@ class RayLauncher:
         """Set the resources of each engine and the options of Ray. Raises ConfigError if Ray is not
         installed.
 
-        num_cpus, num_gpus, resources: resources of each engine. num_gpus=None means one
-        GPU for each rank if the config's device is a GPU, else none. strategy: strategy of the
-        placement group. runtime_env: runtime environment of the actors. init: arguments of
-        ray.init, which `host` calls unless the caller has called it before; `close` undoes the
-        launcher's own call.
+        num_cpus, num_gpus, resources: resources of each engine. num_gpus=None means one GPU for
+        each rank if the config's device is a GPU, else none. strategy: strategy of the placement
+        group. runtime_env: runtime environment of the actors. init: arguments of ray.init, which
+        `host` calls unless the caller has called it before; `close` undoes the launcher's own call.
         """
         self._ray = _imported_ray()
         self._num_cpus, self._num_gpus, self._resources = num_cpus, num_gpus, resources or {}
@@ -230,8 +229,7 @@ class RayEngine:
 
 
 class EngineActor:
-    """The class of the Ray actors. An engine runs in the actor's process, in the thread of
-    `run`."""
+    """The class of the Ray actors. An engine runs in the actor's process, within `run`."""
 
     def __init__(self, module: str, address: str, stored: list[Any]) -> None:
         """`stored`: a list with the reference to the pickled arguments. The list keeps Ray from

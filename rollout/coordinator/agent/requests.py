@@ -35,8 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 class _ReportTimes:
-    """Chooses the steps after which each attempt is reported: every `interval` steps, and about as
-    many attempts after each step. Reports of all attempts after one step would delay the next step.
+    """Chooses the steps after which each attempt is reported. An attempt is reported every
+    `interval` steps, and about equally many after each step, to delay no step much.
     """
 
     def __init__(self) -> None:

@@ -327,8 +327,8 @@ class InferenceClient(ClientControlCalls):
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
         """Submit groups, each a prompt and its samples' params. Returns the futures of each group.
-        Submits none if one is malformed or an exception such as KeyboardInterrupt comes. Otherwise
-        like `add_group`.
+        None is submitted if one is malformed, and all are cancelled if an exception such as
+        KeyboardInterrupt comes. Otherwise like `add_group`.
         """
         return self._submit(groups, None, priority, deadline_s)
 

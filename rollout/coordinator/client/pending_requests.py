@@ -84,7 +84,8 @@ class PendingRequests:
     # ---- submitting
 
     def submit(self, submissions: Sequence[Submission]) -> list[list[RequestFuture]]:
-        """Send or hold all submissions, or none if an exception comes. Returns a future per sample.
+        """Send or hold all submissions. Returns a future per sample. If an exception comes, such as
+        KeyboardInterrupt, all are cancelled.
 
         The future of a request fails, and no other, if no frame can carry it, or if the coordinator
         has not answered for its grace period after the deadline.

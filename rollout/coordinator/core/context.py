@@ -1,9 +1,9 @@
 """Context: limits, timers, counters, sessions and the outbox, which all parts of the core share.
 
-Used by the other modules of `rollout.coordinator.core`, in memory alone: each appends to the
-outbox, sets timers and counts; CoordinatorCore takes messages and due timers. CoordinatorLimits are
-also made by `rollout.apis.fleet_processes`, `rollout.cli.coordinator` and users; `num_ahead` is
-called by `rollout.coordinator.agent.agent`, too.
+Used by the other modules of `rollout.coordinator.core`: each appends to the outbox, sets timers and
+counts, in memory; CoordinatorCore takes messages and due timers. CoordinatorLimits are also made by
+`rollout.apis.fleet_processes`, `rollout.cli.coordinator` and users;
+`rollout.coordinator.agent.agent` calls `num_ahead`.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class Counters:
     progress reports that were not kept, as tokens before them were missing or the log was full.
     num_stale: messages of attempts and sessions that have been replaced. num_unexpected: messages
     that the peer may not send, or that name an unknown request or command. num_unknown_peers:
-    messages of peers before their handshake. num_undelivered:
-    messages that no frame could carry or whose peer was unreachable. num_engines_lost: engines that
-    were removed, for any reason. num_clients_lost: clients whose lease has expired.
+    messages of peers before their handshake. num_undelivered: messages that no frame could carry or
+    whose peer was unreachable. num_engines_lost: engines that were removed, for any reason.
+    num_clients_lost: clients whose lease has expired.
     """
 
     num_frames: int = 0

@@ -1,6 +1,6 @@
 """Dispatcher: the fleet's one queue of requests, and their assignment to engines.
 
-Used by `rollout.coordinator.core.core`, `.fleet` and `.request_lifecycle`. It changes the queue,
+Used by `core`, `fleet` and `request_lifecycle` of `rollout.coordinator.core`. It changes the queue,
 the requests of each engine, the routing policy's state and the timers of requests without an
 engine, and sends AssignRequests.
 """

@@ -1,6 +1,6 @@
 """Fleet: the state and weights that all engines have confirmed. Registry: the engines themselves.
 
-Used by `rollout.coordinator.core.core`, `.clients` and `.commands`. Registry makes and ends
+Used by `core`, `clients` and `commands` of `rollout.coordinator.core`. Registry makes and ends
 EngineSessions, sets their timers and sends them messages through the outbox of the Context.
 """
 

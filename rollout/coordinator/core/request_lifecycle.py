@@ -1,8 +1,8 @@
 """RequestLifecycle: a request from its submission to the acknowledgement of its reply.
 
-Used by `rollout.coordinator.core.core` for messages about requests, by `.clients` when a client
-leaves, by `.commands` when the fleet stops, and by `.fleet` when an engine leaves. It changes
-requests through the RequestTable and sends replies through the outbox of the Context.
+Used by the other modules of `rollout.coordinator.core`: by `core` for messages about requests, by
+`clients` when a client leaves, by `commands` when the fleet stops, and by `fleet` when an engine
+leaves. It changes the RequestTable, and sends replies through the outbox of the Context.
 """
 
 from __future__ import annotations

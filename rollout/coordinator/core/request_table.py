@@ -1,7 +1,7 @@
 """RequestTable: the requests that a coordinator holds, and the sessions of clients and engines.
 
 Used by the other modules of `rollout.coordinator.core`. They change sessions by the sessions' own
-methods alone, and requests mostly by those of RequestTable. All of it is kept in memory.
+methods alone, and requests mostly by the methods of RequestTable. All is kept in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPLY_BYTES = 512
 
 
 class Recent(OrderedDict[K, V]):
-    """A dictionary of at most `max_items` entries. A new entry drops the oldest one."""
+    """A dictionary of at most `max_items` entries: one more drops the oldest entry."""
 
     # A plain dict would pass over all deleted entries to find its first key.
     def __init__(self, max_items: int) -> None:
@@ -63,7 +63,7 @@ class Recent(OrderedDict[K, V]):
 
 @dataclass(slots=True, eq=False)
 class ClientSession:
-    """One client, until its lease runs out. Only its own methods change it.
+    """One client, until it disconnects or its lease runs out. Only its own methods change it.
 
     identity: the identity of its latest connection. requests: unfinished requests and requests with
     a kept reply, by the client's ids. num_unfinished, request_bytes: number and bytes of unfinished
@@ -177,8 +177,8 @@ class ClientSession:
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One registered engine. It gets work and commands once it `is_ready`. Only its own methods
-    change it.
+    """One registered engine. It gets requests and most commands once it `is_ready`. Only its own
+    methods change it.
 
     session: the number of this registration, which its Credit names. max_held: the most requests
     that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;

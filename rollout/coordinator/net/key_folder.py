@@ -5,7 +5,7 @@
     DIR/NAME/own.key_secret, own.key, coordinator.key  all that the hosts of the peer NAME need
 
 Whoever has a peer's folder can connect as that peer: protect it like a password. Used by
-`rollout.cli.keys`, `.coordinator`, `.engine` and `.top`, and by users' programs.
+the commands `rollout keys`, `coordinator`, `engine` and `top`, and by users' programs.
 """
 
 from __future__ import annotations

@@ -261,8 +261,8 @@ class Link:
     handshake: returns the first message of each session: a client's Connect, an engine's Register.
     status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
     thread calls both while the owner's thread may be in a step: they must neither wait for it nor
-    disturb it. on_news: the link's thread calls it when `receive` has something to return
-    after it had nothing; it must not block.
+    disturb it. on_news: the link's thread calls it when `receive` has something to return after it
+    had nothing; it must not block.
 
     Messages wait while there is no session. After the next handshake the link sends messages again
     that may have been lost with the connection: some arrive twice, none is missing. One thread
@@ -393,12 +393,11 @@ class Link:
         self.outbox.flush()
 
     def may_step(self) -> bool:
-        """Return whether the engine may step: whether its lease is valid now, even right after the
+        """Return whether the engine may step now: its lease must be valid, even right after the
         process stood still.
 
-        After a registration it may once `receive` has returned the RegisterAck, which names the
-        attempts to keep. It may not while the queue is more than half full, since each step adds
-        messages.
+        `receive` must have returned the latest RegisterAck, which names the attempts to keep. The
+        queue must be at most half full, since each step adds messages.
         """
         is_current = self._num_taken == self._num_sessions
         has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2

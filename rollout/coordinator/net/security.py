@@ -1,7 +1,7 @@
 """Access to a fleet: private socket addresses, and CURVE keys with their files.
 
-Used by the other modules of `rollout.coordinator.net`, by `rollout.coordinator.coordinator` and
-`.client`, and by `rollout.apis` and `rollout.cli`. It creates key files, and creates and removes
+Used by the other modules of `rollout.coordinator.net`, and for their keys by the coordinator,
+InferenceClient, `rollout.apis` and `rollout.cli.top`. It creates key files, and creates and removes
 the directory of a private address. docs/security.md says when a fleet needs keys.
 """
 

@@ -149,9 +149,9 @@ class RouterSocket:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (sender's identity, frame) for about `max_frames` frames that have arrived, at
-        most. All frames of a Batch are yielded. A message of several parts or an unreadable Batch
-        yields one empty frame, which is no message.
+        """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames` and the
+        rest of a Batch. A ZeroMQ message of several parts or an unreadable Batch yields one empty
+        frame, which is no message.
         """
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
@@ -283,8 +283,8 @@ class DealerSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
-        """Wait for an event, the waker or, if `for_messages`, a message, `timeout_ms` at most
-        (None: no limit). Returns whether there are messages, and whether there are events.
+        """Wait for an event, for the waker, or for a message if `for_messages`. `timeout_ms`: None
+        waits for ever. Returns whether there are messages, and whether there are events.
         """
         if for_messages != self._is_listening and not self.socket.closed:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)

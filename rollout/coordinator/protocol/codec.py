@@ -1,5 +1,5 @@
-"""Functions that encode and decode messages. A message is one frame; a Batch is several frames in
-one, for one send.
+"""Functions that encode and decode messages. Each message is one frame. A Batch is a frame that
+holds several frames.
 
 Used for every frame by `rollout.coordinator.net.link`, `rollout.coordinator.net.sockets`,
 `rollout.coordinator.coordinator` and `rollout.coordinator.core.core`. Keeps no state.
@@ -122,7 +122,7 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 def require_valid(message: Message) -> None:
     """Raise ProtocolError, naming the field, unless a receiver would accept `message`.
 
-    For messages with a user's values. Takes as long as sending and receiving the message.
+    Only messages with a user's values need it. Takes as long as `encode` and `decode` together.
     """
     decode(encode(message))
 
@@ -154,7 +154,7 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
 
 
 def _check_version(frame: bytes | memoryview) -> None:
-    """Raise ProtocolVersionError if a handshake's first field, its version, differs from ours."""
+    """Raise ProtocolVersionError if a handshake's first field is not PROTOCOL_VERSION."""
     try:
         version = _handshake_decoder.decode(frame).protocol_version
     except FAULTS:
@@ -166,8 +166,7 @@ def _check_version(frame: bytes | memoryview) -> None:
 
 
 def _describe(cls: type[Message], fault: str) -> str:
-    """Return an error message: the name of `cls`, its faulty field if msgspec names one,
-    `fault`."""
+    """Return the text of an error: the name of `cls`, the faulty field if known, and `fault`."""
     position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
     field = f".{cls.__struct_fields__[position - 1]}" if position else ""
     return f"{cls.__name__}{field}: {fault:.200}"

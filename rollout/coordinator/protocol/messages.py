@@ -140,7 +140,7 @@ class EngineStatus(WireData, frozen=True, kw_only=True):
 
 
 class WireError(WireData, frozen=True, kw_only=True):
-    """An error as it is sent. type_name: the name of its class, in rollout.errors or elsewhere."""
+    """An error in a message. type_name: the name of its class, in rollout.errors or elsewhere."""
 
     type_name: Name
     message: str | None
@@ -256,8 +256,8 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
     """In both directions. The coordinator answers each one with the same `sequence` and no status.
-    The answer renews the lease from the time when the heartbeat was *sent*. status: only an
-    engine's heartbeat has one."""
+    The answer renews the lease from the time when the heartbeat was *sent*. Its own heartbeats have
+    the sequence 0 and get no answer. status: only an engine's heartbeat has one."""
 
     sequence: Count
     status: EngineStatus | None = None
@@ -328,7 +328,7 @@ class AssignRequest(Message, WithColumns, frozen=True, kw_only=True, tag=75):
 
 
 class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
-    """Coordinator -> client: new tokens of a request that it streams."""
+    """Coordinator -> client: new tokens of a streamed request."""
 
     request_id: Count
     tokens: TokenRun
@@ -405,7 +405,7 @@ class Nack(Message, frozen=True, kw_only=True, tag=71):
 
 
 def nack_of(command_id: int | None, error: BaseException) -> Nack:
-    """Return the Nack of a command, or of a peer if the id is None, with this error."""
+    """Return the Nack of a command with this error, or the Nack of a peer if the id is None."""
     return Nack(command_id=command_id, error=WireError.of(error))
 
 

@@ -169,8 +169,8 @@ def resumed_record(
     *,
     priority: int,
 ) -> DynamicInferenceRequestRecord:
-    """Return the record of a request that goes on after its tokens `sample.resumed`, which must not
-    be None, for `Engine.add_record`.
+    """Return the record of a request that has the tokens `sample.resumed` already, for
+    `Engine.add_record`.
 
     Values that only its earlier engine knew, such as the times of its tokens, are missing.
     """

@@ -22,8 +22,7 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks. The Dispatcher calls `choose`, and reports events by the other methods, which
-    a subclass may ignore.
+    """Chooses ranks. Its other methods report events; a subclass need not override them.
 
     Ranks are small integers. `hashes`: compute_block_hashes_batched of the prompt, [] for a prompt
     shorter than a block. The same calls must give the same choices. The coordinator waits for each
@@ -101,8 +100,7 @@ class LongestPrefixPolicy(RoundRobinPolicy):
 
 
 class FirstPrefixBlockPolicy(LongestPrefixPolicy):
-    """Chooses the rank that was assigned the prompt's first block last. Remembers first blocks
-    only."""
+    """Chooses the rank that was last assigned the prompt's first block. Keeps first blocks only."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         return super().choose(hashes[:1], ranks, num_tokens)
@@ -204,8 +202,8 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
     """Return the factory of the policy with this name or path "package.module:Class".
 
     A name is known only in processes that imported its module. For another process, find the
-    factory here and send it: a class pickles as its module and name. Raises ConfigError if there is
-    none.
+    factory here and send it: a class pickles as its module and name. Raises ConfigError for an
+    unknown name.
     """
     name = name.value if isinstance(name, Enum) else name
     module_name, colon, attribute = name.partition(":")
