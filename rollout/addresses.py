@@ -15,10 +15,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def resolve_host(host: str) -> str:
-    """Return an IP address of `host`, a name or an address. IPv4 is preferred to IPv6.
-
-    Raises ConfigError for an unknown name.
-    """
+    """Return an IP address of `host`, a name or an address. IPv4 is preferred to IPv6. Raises
+    ConfigError for an unknown name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as fault:
@@ -31,10 +29,8 @@ def resolve_host(host: str) -> str:
 
 def listening_host(host: str | None, port: int | None) -> str | None:
     """Return the host at which a coordinator listens: `host`, or loopback if only `port` is given.
-
     Returns None if neither is given. The coordinator then listens at a Unix socket that only this
-    user can reach.
-    """
+    user can reach."""
     return LOOPBACK if host is None and port is not None else host
 
 
@@ -72,10 +68,8 @@ def own_host(host: str | None, advertise_host: str | None) -> str:
 
 
 def host_towards(address: str) -> str:
-    """Return the IP address from which this machine reaches `address`, tcp://HOST:PORT.
-
-    Returns loopback for any other kind of address, and if there is no route.
-    """
+    """Return the IP address from which this machine reaches `address`, tcp://HOST:PORT. Returns
+    loopback for any other kind of address, and if there is no route."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://"):
         return LOOPBACK

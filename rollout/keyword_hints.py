@@ -34,11 +34,9 @@ def is_union(kind: Any) -> bool:
 def remedy_of_unknown(
     name: str, known: Iterable[str], otherwise: str, *, cutoff: float, prefix: str = ""
 ) -> str:
-    """Return the question whether the known name nearest to `name` is meant.
-
-    Returns `otherwise` if no name is near. `cutoff`: least similarity, from 0 to 1, as in difflib.
-    `prefix`: text before the known name.
-    """
+    """Return the question whether the known name nearest to `name` is meant. Returns `otherwise` if
+    no name is near. `cutoff`: least similarity, from 0 to 1, as in difflib. `prefix`: text before
+    the known name."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
@@ -71,10 +69,8 @@ def refuses_with_hints(
 
 
 def renamed_keywords(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that accepts keywords by their former names, with a warning.
-
-    `names` maps former names to today's. A call with both raises TypeError.
-    """
+    """Return a class decorator that accepts keywords by their former names, with a warning. `names`
+    maps former names to today's. A call with both raises TypeError."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__

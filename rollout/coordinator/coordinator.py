@@ -198,8 +198,7 @@ class DataParallelInferenceCoordinator:
 
     def stop(self, reason: str = "the coordinator was stopped") -> None:
         """Make `start` return soon, or release everything if it never ran. Any thread and any
-        signal handler may call it. A second call does nothing.
-        """
+        signal handler may call it. A second call does nothing."""
         self._stop_reason = self._stop_reason or reason
         if self._is_serving:
             self._waker.wake()

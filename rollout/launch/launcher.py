@@ -85,10 +85,8 @@ class Launcher(Protocol):
 
     def launch(self, job: EngineJob, num_engines: int) -> Sequence[LaunchedEngine]:
         """Begin to start engines, and return before they are registered. The list lacks engines
-        that start on their own and that this launcher does not supervise.
-
-        Raises ConfigError if an engine cannot be started; no engine is left running then.
-        """
+        that start on their own and that this launcher does not supervise. Raises ConfigError if an
+        engine cannot be started; no engine is left running then."""
 
     def close(self) -> None:
         """Free the files and resources of engines that have ended. A second call does nothing."""
@@ -101,11 +99,8 @@ def run_to_end(
     on_registered: Callable[[], object],
 ) -> dict[str, Any] | None:
     """Run an engine in this process until it ends. `module`: as in EngineJob. `load_arguments`:
-    returns the keyword arguments of the module's `run_engine`.
-
-    Returns None after an orderly stop, else the encoded error that ended the engine or kept it from
-    loading its arguments.
-    """
+    returns the keyword arguments of the module's `run_engine`. Returns None after an orderly stop,
+    else the encoded error that ended the engine or kept it from loading its arguments."""
     try:
         arguments = load_arguments()
         import_module(module).run_engine(address, **arguments, on_registered=on_registered)

@@ -23,11 +23,8 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
 
 class PrivateFolder:
-    """A folder that only this user can write. Several machines may share it.
-
-    `write` chooses the name of a file, and `read` accepts only such names, so no path leads out of
-    the folder.
-    """
+    """A folder that only this user can write. Several machines may share it. `write` chooses the
+    name of a file, and `read` accepts only such names, so no path leads out of the folder."""
 
     def __init__(self, path: str | Path) -> None:
         """Make the folder if it is missing. Raises ConfigError if that fails, if it belongs to

@@ -129,10 +129,8 @@ class EngineAgent:
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
-        """Return the first message of a session: the engine's state, weights and attempts.
-
-        The Link's thread calls it. Keeps the id of the vote that the message names.
-        """
+        """Return the first message of a session: the engine's state, weights and attempts. The
+        Link's thread calls it. Keeps the id of the vote that the message names."""
         self._registered_vote = self._updates.voted_command_id
         return Register(
             protocol_version=PROTOCOL_VERSION,
@@ -196,8 +194,7 @@ class EngineAgent:
     def handle(self, message: Message) -> Sequence[Message]:
         """Execute `message`. Returns the answers, and credit. Raises ProtocolError for a message
         that is not for an engine, and the latest error if the engine could not enter the fleet in
-        20 attempts.
-        """
+        20 attempts."""
         return [*self._handle(message), *self._credit()]
 
     def _handle(self, message: Message) -> Sequence[Message]:
@@ -238,8 +235,7 @@ class EngineAgent:
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
         """Return the messages to send in place of one that no frame can carry: the halves of a
         Progress, or the failure of its request or command with `error`. Raises `error` for a
-        message about neither.
-        """
+        message about neither."""
         if isinstance(message, Ack):
             return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)
@@ -285,8 +281,7 @@ class EngineAgent:
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
         """Return the answer to the Commit that is not answered yet, if any. `stepped`: the first
         step after the commit has just ended. The reported stall then includes the time since the
-        commit, less the length of the step before: for example, first touches of new memory.
-        """
+        commit, less the length of the step before: for example, first touches of new memory."""
         if self._committed is None:
             return []
         (commit, answer, ended_at), self._committed = self._committed, None

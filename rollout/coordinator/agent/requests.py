@@ -36,8 +36,7 @@ _logger = logging.getLogger(__name__)
 
 class _ReportTimes:
     """Chooses the steps after which each attempt is reported. An attempt is reported every
-    `interval` steps, and about equally many after each step, to delay no step much.
-    """
+    `interval` steps, and about equally many after each step, to delay no step much."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -105,11 +104,8 @@ class EngineRequests:
     # ---- assignments
 
     def assign(self, message: AssignRequest) -> list[EngineReply]:
-        """Add the samples whose attempt is new to the engine.
-
-        Returns the failures of samples that cannot run here, and the replies of repeated samples
-        that have ended.
-        """
+        """Add the samples whose attempt is new to the engine. Returns the failures of samples that
+        cannot run here, and the replies of repeated samples that have ended."""
         self.num_received += len(message.samples)
         replies: list[EngineReply] = []
         new: list[Sample] = []

@@ -91,8 +91,7 @@ class WeightUpdates:
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
         """`fetch`: returns the tensors of a source, which must not change afterwards. Several
-        threads may call it at once.
-        """
+        threads may call it at once."""
         self._engine, self._fetch = engine, fetch
         self._lock = threading.Lock()
         self._cause: Cause | None = None  # message that began `_staging` or `_staged`

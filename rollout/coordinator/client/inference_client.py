@@ -236,8 +236,7 @@ class InferenceClient(ClientControlCalls):
 
     def stop(self) -> None:
         """Fail pending futures, disconnect, and close the socket. The coordinator aborts unfinished
-        requests. Legal in any state; a second call does nothing.
-        """
+        requests. Legal in any state; a second call does nothing."""
         is_first, self._is_stopped = not self._is_stopped, True
         if not is_first or self._link is None or self._loop is None:
             return
@@ -328,8 +327,7 @@ class InferenceClient(ClientControlCalls):
     ) -> list[list[RequestFuture]]:
         """Submit groups, each a prompt and its samples' params. Returns the futures of each group.
         None is submitted if one is malformed, and all are cancelled if an exception such as
-        KeyboardInterrupt comes. Otherwise like `add_group`.
-        """
+        KeyboardInterrupt comes. Otherwise like `add_group`."""
         return self._submit(groups, None, priority, deadline_s)
 
     def stream(
@@ -363,8 +361,7 @@ class InferenceClient(ClientControlCalls):
 
     def abort(self, request_id: int) -> None:
         """Abort a request. Its future resolves to the record with the tokens so far, or fails if
-        the request has no engine. Does nothing for an unknown request or one that has ended.
-        """
+        the request has no engine. Does nothing for an unknown request or one that has ended."""
         self._require_usable()
         self._requests.abort(request_id)
 
@@ -420,8 +417,7 @@ class InferenceClient(ClientControlCalls):
         deadline_s: float = UPDATE_DEADLINE_S,
     ) -> asyncio.Future[WeightUpdateReport]:
         """Commit the weights of `source` on all engines or on none. Returns a future of the report.
-        version: None for the current one + 1. in_flight: commit while engines run.
-        """
+        version: None for the current one + 1. in_flight: commit while engines run."""
         update = UpdateWeights(source=source, version=version, in_flight=in_flight)
         return self._commands.submit(self._numbered(update, deadline_s), update.merged)
 

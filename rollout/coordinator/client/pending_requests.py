@@ -249,8 +249,7 @@ class PendingRequests:
 
     def take(self, messages: Sequence[EngineReply | EngineReplyPartial]) -> None:
         """Resolve the futures of replies, add tokens to their streams, and send held requests. All
-        replies, even those of unknown requests, are acknowledged within ACKNOWLEDGE_WITHIN_S.
-        """
+        replies, even those of unknown requests, are acknowledged within ACKNOWLEDGE_WITHIN_S."""
         for message in messages:
             if isinstance(message, EngineReplyPartial):
                 self._take_partial(message)

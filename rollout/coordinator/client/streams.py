@@ -21,10 +21,8 @@ Record = DynamicInferenceRequestRecord
 
 
 class RequestFuture(asyncio.Future[Record]):
-    """The future of a request's record. Cancelling it aborts the request.
-
-    prompt_tokens: the token ids that were submitted.
-    """
+    """The future of a request's record. Cancelling it aborts the request. prompt_tokens: the token
+    ids that were submitted."""
 
     def __init__(
         self, request_id: int, prompt_tokens: PromptIds, loop: asyncio.AbstractEventLoop

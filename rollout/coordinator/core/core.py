@@ -57,8 +57,7 @@ Handler = Callable[[Any, Any, float], None]
 class CoordinatorCore:
     """The coordinator without its socket. Its owner passes every frame to `handle`, calls `tick`
     after some frames and at `next_deadline`, and sends the messages that both return, in order.
-    Times are seconds of one monotonic clock. The same calls give the same results.
-    """
+    Times are seconds of one monotonic clock. The same calls give the same results."""
 
     def __init__(
         self,

@@ -162,10 +162,8 @@ class Fleet:
         self.machine.require_legal(message.transition)
 
     def change_state(self, command: Command[Any]) -> None:
-        """Change to the state that follows a command which every engine has run.
-
-        Engines that were resumed in part stay suspended until all memory is restored.
-        """
+        """Change to the state that follows a command which every engine has run. Engines that were
+        resumed in part stay suspended until all memory is restored."""
         if isinstance(command, Suspend):
             self.released |= frozenset(command.release)
             self.machine.enter(command.transition)
@@ -262,10 +260,8 @@ class Registry:
     # ---- registration
 
     def register(self, identity: bytes, message: Register, now: float) -> None:
-        """Queue an engine until `settle` admits it, or refuse it with the reason.
-
-        Its earlier session ends; the requests of that session are kept for it meanwhile.
-        """
+        """Queue an engine until `settle` admits it, or refuse it with the reason. Its earlier
+        session ends; the requests of that session are kept for it meanwhile."""
         former = self.engines.get(message.engine_id)
         refusal = self._refusal(message)
         if refusal is not None:

@@ -109,10 +109,8 @@ class RequestLifecycle:
     # ---- reports of engines
 
     def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
-        """Keep the new tokens, and send them to clients that stream.
-
-        Raises ProtocolError for a run that cannot follow the earlier ones.
-        """
+        """Keep the new tokens, and send them to clients that stream. Raises ProtocolError for a run
+        that cannot follow the earlier ones."""
         for request_id, attempt, run in message.runs.apart():
             self._progress(engine, Attempt(request_id=request_id, attempt=attempt), run)
 

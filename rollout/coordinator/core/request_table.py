@@ -358,10 +358,8 @@ class TokenLog:
 
     def append(self, run: TokenRun) -> TokenRun | None:
         """Add the tokens of `run` that are new. Returns them as a run, or None if there are none.
-
         Raises TokenGapError if tokens before the run are missing, and ProtocolError if only some
-        runs have log-probs, ranks or top-n. The log is unchanged then.
-        """
+        runs have log-probs, ranks or top-n. The log is unchanged then."""
         if run.offset > self._num_tokens:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
         if run.end <= self._num_tokens:

@@ -73,10 +73,8 @@ def coordinator_keys(folder: str | Path) -> CurveServerKeys:
 
 def peer_keys(folder: str | Path, peer: str) -> CurveKeys:
     """Return the keys of `peer`. `folder`: the whole folder, or a copy of that peer's own folder
-    under any name.
-
-    Raises ConfigError, with the names of the peers that it has, if it has no such keys.
-    """
+    under any name. Raises ConfigError, with the names of the peers that it has, if it has no such
+    keys."""
     root = Path(folder)
     own = root if (root / f"{_OWN}.key_secret").exists() else root / peer
     if not (own / f"{_OWN}.key_secret").exists():

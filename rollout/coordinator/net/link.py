@@ -61,8 +61,7 @@ _LINGER_MS = 500
 class Lease:
     """The time until which the coordinator certainly keeps this peer's session. A lease starts when
     the answered heartbeat was *sent*, so it ends here no later than at the coordinator. Times are
-    seconds of one monotonic clock. The link's thread alone writes; any thread may read `until`.
-    """
+    seconds of one monotonic clock. The link's thread alone writes; any thread may read `until`."""
 
     def __init__(self) -> None:
         self.until = -math.inf
@@ -138,8 +137,7 @@ class Inbox:
     def take_all(self, timeout_s: float) -> list[Message]:
         """Return the messages of one session, after waiting up to `timeout_s` seconds for the
         first; [] if none came. A session's first message is the first of a list. Raises `end` once
-        the inbox is closed and all messages have been taken.
-        """
+        the inbox is closed and all messages have been taken."""
         with self._changed:
             if timeout_s > 0.0:
                 self._changed.wait_for(lambda: self.has_news, timeout_s)
@@ -166,8 +164,7 @@ class Inbox:
 class Outbox:
     """Frames for the coordinator, kept until they have certainly arrived. The owner's thread calls
     `put` and `flush`, any thread calls `close`, and the link's thread calls all else. `wake` wakes
-    the link's thread. `max_frames`: None for no limit.
-    """
+    the link's thread. `max_frames`: None for no limit."""
 
     def __init__(
         self, max_frames: int | None, max_frame_bytes: int, wake: Callable[[], object]
@@ -289,9 +286,7 @@ class Link:
         give_up_s: float = GIVE_UP_S,
     ) -> None:
         """Start the thread, which connects. Raises ConfigError if `address` is not an address.
-
-        max_queued: messages that may wait in each direction; None for no limit.
-        """
+        max_queued: messages that may wait in each direction; None for no limit."""
         self.address = address_of(address)
         self._handshake, self._status = handshake, status
         self._is_client = status is None

@@ -32,10 +32,8 @@ from rollout.errors import ConfigError, ProtocolError
 
 
 class SelfPipe:
-    """A pair of sockets that ends a poller's wait from another thread or a signal handler.
-
-    Register its `descriptor` with the poller. It is readable after a `wake` until the next `drain`.
-    """
+    """A pair of sockets that ends a poller's wait from another thread or a signal handler. Register
+    its `descriptor` with the poller. It is readable after a `wake` until the next `drain`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -94,8 +92,7 @@ class RouterSocket:
         insecure: bool = False,
     ) -> None:
         """Bind. `port`: None takes a free one. `host`: None makes a Unix socket that only processes
-        of this user can reach. Raises ConfigError if binding fails, or would be unsafe.
-        """
+        of this user can reach. Raises ConfigError if binding fails, or would be unsafe."""
         self._kept: dict[bytes, _Kept] = {}  # by identity
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -151,8 +148,7 @@ class RouterSocket:
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
         """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames` and the
         rest of a Batch. A ZeroMQ message of several parts or an unreadable Batch yields one empty
-        frame, which is no message.
-        """
+        frame, which is no message."""
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
             try:
@@ -232,8 +228,7 @@ class RouterSocket:
 
 def address_of(port_or_address: int | str) -> str:
     """Return the address of a port on loopback. Returns a full tcp:// or ipc:// address unchanged.
-    Raises ConfigError for anything else.
-    """
+    Raises ConfigError for anything else."""
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
     text = str(port_or_address)
@@ -252,8 +247,7 @@ REFUSED = zmq.EVENT_CLOSED
 
 class DealerSocket:
     """One connection to a coordinator. It never reconnects: the next connection is another
-    DealerSocket. So each answer belongs to a message of the same connection.
-    """
+    DealerSocket. So each answer belongs to a message of the same connection."""
 
     def __init__(
         self,
@@ -284,8 +278,7 @@ class DealerSocket:
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
         """Wait for an event, for the waker, or for a message if `for_messages`. `timeout_ms`: None
-        waits for ever. Returns whether there are messages, and whether there are events.
-        """
+        waits for ever. Returns whether there are messages, and whether there are events."""
         if for_messages != self._is_listening and not self.socket.closed:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
             self._is_listening = for_messages

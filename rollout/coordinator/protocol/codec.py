@@ -101,12 +101,9 @@ _command_decoder = msgspec.msgpack.Decoder(_NamedCommand)
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`.
-
-    Raises ProtocolError if msgpack cannot carry a value, or if the frame is longer than `max_bytes`
-    or, for an Ack, MAX_PLAIN_BYTES. Does not check types and ranges of the fields: the receiver and
-    `require_valid` do.
-    """
+    """Return the frame of `message`. Raises ProtocolError if msgpack cannot carry a value, or if
+    the frame is longer than `max_bytes` or, for an Ack, MAX_PLAIN_BYTES. Does not check types and
+    ranges of the fields: the receiver and `require_valid` do."""
     name, num_allowed = type(message).__name__, max_bytes
     try:
         frame = pack(message)
@@ -120,10 +117,8 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 
 
 def require_valid(message: Message) -> None:
-    """Raise ProtocolError, naming the field, unless a receiver would accept `message`.
-
-    Only messages with a user's values need it. Takes as long as `encode` and `decode` together.
-    """
+    """Raise ProtocolError, naming the field, unless a receiver would accept `message`. Only
+    messages with a user's values need it. Takes as long as `encode` and `decode` together."""
     decode(encode(message))
 
 
@@ -176,10 +171,8 @@ def failures_of(
     frame: bytes, fault: ProtocolError, accepted: Collection[type[Message]]
 ) -> Sequence[EngineReply | Nack]:
     """Return the error `fault` as an answer to a malformed frame: an EngineReply for each request
-    that the frame names, or a Nack for the command that it names.
-
-    Returns () if the frame names neither, or has the header of a message that is not in `accepted`.
-    """
+    that the frame names, or a Nack for the command that it names. Returns () if the frame names
+    neither, or has the header of a message that is not in `accepted`."""
     decoder = _DECODERS.get(frame[1]) if len(frame) > 1 else None
     if decoder is None or decoder.type not in accepted:
         return ()
@@ -207,8 +200,7 @@ def failures_of(
 
 def frames_in(frame: bytes) -> Sequence[bytes]:
     """Return the frames of a Batch, or any other frame alone. Raises ProtocolError for an
-    unreadable Batch. `decode` refuses a Batch within a Batch.
-    """
+    unreadable Batch. `decode` refuses a Batch within a Batch."""
     if len(frame) < 2 or frame[1] != Headers.BATCH:
         return (frame,)
     try:
@@ -221,8 +213,7 @@ def batched(
     frames: Sequence[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> Sequence[tuple[bytes, int]]:
     """Join small frames to Batches. Returns the frames to send, in order, each with the number of
-    messages in it.
-    """
+    messages in it."""
     if len(frames) == 1:
         return [(frames[0], 1)]
     together: list[tuple[bytes, int]] = []

@@ -61,8 +61,7 @@ class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """One request of a record. fields: the packed map of its plain values. columns: its values per
-    token, as (dtype, bytes). tensors, top_n, sampling_params: the values that are in neither.
-    """
+    token, as (dtype, bytes). tensors, top_n, sampling_params: the values that are in neither."""
 
     fields: msgspec.Raw
     columns: dict[ArrayField, tuple[ArrayType, bytes]]

@@ -180,11 +180,9 @@ _FACTORIES: dict[str, PolicyFactory] = {
 
 
 def register_policy(name: str) -> Callable[[_F], _F]:
-    """Return a decorator that registers a class or factory of a RoutingPolicy under `name`.
-
-    Raises ConfigError if another policy has the name, or if the name is empty or has a colon, which
-    marks a path.
-    """
+    """Return a decorator that registers a class or factory of a RoutingPolicy under `name`. Raises
+    ConfigError if another policy has the name, or if the name is empty or has a colon, which marks
+    a path."""
     if not name or ":" in name:
         raise ConfigError(f"a policy's name must not be empty or have a colon, unlike {name!r}")
 
