@@ -116,7 +116,7 @@ class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Message(WireData, frozen=True):
-    """Base of messages. Each message is sent as one frame that begins with its class's tag."""
+    """Base of messages. Each is sent as one frame: an array that begins with its class's tag."""
 
 
 class WithColumns(WireData, frozen=True):

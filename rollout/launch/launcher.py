@@ -111,6 +111,6 @@ def run_to_end(
     return None
 
 
-def short(error: Exception) -> str:
+def summary_of(error: Exception) -> str:
     """Return an error's type and message as one line of at most 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]

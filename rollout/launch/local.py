@@ -1,6 +1,6 @@
 """LocalLauncher: each engine is a child process of this process.
 
-Used by AsyncLLM by default, and by `rollout.launch.torchrun` in each rank.
+Used by AsyncLLM by default, and by `rollout.launch.torchrun` in the ranks that run engines.
 """
 
 from __future__ import annotations

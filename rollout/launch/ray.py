@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollout.errors import ConfigError, decode_error
-from rollout.launch.launcher import EngineJob, run_to_end, short
+from rollout.launch.launcher import EngineJob, run_to_end, summary_of
 
 _logger = logging.getLogger(__name__)
 REMIND_S = 30.0  # between two log lines about a reservation that takes long
@@ -195,7 +195,7 @@ class RayEngine:
             self._await_end(run)
             reason = None
         except Exception as error:  # RayError, or another error once Ray is shut down
-            reason = short(error)
+            reason = summary_of(error)
         if reason is not None and not self._is_ending.is_set():
             _logger.error("%s (%s) is not started again: %s", self.name, self.place, reason)
         self.terminate()
@@ -211,7 +211,7 @@ class RayEngine:
         try:
             fault = self._ray.get(done[0])
         except self._ray.exceptions.RayError as error:
-            raise ConfigError(f"{who} died while it started: {short(error)}") from error
+            raise ConfigError(f"{who} died while it started: {summary_of(error)}") from error
         if fault is not None:
             raise decode_error(fault)
 

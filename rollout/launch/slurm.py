@@ -19,7 +19,7 @@ from typing import Any
 
 from rollout.child_process import pickled
 from rollout.errors import ConfigError, decode_error
-from rollout.launch.launcher import EngineJob, run_to_end, short
+from rollout.launch.launcher import EngineJob, run_to_end, summary_of
 from rollout.launch.private_files import PrivateFolder
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SlurmLauncher:
         """
         self.host = host or socket.gethostname()
         self._num_cpus = parameters.get("cpus_per_task")
-        self._given: list[str] = []
+        self._arguments_files: list[str] = []
         try:
             import submitit
         except ImportError as error:
@@ -77,23 +77,23 @@ class SlurmLauncher:
         """Submit the jobs. See Launcher. Raises ConfigError if the arguments cannot be pickled or
         written."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
-        given = self._folder.write("arguments", arguments)
-        self._given.append(given)
+        file = self._folder.write("arguments", arguments)
+        self._arguments_files.append(file)
         names = [f"engine {number}" for number in range(num_engines)]
-        return [SlurmEngine(name, self._executor, self._folder.path, given, job) for name in names]
+        return [SlurmEngine(name, self._executor, self._folder.path, file, job) for name in names]
 
     def close(self) -> None:
         """Remove the files with the engines' arguments. Logs stay."""
-        while self._given:
-            self._folder.remove(self._given.pop())
+        while self._arguments_files:
+            self._folder.remove(self._arguments_files.pop())
 
 
 class SlurmEngine:
     """The successive jobs of one engine, and the thread that submits them. See LaunchedEngine."""
 
-    def __init__(self, name: str, executor: Any, folder: Path, given: str, job: EngineJob) -> None:
-        """Start the thread. `given`: name of the file in `folder` with the engine's arguments."""
-        self.name, self._executor, self._folder, self._given = name, executor, folder, given
+    def __init__(self, name: str, executor: Any, folder: Path, file: str, job: EngineJob) -> None:
+        """Start the thread. `file`: name of the file in `folder` with the engine's arguments."""
+        self.name, self._executor, self._folder, self._file = name, executor, folder, file
         self._module, self._address = job.module, job.address
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
         self._on_end = job.on_end
@@ -134,7 +134,7 @@ class SlurmEngine:
             if not self.started.done():
                 self.started.set_exception(error)
                 return
-            reason = short(error)
+            reason = summary_of(error)
         if reason is not None and not self._is_ending.is_set():
             _logger.error("%s is not submitted again: %s", self.name, reason)
         self._on_end(self.name, reason)
@@ -153,17 +153,17 @@ class SlurmEngine:
     def _run(self) -> str | None:
         """Submit a job and wait for its end. Returns the reason why it ended; None after an orderly
         stop. Raises the error that keeps the engine's first start from succeeding."""
-        mark = self._folder / f"registered-{uuid.uuid4().hex}"
+        registered = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._lock:
             if self._is_cancelled:
                 return "cancelled"
             self._job = self._executor.submit(
-                run_job, self._module, address, str(self._folder), self._given, str(mark)
+                run_job, self._module, address, str(self._folder), self._file, str(registered)
             )
         try:
             while not (is_over := self._job.done()) or not self.started.done():
-                if mark.exists():
+                if registered.exists():
                     self._set_started()
                 elif is_over:
                     raise _fault_of(self._job, self.name)
@@ -173,7 +173,7 @@ class SlurmEngine:
                 time.sleep(_POLL_S)
         finally:
             with suppress(OSError):
-                mark.unlink()
+                registered.unlink()
         return _end_of(self._job)
 
     def _set_started(self) -> None:
@@ -181,15 +181,18 @@ class SlurmEngine:
             self.started.set_result(None)
 
 
-def run_job(module: str, address: str, folder: str, given: str, mark: str) -> dict[str, Any] | None:
+def run_job(
+    module: str, address: str, folder: str, file: str, registered: str
+) -> dict[str, Any] | None:
     """Run one engine until it ends; called inside the job. Returns None after an orderly stop, else
-    the encoded error. The file `mark` is made when the engine is registered."""
+    the encoded error. `file`: name of the file in `folder` with the engine's arguments.
+    `registered`: path of a file that is made when the engine is registered."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     return run_to_end(
         module,
         address,
-        lambda: pickle.loads(PrivateFolder(folder).read(given)),
-        Path(mark).touch,
+        lambda: pickle.loads(PrivateFolder(folder).read(file)),
+        Path(registered).touch,
     )
 
 
@@ -198,8 +201,8 @@ def _end_of(job: Any) -> str | None:
     try:
         fault = job.result()
     except Exception as error:  # submitit raises several kinds for a job that Slurm ended
-        return short(error)
-    return None if fault is None else short(decode_error(fault))
+        return summary_of(error)
+    return None if fault is None else summary_of(decode_error(fault))
 
 
 def _fault_of(job: Any, name: str) -> Exception:
@@ -207,7 +210,7 @@ def _fault_of(job: Any, name: str) -> Exception:
     try:
         fault = job.result()
     except Exception as error:
-        return ConfigError(f"{name} (job {job.job_id}) died while it started: {short(error)}")
+        return ConfigError(f"{name} (job {job.job_id}) died while it started: {summary_of(error)}")
     if fault is None:
         return ConfigError(f"{name} (job {job.job_id}) ended before it was registered")
     return decode_error(fault)

@@ -208,7 +208,7 @@ class EngineAgent:
             return [reply for named in message.attempts for reply in self._requests.abort(named)]
         if isinstance(message, ReplyAck):
             for acknowledged in message.attempts:
-                self._requests.forget(acknowledged)
+                self._requests.drop_reply(acknowledged)
             return []
         if isinstance(message, RegisterAck):
             return self._begin_session(message)

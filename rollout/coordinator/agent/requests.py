@@ -211,7 +211,7 @@ class EngineRequests:
             if kept.get(request_id) != self._known_attempt(request_id):
                 self.drop(request_id)
 
-    def forget(self, acknowledged: Attempt) -> None:
+    def drop_reply(self, acknowledged: Attempt) -> None:
         """Drop the reply of this attempt, which has arrived."""
         ended = self._ended.get(acknowledged.request_id)
         if ended is not None and ended.attempt == acknowledged.attempt:

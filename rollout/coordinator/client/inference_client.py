@@ -155,7 +155,7 @@ class InferenceClient(ClientControlCalls):
     requests without a seed get mix_seed(seed, request id); None draws a seed.
 
     Control calls are plain functions that return futures, so that messages are sent in the order of
-    the calls. A future may be ignored. Calls other than stop() raise ClientStateError before the
+    the calls. A future may be ignored. Requests and commands raise ClientStateError before the
     start, after the end and in another event loop. Once the coordinator is lost, they raise
     CoordinatorLostError, and pending futures fail with it. The event loop may block: a thread of
     the client keeps the session.

@@ -159,7 +159,7 @@ class PendingRequests:
         if not wanted:
             return
         if self._num_sent + len(wanted) + len(self._to_acknowledge) > self._max_sent:
-            self._acknowledge()  # until then the coordinator counts the request
+            self._acknowledge()  # until then the coordinator holds the ended requests
         for _, request in wanted:
             request.is_sent = True
             self._num_sent += 1

@@ -495,19 +495,19 @@ class CommandQueue:
             self._context.counters.num_unexpected += 1
             return
         operation.answered(engine, answer, now)
-        self._go_on(operation)
+        self._answer_if_ended(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
         """Report to running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
-            self._go_on(operation)
+            self._answer_if_ended(operation)
 
     def deadline_passed(self, command_id: int, now: float) -> None:
         """Fail a command that runs or waits."""
         if (operation := self._running.get(command_id)) is not None:
             operation.timed_out(now)
-            self._go_on(operation)
+            self._answer_if_ended(operation)
             return
         (operation,) = [waits for waits in self._queue if waits.command_id == command_id]
         self._queue.remove(operation)
@@ -553,9 +553,9 @@ class CommandQueue:
             self._running.pop(operation.command_id, None)
             self._answer(operation, WireError.of(error))
         else:
-            self._go_on(operation)
+            self._answer_if_ended(operation)
 
-    def _go_on(self, operation: Operation) -> None:
+    def _answer_if_ended(self, operation: Operation) -> None:
         """Answer a running command if it has ended, else set its timer: its deadline may have
         changed. If it has stopped the fleet, fail all requests."""
         if operation.outcome is None:

@@ -237,7 +237,7 @@ class RequestLifecycle:
             engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
                 engine.abort(request.current_attempt())
-            self._table.forget(request)
+            self._table.remove(request)
             if is_unfinished:
                 self._context.counters.num_abandoned += 1
                 self._ended(request, engine)
@@ -299,7 +299,7 @@ class RequestLifecycle:
                 self._context.counters.num_unexpected += 1
                 continue
             client.acknowledge(named.request_id)
-            self._table.forget(request)
+            self._table.remove(request)
 
     def resend(self, client: ClientSession, request_id: int, offset: int = 0) -> None:
         """Send the reply again, or the streamed tokens from `offset` on."""

@@ -524,7 +524,7 @@ class RequestTable:
         request.client.count_kept_bytes(_kept_bytes(reply) - _kept_bytes(request.reply))
         request.reply = reply
 
-    def forget(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a request and its reply."""
         if request.reply is None:
             self._end(request)

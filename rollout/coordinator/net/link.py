@@ -163,8 +163,8 @@ class Inbox:
 
 class Outbox:
     """Frames for the coordinator, kept until they have certainly arrived. The owner's thread calls
-    `put` and `flush`, any thread calls `close`, and the link's thread calls all else. `wake` wakes
-    the link's thread. `max_frames`: None for no limit."""
+    `put`, `flush` and `num_kept`, any thread calls `close`, and the link's thread all else. `wake`
+    wakes the link's thread. `max_frames`: None for no limit."""
 
     def __init__(
         self, max_frames: int | None, max_frame_bytes: int, wake: Callable[[], object]
@@ -457,7 +457,7 @@ class Link:
             else:
                 self._receive(until_empty=True)  # messages that came before the end
                 self._disconnected(is_refused=event == REFUSED)
-        self._do_due(time.monotonic())
+        self._handle_timers(time.monotonic())
         if self._is_in_session:
             self.outbox.send_all(self._dealer.send)
 
@@ -467,9 +467,9 @@ class Link:
         client any message counts, not only answers to heartbeats, which may be late."""
         return self._received_at + self._lease_s if self._is_client else self._lease.until
 
-    def _do_due(self, now: float) -> None:
+    def _handle_timers(self, now: float) -> None:
         if self._is_in_session and now >= self._silent_at:
-            self._leave("it was silent for the lease", now)
+            self._end_session("it was silent for the lease", now)
         if self._is_in_session:
             if now >= self._next_heartbeat:
                 self._send_heartbeat(now)
@@ -500,7 +500,7 @@ class Link:
         if self._has_ended:
             return
         if self._is_in_session:
-            self._leave("the connection is lost", now)
+            self._end_session("the connection is lost", now)
             return
         self._dealer.close()
         self._redial_at = now + _REDIAL_S
@@ -525,7 +525,7 @@ class Link:
         self._handshake_sent_at = time.monotonic()
         self._redial_at = self._handshake_sent_at + _ANSWER_S
 
-    def _enter(self, ack: ConnectAck | RegisterAck) -> None:
+    def _begin_session(self, ack: ConnectAck | RegisterAck) -> None:
         """Begin the session, if `ack` answers this connection's handshake and fits this peer."""
         if self._handshake_sent_at is None or self._is_in_session:
             return  # it answers no handshake of this session
@@ -551,8 +551,8 @@ class Link:
         self._has_answer.set()
         _logger.info("%s: session %d", self.address, self._num_sessions)
 
-    def _leave(self, why: str, now: float) -> None:
-        """End the session, queue its unconfirmed frames again, and let `_do_due` connect again."""
+    def _end_session(self, why: str, now: float) -> None:
+        """End the session, queue its unconfirmed frames again, and connect again at once."""
         _logger.info("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
@@ -565,7 +565,7 @@ class Link:
         now = time.monotonic()
         self._lease.end()
         if self._is_in_session:
-            self._leave(f"it no longer knows this peer ({error})", now)
+            self._end_session(f"it no longer knows this peer ({error})", now)
             return
         self.refusal = error
         self._redial_at = now + _RETRY_S
@@ -603,7 +603,7 @@ class Link:
             self._received_at = time.monotonic()
             for frame in frames:  # a malformed frame does not affect the others
                 try:
-                    self._take(decode(frame, self._max_frame_bytes))
+                    self._handle(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
                     self._malformed(fault)
                     # The requests or the command that it names fail with the fault.
@@ -623,7 +623,7 @@ class Link:
         if arrived:
             self._inbox.put(arrived)
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
@@ -631,7 +631,7 @@ class Link:
                 self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
             self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
-            self._enter(message)
+            self._begin_session(message)
         elif isinstance(message, Nack) and message.command_id is None:
             self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):

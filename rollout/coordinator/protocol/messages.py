@@ -191,8 +191,8 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     state: name of the fleet's state. lease_s: seconds of silence after which the coordinator ends
     the session. heartbeat_s: seconds between two heartbeats. answer_grace_s: seconds after its
     deadline in which a request or command may still be answered. max_requests, max_request_bytes:
-    how many requests of one client, and how many bytes of requests, may be unfinished or not
-    acknowledged. is_resumed: the client was connected before, and its requests are still known.
+    how many requests, and how many bytes of requests, of one client may be unfinished. is_resumed:
+    the client was connected before, and its requests are still known.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
