@@ -73,8 +73,8 @@ class MemoryStatus:
 
     resident_bytes: reserved memory by resource, written to or not. bytes_on_host: host copies by
     resource. kv_mode: the KV mode of the last suspend, or the config's before any. released:
-    resources whose memory is released. to_restore: resources that resume restores, including those
-    of a suspend that failed midway. has_weights: False while the weights are discarded or mixed,
+    resources whose memory is released. to_restore: resources that resume restores, also after a
+    suspend that failed midway. has_weights: False while the weights are discarded or mixed,
     until a full update is committed. lora_base_bytes: host copy of the adapted weights without
     their adapter; suspends keep it. routing_bytes: host memory of the recorded experts of all KV
     entries; suspends keep it, too.

@@ -368,7 +368,7 @@ class EngineAgent:
         self._requests.num_received = self._num_granted = 0
         self._session = message.session
         if self._updates.voted_command_id != self._registered_vote:
-            self._updates.drop()  # the registration did not name this vote: nobody decides on it
+            self._updates.drop()  # the registration did not name this vote, so it gets no decision
         self._entry, staging = message, self._updates.in_staging
         if isinstance(staging, RegisterAck) and staging.weights == message.weights:
             return []

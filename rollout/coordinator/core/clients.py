@@ -89,7 +89,7 @@ class Clients:
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
     def _resend_missed(self, client: ClientSession) -> None:
-        """Send undelivered messages again. The session keeps those that fail again."""
+        """Send undelivered messages again. The session keeps messages that fail again."""
         answers, tokens = client.take_missed()
         for answer in answers:
             self._context.send(client, answer)

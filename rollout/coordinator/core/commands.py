@@ -323,7 +323,7 @@ class WeightCommit(Operation):
         elif self.refusals:
             self._roll_back(next(iter(self.refusals.values())), now)
         elif not self.members:
-            # Without a vote nobody knows whether engines can load these weights.
+            # Without a vote it is unknown whether engines can load these weights.
             num_others = self.registry.num_awaiting_push
             if num_others and self.message.source.lora is not None:
                 reason = f"all {num_others} engines lack the full weights of this adapter"

@@ -189,7 +189,7 @@ class Dispatcher:
         engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Give a registering engine back the attempts that it still runs, without those whose
+        """Give a registering engine back the attempts that it still runs, except attempts whose
         requests have ended or were assigned again."""
         for held in running:
             request = self._table.requests.get(held.request_id)

@@ -242,7 +242,7 @@ class Registry:
 
     @property
     def num_awaiting_push(self) -> int:
-        """Number of engines that lack the fleet's weights, of which no copy is kept."""
+        """Number of engines that lack the fleet's weights while no copy of these is kept."""
         return len(self._awaiting_push)
 
     @property
@@ -444,7 +444,7 @@ class Registry:
 
     @staticmethod
     def _awaits_push(engine: EngineSession, weights: CommittedWeights) -> bool:
-        """Return whether the engine lacks weights of which no copy is kept."""
+        """Return whether the engine lacks `weights` and no copy of them is kept."""
         sources = (weights.source, weights.base)
         is_gone = any(source is not None and not source.is_kept for source in sources)
         return is_gone and engine.weights_version < weights.version

@@ -300,7 +300,7 @@ class Link:
         self._last_message: Disconnect | None = None
         self._arrived: list[Message] = []  # not in the inbox yet
         self._has_ended = False
-        # ---- the session; `_num_sessions` counts those whose first message is in the inbox
+        # ---- the session; `_num_sessions` counts sessions whose first message is in the inbox
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
         self._possible_fault = ""  # of a handshake that may have failed for its keys

@@ -54,7 +54,7 @@ class RoutingPolicy(Protocol):
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Chooses ranks in turn, by number. The prefix policies do so without a match."""
+    """Chooses ranks in turn, by number. Prefix policies do so for prompts without a match."""
 
     def __init__(self) -> None:
         self._previous = -1
@@ -67,7 +67,7 @@ class RoundRobinPolicy(RoutingPolicy):
 
 class LongestPrefixPolicy(RoundRobinPolicy):
     """Chooses the rank that was assigned the longest prefix of the prompt; of several ranks, the
-    latest one. Without such a rank, or if it has no room, chooses ranks in turn.
+    latest one. Chooses ranks in turn if there is no such rank or it has no room.
 
     Remembers at most `max_rows` pairs of block and rank. Load does not matter: requests that share
     only their first block still go to one rank.
