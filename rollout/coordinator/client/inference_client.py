@@ -203,7 +203,7 @@ class InferenceClient(ClientControlCalls):
         """
         running = asyncio.get_running_loop()
         if loop not in (None, running):
-            raise ClientStateError("start() must be awaited in the loop that it is given")
+            raise ClientStateError("start(loop) got another event loop than the running one")
         if self._loop is not None or self._is_stopped:
             state = "stopped, make a new one" if self._is_stopped else "started already"
             raise ClientStateError(f"this client is {state}")

@@ -184,7 +184,7 @@ def register_policy(name: str) -> Callable[[_F], _F]:
     ConfigError if another policy has the name, or if the name is empty or has a colon, which marks
     a path."""
     if not name or ":" in name:
-        raise ConfigError(f"a policy's name must not be empty or have a colon, unlike {name!r}")
+        raise ConfigError(f"the policy name {name!r} must not be empty or have a colon")
 
     def register(factory: _F) -> _F:
         known = _FACTORIES.setdefault(name, factory)
