@@ -1,1 +1,1 @@
-"""The `rollout` command: `main`, and a module for each subcommand."""
+"""The `rollout` command: `main`, a module for each subcommand, and what several of them share."""
