@@ -57,10 +57,8 @@ def _text_of(part: Any) -> str:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments parsed, if they are JSON text; "" becomes {}.
-
-    Any other call is returned unchanged.
-    """
+    """Return a tool call with its arguments parsed, if they are JSON text; "" becomes {}. Any other
+    call is returned unchanged."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -60,11 +60,9 @@ class StopStrings:
 
 
 class StreamedText:
-    """Streams the text of one request's tokens, and holds back text that may begin a stop word.
-
-    A stop word is found in the text, and by its own ids, which may decode to another text. The text
-    ends before a stop, and where the tokenizer raises. prompt: the ids before the tokens.
-    """
+    """Streams the text of one request's tokens, and holds back text that may begin a stop word. A
+    stop word is found in the text, and by its own ids, which may decode to another text. The text
+    ends before a stop, and where the tokenizer raises. prompt: the ids before the tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, prompt: PromptIds = ()
@@ -129,11 +127,9 @@ class StreamedText:
 
 
 class TextOffsets:
-    """Computes the offsets of generated tokens in the generated text, in characters.
-
-    A token that completes a character has the offset of that character. start: offset of the first
-    token. Without a tokenizer every token has the offset `start`.
-    """
+    """Computes the offsets of generated tokens in the generated text, in characters. A token that
+    completes a character has the offset of that character. start: offset of the first token.
+    Without a tokenizer every token has the offset `start`."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
         self._detokenizer = None if tokenizer is None else _detokenizer_after(tokenizer, prompt)
@@ -150,10 +146,8 @@ class TextOffsets:
 
 
 class _WordMatches:
-    """Finds the stop words whose token ids the newest ids complete or begin.
-
-    The start of a word is an index into the generated text, in characters.
-    """
+    """Finds the stop words whose token ids the newest ids complete or begin. The start of a word is
+    an index into the generated text, in characters."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
@@ -182,10 +176,8 @@ def generated_text(
     stop_token_ids: Sequence[int] = (),
 ) -> str:
     """Return the text that generated tokens add to the prompt's text, without the stop at its end.
-
     Pass the stop words, their ids and the stop tokens only if the request ended by a stop. Raises
-    DetokenizeError.
-    """
+    DetokenizeError."""
     decoded = _Decoded(tokenizer, prompt)
     text = decoded.text(tokens)
     if stop_words:
@@ -211,11 +203,9 @@ def shown_text(
     stop_word_ids: Sequence[Sequence[int]] | None,
     sampling_params: Mapping[str, Any],
 ) -> str:
-    """Return the text of a finished request as its user gets it, without the stop at its end.
-
-    The stop stays if `detokenize_stop_sequence` is set. stop_word_ids: ids of each stop word.
-    sampling_params: as SamplingParams.serialize returns them. Raises DetokenizeError.
-    """
+    """Return the text of a finished request as its user gets it, without the stop at its end. The
+    stop stays if `detokenize_stop_sequence` is set. stop_word_ids: ids of each stop word.
+    sampling_params: as SamplingParams.serialize returns them. Raises DetokenizeError."""
     if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
         return generated_text(tokenizer, tokens, prompt)
     return generated_text(

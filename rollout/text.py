@@ -215,11 +215,9 @@ class HFTokenizer:
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for.
-
-        The vocabulary spells a byte-level token in GPT-2's byte alphabet, or as `<0xE2>`. Any other
-        token is text, whose UTF-8 bytes are returned.
-        """
+        """Return the bytes that a token stands for. The vocabulary spells a byte-level token in
+        GPT-2's byte alphabet, or as `<0xE2>`. Any other token is text, whose UTF-8 bytes are
+        returned."""
         (token,) = self.tokens_of([token_id])
         if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes.fromhex(found[1])
@@ -238,11 +236,9 @@ class HFTokenizer:
         return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
 
     def _encoding_backend(self) -> Any:
-        """Return the transformers tokenizer's `tokenizers.Tokenizer`, to encode with.
-
-        It encodes in two thirds of transformers' time. Returns None if it would encode differently
-        from transformers: the class overrides encoding, or an earlier call left settings in it.
-        """
+        """Return the transformers tokenizer's `tokenizers.Tokenizer`, to encode with. It encodes in
+        two thirds of transformers' time. Returns None if it would encode differently from
+        transformers: the class overrides encoding, or an earlier call left settings in it."""
         if not self._encodes_plainly:
             return None
         tokenizer = self.hf_tokenizer
@@ -260,10 +256,8 @@ class HFTokenizer:
 
     @cached_property
     def _decoding_backend(self) -> Any:
-        """The transformers tokenizer's `tokenizers.Tokenizer`, to decode with.
-
-        It decodes in a third of transformers' time. None if the class overrides decoding.
-        """
+        """The transformers tokenizer's `tokenizers.Tokenizer`, to decode with. It decodes in a
+        third of transformers' time. None if the class overrides decoding."""
         is_plain = self._is_plain("decode", "_decode")
         return self.hf_tokenizer.backend_tokenizer if is_plain else None
 
@@ -322,10 +316,8 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 def as_tokenizer(source: Any) -> Tokenizer:
     """Return `source`, a Tokenizer, a model directory or a Hugging Face tokenizer, as a Tokenizer.
-
     Raises TypeError for another `source`. Raises ConfigError for a directory without a readable
-    tokenizer, and if transformers is needed but not installed.
-    """
+    tokenizer, and if transformers is needed but not installed."""
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
     if isinstance(source, Tokenizer):
@@ -353,10 +345,8 @@ def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
     """Return the ids of a text prompt with special tokens, as transformers' `tokenizer(text)` does.
-
     No special tokens are added to a RenderedText. For a Tokenizer other than HFTokenizer, its
-    `encode` decides. add_bos: whether to put the BOS token first if the tokenizer did not.
-    """
+    `encode` decides. add_bos: whether to put the BOS token first if the tokenizer did not."""
     (ids,) = encode_prompts(tokenizer, [text])
     if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         return [tokenizer.bos_id, *ids]

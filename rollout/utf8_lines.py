@@ -14,11 +14,9 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def decode_line(line: bytes) -> str:
-    """Return the text of a line, without a leading byte order mark, which Windows writes.
-
-    Raises ValueError for bytes that are not UTF-8. The message names the first such byte and a
-    command that converts the file. Callers put the file and the line number before it.
-    """
+    """Return the text of a line, without a leading byte order mark, which Windows writes. Raises
+    ValueError for bytes that are not UTF-8. The message names the first such byte and a command
+    that converts the file. Callers put the file and the line number before it."""
     try:
         return line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:

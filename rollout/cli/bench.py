@@ -50,10 +50,8 @@ class OfflineLoad(BenchLoad):
 
 
 def run(words: Sequence[str]) -> int:
-    """Measure and print the measurements. Returns 1 if a request failed, else 0.
-
-    words: the command's arguments. Raises UsageError for wrong arguments.
-    """
+    """Measure and print the measurements. Returns 1 if a request failed, else 0. words: the
+    command's arguments. Raises UsageError for wrong arguments."""
     if words[:1] == ["serving"]:
         return _run_serving(words[1:])
     parser = Parser(
@@ -85,9 +83,7 @@ def _run_serving(words: Sequence[str]) -> int:
 
 def _measure(llm: LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
     """Run all prompts at once, after one short request to warm up, and return the measurements.
-
-    knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured.
-    """
+    knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured."""
     prompts = load.prompts()
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
     llm.generate(prompts[0][:1], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))

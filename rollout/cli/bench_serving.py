@@ -24,9 +24,7 @@ from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds, ch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
     """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1.
-
-    prompt_tokens: length of each prompt. num_tokens: tokens that each request generates.
-    """
+    prompt_tokens: length of each prompt. num_tokens: tokens that each request generates."""
 
     num_prompts: PositiveInt = 64
     prompt_tokens: PositiveInt = 128
@@ -68,11 +66,9 @@ class ServingLoad(BenchLoad):
 
 
 async def measure_serving(load: ServingLoad) -> Summary:
-    """Send all requests, wait for the last one and return the measurements.
-
-    A failed request is counted, and its error is not raised. If `load` names no model, raises
-    OSError if the server cannot be reached, and RolloutError if it lists no model.
-    """
+    """Send all requests, wait for the last one and return the measurements. A failed request is
+    counted, and its error is not raised. If `load` names no model, raises OSError if the server
+    cannot be reached, and RolloutError if it lists no model."""
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     async with aiohttp.ClientSession(
         base_url=load.url,

@@ -34,9 +34,7 @@ _KINDS: Kinds = {
 
 def run(words: Sequence[str]) -> int:
     """Print the address and serve until a client sends SHUTDOWN, or until SIGTERM or Ctrl-C.
-
-    Returns 0. words: the command's arguments. Raises UsageError for wrong arguments.
-    """
+    Returns 0. words: the command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "coordinator",
         "Distribute the requests of clients to engines, until a client shuts the fleet down.\n"
@@ -79,10 +77,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def address_of(listen: str) -> tuple[str, int | None]:
-    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT (on 127.0.0.1).
-
-    Port 0 becomes None, which means any free port. Raises UsageError for other text.
-    """
+    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT (on 127.0.0.1). Port 0 becomes
+    None, which means any free port. Raises UsageError for other text."""
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if "://" in host or not port.isdecimal() or int(port) > 65535:

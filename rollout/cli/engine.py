@@ -23,10 +23,8 @@ _KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
 
 def run(words: Sequence[str]) -> int:
     """Serve until the coordinator sends SHUTDOWN, then return 0. words: the command's arguments.
-
     SIGTERM raises SystemExit: the engine disconnects, and other engines continue its requests.
-    Raises UsageError for wrong arguments.
-    """
+    Raises UsageError for wrong arguments."""
     parser = Parser(
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",

@@ -46,10 +46,8 @@ _HINTS |= {
 
 
 def run(words: Sequence[str]) -> int:
-    """Write the samples of all prompts. Returns 1 if a request failed, else 0.
-
-    words: the command's arguments. Raises UsageError for wrong arguments and prompts.
-    """
+    """Write the samples of all prompts. Returns 1 if a request failed, else 0. words: the command's
+    arguments. Raises UsageError for wrong arguments and prompts."""
     given = _parser().parse(words)
     of_llm, sampling, more = read_settings(
         with_model(given.settings),
@@ -83,10 +81,8 @@ def run(words: Sequence[str]) -> int:
 
 def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:
     """Return a function that renders messages as a prompt with the chat template of `directory`.
-
     The template is read at the first call. The function raises UsageError for a directory without a
-    template and for messages that the template refuses, ConfigError for a malformed template.
-    """
+    template and for messages that the template refuses, ConfigError for a malformed template."""
 
     @cache
     def template() -> ChatTemplate:
@@ -148,10 +144,8 @@ def _generate(
     *,
     is_json: bool,
 ) -> int:
-    """Generate all samples and write each as soon as the order of the prompts allows.
-
-    more: the settings n and priority, if given. Writes a summary to stderr. Returns the exit code.
-    """
+    """Generate all samples and write each as soon as the order of the prompts allows. more: the
+    settings n and priority, if given. Writes a summary to stderr. Returns the exit code."""
     start, counts = time.monotonic(), _Counts()
     n = more.get("n", 1)
     group_ids = llm.submit(
@@ -198,10 +192,8 @@ class _Counts:
 
 @contextmanager
 def _progress(num_prompts: int, *, is_shown: bool) -> Iterator[Any]:
-    """Show a progress bar on stderr, if `is_shown`.
-
-    Yields advance(num_tokens), to be called for each finished prompt.
-    """
+    """Show a progress bar on stderr, if `is_shown`. Yields advance(num_tokens), to be called for
+    each finished prompt."""
     columns = (
         *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),

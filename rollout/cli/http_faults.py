@@ -15,10 +15,8 @@ from rollout.errors import RolloutError
 
 @contextmanager
 def named_http_faults(url: str) -> Iterator[None]:
-    """Turn aiohttp's errors in the `with` block into RolloutErrors that name `url`.
-
-    An aiohttp error that is also an OSError, such as a refused connection, passes unchanged.
-    """
+    """Turn aiohttp's errors in the `with` block into RolloutErrors that name `url`. An aiohttp
+    error that is also an OSError, such as a refused connection, passes unchanged."""
     try:
         yield
     except aiohttp.ClientError as error:

@@ -109,10 +109,8 @@ def sample_row(
     request: DynamicInferenceRequest,
     wanted: OutputColumns,
 ) -> dict[str, Any]:
-    """Return the JSON object of one sample.
-
-    index: number of its prompt, from 0. sample: number of the sample of that prompt, from 0.
-    """
+    """Return the JSON object of one sample. index: number of its prompt, from 0. sample: number of
+    the sample of that prompt, from 0."""
     row: dict[str, Any] = {
         "prompt": line.prompt,
         **line.columns,
@@ -139,10 +137,8 @@ def sample_row(
 
 
 def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
-    """Return the runs of tokens [start, end) that one weights version sampled, in order.
-
-    start and end count generated tokens from 0.
-    """
+    """Return the runs of tokens [start, end) that one weights version sampled, in order. start and
+    end count generated tokens from 0."""
     num_prompt = len(request.prompt_tokens)
     return [
         {"version": version, "start": max(start - num_prompt, 0), "end": end - num_prompt}

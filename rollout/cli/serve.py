@@ -29,11 +29,9 @@ _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C, then finish the running requests and return 0.
-
-    Requests that still run after `drain_timeout_s` are aborted. words: the command's arguments.
-    Raises UsageError for wrong arguments.
-    """
+    """Serve until SIGTERM or Ctrl-C, then finish the running requests and return 0. Requests that
+    still run after `drain_timeout_s` are aborted. words: the command's arguments. Raises UsageError
+    for wrong arguments."""
     parser = Parser(
         "serve",
         "Serve a model over HTTP. After SIGTERM running requests end, then the exit code is 0.",

@@ -54,10 +54,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the parsed words: the options, and `settings` as a list of words.
-
-        Raises UsageError. For an unknown option, its message shows how settings are written.
-        """
+        """Return the parsed words: the options, and `settings` as a list of words. Raises
+        UsageError. For an unknown option, its message shows how settings are written."""
         given, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
@@ -74,10 +72,8 @@ def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
 
 
 def help_of(kind: type) -> str:
-    """Return help text with an entry for each field of a dataclass.
-
-    An entry has the field's default, and the first sentence about it in the class's docstring.
-    """
+    """Return help text with an entry for each field of a dataclass. An entry has the field's
+    default, and the first sentence about it in the class's docstring."""
     described = {
         name: text
         for names, text in _FIELDS_IN_DOCSTRING.findall(inspect.getdoc(kind) or "")
@@ -146,11 +142,9 @@ def require(values: Mapping[str, Any], name: str, example: str) -> Any:
 
 
 def value_of(name: str, text: str, kind: Any) -> Any:
-    """Return `text` as a value of the type `kind`. Raises UsageError if it is not one.
-
-    Lists and dicts are written as JSON; tuples of strings also with commas. Text for an enum or a
-    path stays a string, which the config class converts.
-    """
+    """Return `text` as a value of the type `kind`. Raises UsageError if it is not one. Lists and
+    dicts are written as JSON; tuples of strings also with commas. Text for an enum or a path stays
+    a string, which the config class converts."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None

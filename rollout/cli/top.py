@@ -33,10 +33,8 @@ _BAR_WIDTH = 20
 
 
 def run(words: Sequence[str]) -> int:
-    """Show snapshots until Ctrl-C, or as many as the setting `count` says. Returns 0.
-
-    words: the command's arguments. Raises UsageError for wrong arguments.
-    """
+    """Show snapshots until Ctrl-C, or as many as the setting `count` says. Returns 0. words: the
+    command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
     )
@@ -72,11 +70,8 @@ def _is_target(word: str) -> bool:
 async def of_coordinator(
     address: str, interval_s: float, curve: CurveKeys | None = None
 ) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield a snapshot of the fleet every `interval_s` seconds, without end.
-
-    curve: this client's keys; None without encryption. Raises CoordinatorLostError if the
-    coordinator disconnects.
-    """
+    """Yield a snapshot of the fleet every `interval_s` seconds, without end. curve: this client's
+    keys; None without encryption. Raises CoordinatorLostError if the coordinator disconnects."""
     view = FleetView()
     async with InferenceClient(address, name="top", curve=curve) as client:
         while True:
@@ -85,10 +80,8 @@ async def of_coordinator(
 
 
 async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield the snapshots that a server sends to its page, until it closes the stream.
-
-    Raises RolloutError if the server refuses, aiohttp's errors if the connection fails.
-    """
+    """Yield the snapshots that a server sends to its page, until it closes the stream. Raises
+    RolloutError if the server refuses, aiohttp's errors if the connection fails."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with (
         aiohttp.ClientSession(

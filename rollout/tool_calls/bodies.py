@@ -52,9 +52,7 @@ class Body(Protocol):
 
 def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
     """Return the calls in a block's content, as `Body.calls` does; [] instead of its ValueError.
-
-    Returns [], too, for calls that UTF-8 cannot encode.
-    """
+    Returns [], too, for calls that UTF-8 cannot encode."""
     try:
         calls = body.calls(text, schemas, name)
         for call in calls:
@@ -322,10 +320,8 @@ class ParameterBody:
         return "{" + ", ".join(f"{_dumped(k)}: {v}" for k, v in values.items()) + "}", at
 
     def _value_end(self, text: str, at: int) -> tuple[int, int]:
-        """Return the index after the value at `at`, and the index after the value's end tag.
-
-        An end tag counts if another parameter or the end of the call follows it.
-        """
+        """Return the index after the value at `at`, and the index after the value's end tag. An end
+        tag counts if another parameter or the end of the call follows it."""
         while (end := text.find(self.value_end, at)) >= 0:
             at = end + len(self.value_end)
             after = _after(_SPACE, text, at)

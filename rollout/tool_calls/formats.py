@@ -237,11 +237,8 @@ REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyFormat:
-    """The markup of a model's replies.
-
-    calls, thoughts: their markup; None if they are not looked for. markers: all tags, which must
-    stay in decoded text even if they are special tokens.
-    """
+    """The markup of a model's replies. calls, thoughts: their markup; None if they are not looked
+    for. markers: all tags, which must stay in decoded text even if they are special tokens."""
 
     calls: CallFormat | None = None
     thoughts: Thoughts | None = None
@@ -279,10 +276,8 @@ class ReplyFormat:
         return ReplyFormat(calls=self.calls)
 
     def begun_by(self, prompt: str, content: str = "") -> str:
-        """Return the thought tag or message header that the prompt leaves open; "" if none.
-
-        The reply continues it. content: text of the last message, if the reply continues that.
-        """
+        """Return the thought tag or message header that the prompt leaves open; "" if none. The
+        reply continues it. content: text of the last message, if the reply continues that."""
         messages = None if self.calls is None else self.calls.messages
         if messages is not None:
             _, start, begun = prompt.rpartition(messages.prompt)

@@ -46,11 +46,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Reply:
-    """A reply, or a part of it.
-
-    reasoning: text of the thoughts. malformed: blocks with the tags of calls but without a valid
-    call; empty if the reader leaves them in the content.
-    """
+    """A reply, or a part of it. reasoning: text of the thoughts. malformed: blocks with the tags of
+    calls but without a valid call; empty if the reader leaves them in the content."""
 
     content: str = ""
     reasoning: str = ""
@@ -75,8 +72,7 @@ class _Region(Enum):
 
 class _Flow:
     """Removes the white space beside markup from content or thoughts. Markup between two texts
-    becomes a line break.
-    """
+    becomes a line break."""
 
     def __init__(self, *, is_after_markup: bool) -> None:
         self._is_after_markup = is_after_markup
@@ -236,10 +232,8 @@ class ReplyReader:
         return True
 
     def _open_at_start(self, is_last: bool) -> bool | None:
-        """Begin a thought, or a block without a tag, if the held text begins with one.
-
-        Return True if it does, None if it does not, and False if more text must decide.
-        """
+        """Begin a thought, or a block without a tag, if the held text begins with one. Return True
+        if it does, None if it does not, and False if more text must decide."""
         after = self._held.lstrip()
         if self._follows_call and self._calls.separators:
             after = self._held.lstrip(string.whitespace + self._calls.separators)
@@ -400,11 +394,9 @@ _NO_BODY = _NoBody()
 def read_reply(
     reply_format: ReplyFormat, text: str, tools: Iterable[Any] = (), *, begun: str = ""
 ) -> Reply:
-    """Return a whole reply, read by ReplyReader. Calls of any tool are valid.
-
-    Tagged blocks without a valid call are in `malformed`. begun: markup that the prompt leaves
-    open, as ReplyFormat.begun_by returns it.
-    """
+    """Return a whole reply, read by ReplyReader. Calls of any tool are valid. Tagged blocks without
+    a valid call are in `malformed`. begun: markup that the prompt leaves open, as
+    ReplyFormat.begun_by returns it."""
     reader = ReplyReader(reply_format, tools, any_name=True, lists_malformed=True)
     reader.push(begun)
     return reader.push(text) + reader.finish()
