@@ -126,7 +126,8 @@ def text_of(
     """Return the text of a finished request, "" if the LLM has no tokenizer. tokenizer: decodes the
     tokens in place of the LLM's.
     """
-    if not with_special_tokens and tokenizer is None:
+    has_tokens_to_show = with_special_tokens and state.llm.tokenizer is not None
+    if tokenizer is None and not has_tokens_to_show:
         return request.generated_text or ""
     params = request.sampling_params
     assert params is not None, "engines accept no request without parameters"
