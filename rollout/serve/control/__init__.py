@@ -1,1 +1,1 @@
-"""Control: pauses, memory and weights of the engines, in the protocols of vLLM and SGLang."""
+"""Control of the engines' pauses, memory and weights, for the routes of vLLM and SGLang."""
