@@ -1,1 +1,1 @@
-"""The OpenAI protocol: completions, chat, tokens in and out, models and the tokenizer."""
+"""The openai protocol's routes: completions, chat, tokens in and out, models, the tokenizer."""

@@ -1,1 +1,1 @@
-"""The page at `/`: engines, throughput, staleness and the latest samples, live."""
+"""The page at `/`, which shows engines, throughput, staleness and the latest samples."""
