@@ -62,7 +62,10 @@ class StopStrings:
 class StreamedText:
     """Streams the text of one request's tokens, and holds back text that may begin a stop word. A
     stop word is found in the text, and by its own ids, which may decode to another text. The text
-    ends before a stop, and where the tokenizer raises. prompt: the ids before the tokens."""
+    ends before a stop, and where the tokenizer raises.
+
+    prompt: the ids before the tokens.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, prompt: PromptIds = ()
@@ -128,8 +131,10 @@ class StreamedText:
 
 class TextOffsets:
     """Computes the offsets of generated tokens in the generated text, in characters. A token that
-    completes a character has the offset of that character. start: offset of the first token.
-    Without a tokenizer every token has the offset `start`."""
+    completes a character has the offset of that character.
+
+    start: offset of the first token. Without a tokenizer every token has the offset `start`.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
         self._detokenizer = None if tokenizer is None else _detokenizer_after(tokenizer, prompt)

@@ -86,8 +86,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         `rollout engine --join` does. coordinator_host, coordinator_port: where the coordinator
         listens; None for a socket of this user. coordinator_options: further arguments of
         DataParallelInferenceCoordinator, such as schedule_output_path or limits.
-        max_engine_restarts: how often an engine that fails is started again. start_timeout_s: most
-        seconds that a process takes to start, and that requests wait for an engine. launcher:
+        max_engine_restarts: how often in a row a failed engine is started again. start_timeout_s:
+        most seconds that a process takes to start, and that requests wait for an engine. launcher:
         starts the engines, such as rollout.launch.ray on other hosts; None for processes here.
         weight_transport: a name from docs/weight_transports.md, or a transport object; None for
         "shared", which reaches engines on this machine.

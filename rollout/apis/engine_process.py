@@ -70,8 +70,8 @@ def run_engine(
 
 
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
-    """Run an engine, and send "registered" over `pipe` once it is. arguments: run_engine's. Exits
-    with the message alone if the coordinator is lost later."""
+    """Run an engine with run_engine's `arguments`. Sends "registered" over `pipe` once it is
+    registered. Exits without a traceback if the coordinator is lost after that."""
     is_registered = False
 
     def report() -> None:

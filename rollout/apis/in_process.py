@@ -169,9 +169,11 @@ class InProcessRuntime:
 
 
 class FairLock:
-    """A reentrant lock that a thread cannot take again while another thread waits for it. A
-    `threading.Lock` goes to the first thread that asks after a release. That is usually the thread
-    that released it, so a loop of steps would starve a thread with new weights."""
+    """A reentrant lock. A thread that releases it gets it again only after a thread that waits.
+
+    A `threading.Lock` goes to the first thread that asks after a release. That is usually the
+    thread that released it, so a loop of steps would starve a thread with new weights.
+    """
 
     def __init__(self) -> None:
         self._entrance = threading.Lock()

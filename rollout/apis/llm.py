@@ -277,8 +277,8 @@ class LLM(ControlCalls):
     def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
         """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT.
 
-        If not `blocking`, returns once the server listens at `serving_address`. Only in the main
-        thread, and if `blocking`, do signals end it. An engine in this process then works in a
+        If not `blocking`, returns once the server listens at `serving_address`. Signals end it only
+        if `blocking`, and in the main thread. An engine in this process then works in a
         thread of its own and takes requests over HTTP only; control methods can still be called.
         Raises ConfigError, and EngineStateError if the LLM serves already, or if an engine in this
         process is not RUNNING or has unfinished requests.
@@ -413,7 +413,7 @@ def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
 
 @contextmanager
 def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield advance(count) of a progress bar; a function that does nothing if not `is_shown`."""
+    """Yield advance(count), which moves a progress bar; it does nothing if not `is_shown`."""
     if not is_shown:
         yield lambda count: None
         return

@@ -1,7 +1,7 @@
 """Serving: the HTTP server of an LLM. EngineServer: the server of an engine in this process.
 
 Used by `rollout.apis.async_llm` (Serving) and `rollout.apis.llm` (EngineServer) for `serve` and
-`stop_serving`. They start a `rollout.serve.server.Server`, and EngineServer threads.
+`stop_serving`. Serving starts a `rollout.serve.server.Server`. EngineServer starts two threads.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """Build this process's engine or rank. Returns its runtime, and the AllRanks that runs methods.
+    """Build this process's engine, or its rank of an engine. Returns its runtime and its AllRanks.
     The AllRanks is None without `pg_collection`. Raises ConfigError and ModelError."""
     if num_spmd_ranks(config) == 1:
         make = DynamicInferenceEngine.from_model

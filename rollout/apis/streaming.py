@@ -1,5 +1,6 @@
-"""AsyncGeneration: the generating methods of AsyncLLM and ThreadedLLM; records as user's requests.
+"""AsyncGeneration: the generating methods that AsyncLLM and ThreadedLLM share.
 
+`finished_request` and `failed_request` make the requests that users get from records and errors.
 Used by `rollout.apis.async_llm`, `rollout.apis.threaded_llm` and `rollout.apis.in_process`. Nothing
 here keeps state.
 """

@@ -37,8 +37,11 @@ Record = DynamicInferenceRequestRecord
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """A submitted sample. tokens: its stream's tokens; None without a stream. num_reported: number
-    of tokens that went into the stream."""
+    """A submitted sample.
+
+    tokens: its stream's tokens; None without a stream. num_reported: number of tokens that went
+    into the stream.
+    """
 
     future: RequestFuture
     tokens: StreamedTokens | None

@@ -24,7 +24,9 @@ from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds, ch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
     """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1.
-    prompt_tokens: length of each prompt. num_tokens: tokens that each request generates."""
+
+    prompt_tokens: length of each prompt. num_tokens: tokens that each request generates.
+    """
 
     num_prompts: PositiveInt = 64
     prompt_tokens: PositiveInt = 128

@@ -17,8 +17,10 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Timing of one request that succeeded. first_token_s, total_s: seconds from its start to its
-    first and to its last token."""
+    """Timing of one request that succeeded.
+
+    first_token_s, total_s: seconds from its start to its first and to its last token.
+    """
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -50,9 +52,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The measurements of a run. Tokens and percentiles are of requests that succeeded. seconds:
-    wall-clock seconds of the run. cpu_seconds: CPU time of the process that ran the engine; None if
-    not measured. first_error: message of one failed request; None without failures."""
+    """The measurements of a run. Tokens and percentiles are of requests that succeeded.
+
+    seconds: wall-clock seconds of the run. cpu_seconds: CPU time of the process that ran the
+    engine; None if not measured. first_error: message of one failed request; None without failures.
+    """
 
     num_requests: int
     num_failed: int

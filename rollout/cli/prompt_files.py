@@ -20,8 +20,11 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One prompt: text or token ids. columns: the items of its JSON line that are not null, the
-    prompt's own included; empty for a line of text."""
+    """One prompt: text or token ids.
+
+    columns: the items of its JSON line that are not null, the prompt's own included; empty for a
+    line of text.
+    """
 
     prompt: str | list[int]
     columns: Mapping[str, Any]

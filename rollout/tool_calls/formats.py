@@ -237,8 +237,11 @@ REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyFormat:
-    """The markup of a model's replies. calls, thoughts: their markup; None if they are not looked
-    for. markers: all tags, which must stay in decoded text even if they are special tokens."""
+    """The markup of a model's replies.
+
+    calls, thoughts: their markup; None if they are not looked for. markers: all tags, which must
+    stay in decoded text even if they are special tokens.
+    """
 
     calls: CallFormat | None = None
     thoughts: Thoughts | None = None

@@ -46,8 +46,11 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Reply:
-    """A reply, or a part of it. reasoning: text of the thoughts. malformed: blocks with the tags of
-    calls but without a valid call; empty if the reader leaves them in the content."""
+    """A reply, or a part of it.
+
+    reasoning: text of the thoughts. malformed: blocks with the tags of calls but without a valid
+    call; empty if the reader leaves them in the content.
+    """
 
     content: str = ""
     reasoning: str = ""

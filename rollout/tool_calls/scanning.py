@@ -20,8 +20,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where a block ends. body: index after its content. block: index after its end tag; the same
-    index if it has no end tag."""
+    """Where a block ends.
+
+    body: index after its content. block: index after its end tag; the same index if it has no end
+    tag.
+    """
 
     body: int
     block: int
