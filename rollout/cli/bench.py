@@ -50,7 +50,7 @@ class OfflineLoad(BenchLoad):
 
 
 def run(words: Sequence[str]) -> int:
-    """Measure and print the measurements. Returns 1 if a request failed, else 0. words: the
+    """Run the load and print its measurements. Returns 1 if a request failed, else 0. words: the
     command's arguments. Raises UsageError for wrong arguments."""
     if words[:1] == ["serving"]:
         return _run_serving(words[1:])

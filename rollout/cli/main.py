@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors are reported on stderr as one line, or as a JSON object with `--json`. The exit code is
     then 2 for a wrong command line, config or request, and 1 for other errors. An interrupt returns
-    130, and a closed stdout returns 1; neither prints anything. arguments: None for sys.argv's.
+    130, and a closed stdout returns 1; neither prints anything. arguments: the command line; None
+    for sys.argv.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -49,7 +49,7 @@ def read_prompts(
 
     If the first such line begins with "{", all lines are JSON objects; else each line is a prompt's
     text. apply_chat_template: renders `messages` as a prompt. source: name of the file in errors.
-    Raises UsageError for a line that cannot be read, UTF-8 included, and names the line.
+    Raises UsageError, which names the line, for a line that is not UTF-8 or has no valid prompt.
     """
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):

@@ -1,7 +1,7 @@
 """Settings on the command line: words of the form key=value, read as the types of their fields.
 
 Used by every module of rollout.cli that reads a command line or raises UsageError. Most names and
-types come from config classes, so that a new field is a setting at once. Reads API keys from the
+types come from config classes, so that each field is a setting. Reads API keys from the
 environment.
 """
 
@@ -38,7 +38,7 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser of `--json` and settings, which raises UsageError instead of exiting."""
+    """An ArgumentParser with `--json` and key=value settings. Raises UsageError, does not exit."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(

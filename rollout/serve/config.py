@@ -1,7 +1,7 @@
 """ServeConfig: a server's address, keys, protocols and limits.
 
 Users pass it to LLM.serve and AsyncLLM.serve (`rollout.apis`); `rollout.cli.serve` reads its fields
-as settings. `rollout.serve` reads it and never changes it.
+as settings. `rollout.serve` reads it and never changes it. The script http_fields reads PROTOCOLS.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ApiError: an error reported to a client, and its JSON form in each protocol.
 
 All modules of rollout.serve raise it; `rollout.serve.app` and `rollout.serve.event_stream` send it.
-`json_response` makes the replies of most routes.
+`rollout.cli.generate` catches it. `json_response` makes the replies of most routes.
 """
 
 from __future__ import annotations

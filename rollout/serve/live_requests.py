@@ -1,8 +1,9 @@
 """The HTTP requests of one server: how many may run, which are unanswered, and counts of all.
 
 Made by `rollout.serve.server`. Used by `rollout.serve.app` (limit, counts),
-`rollout.serve.generation` (registers requests) and `rollout.serve.control.pausing` (abort, drain).
-It calls no engine, except through the functions that LiveRequests gets.
+`rollout.serve.generation` (registers requests), `rollout.serve.control.pausing` (abort, wait), and
+through ServerState by handlers that abort requests or report numbers. It calls no engine, except
+through the functions that LiveRequests gets.
 """
 
 from __future__ import annotations

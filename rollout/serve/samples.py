@@ -101,7 +101,7 @@ def of_generated(request: Request) -> TokenData:
 
 
 def of_prompt(request: Request) -> TokenData:
-    """Return the data of the prompt's tokens. All values of the first token are None."""
+    """Return the data of the prompt's tokens. The first one has no log-prob, rank or top: None."""
     ids, log_probs = request.prompt_tokens.tolist(), request.prompt_log_probs
     count = len(ids) - 1
 

@@ -51,8 +51,8 @@ class Body(Protocol):
 
 
 def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-    """Return the calls in a block's content, as `Body.calls` does; [] instead of its ValueError.
-    Returns [], too, for calls that UTF-8 cannot encode."""
+    """Return the calls in a block's content; [] if `body` finds other text, or if UTF-8 cannot
+    encode the calls."""
     try:
         calls = body.calls(text, schemas, name)
         for call in calls:

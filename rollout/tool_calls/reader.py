@@ -84,7 +84,7 @@ class _Flow:
         self.is_fresh = True  # no text since the beginning, or the last markup
 
     def add(self, text: str) -> str:
-        """Add text and return the text so far, without white space that may stand before markup."""
+        """Add text and return what is decided: white space at the end waits until text follows."""
         if self._is_after_markup:
             text = text.lstrip()
             if not text:
@@ -104,7 +104,7 @@ class _Flow:
         self._space, self._is_after_markup, self.is_fresh = "", True, True
 
     def rest(self) -> str:
-        """Return the white space after the last text, once."""
+        """Return the white space that waits, at the end of a reply."""
         rest, self._space = self._space, ""
         return rest
 
@@ -331,8 +331,7 @@ class ReplyReader:
 
     def _last_end(self) -> End:
         """Return the end of a block at the end of a reply: after its calls if they are complete,
-        else at the first end tag, even in a string.
-        """
+        else at the first end tag, even in a string. Without any, the block has no content."""
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
         body = self._held[self._body_start : end]

@@ -22,8 +22,7 @@ from typing import Protocol
 class End:
     """Where a block ends.
 
-    body: index after its content. block: index after its end tag; the same index if it has no end
-    tag.
+    body: index after its content. block: index after the whole block, with its end tag, if any.
     """
 
     body: int

@@ -42,7 +42,8 @@ class Pausing:
     not replaced. Each method asks the engines for their state, since other programs may change it.
     Methods that change the state run one at a time, and to their end, as `Operations`.
 
-    mode: mode of the pause in force; None without a pause. is_asleep: whether a sleep began it.
+    mode: mode of the pause in force; None without a pause. is_asleep: whether `sleep` was called in
+    that pause.
     """
 
     def __init__(self, llm: ServedLLM, live: LiveRequests, limiter: RequestLimiter) -> None:
@@ -143,7 +144,7 @@ class Pausing:
             self.is_asleep = True
 
     async def wake_up(self, resources: Sequence[str] = RESOURCES) -> None:
-        """Restore released memory. Once all is restored, end the pause."""
+        """Restore released memory, and end the pause once all of it is restored."""
         _check_resources(resources)
         async with self._lock:
             await self._restore(resources)

@@ -184,9 +184,9 @@ class WeightTransfer:
     ) -> None:
         """Receive tensors that the trainer broadcasts now, and keep them in the open round.
 
-        names, dtypes, shapes: of the tensors in order; empty lists stand for those of the previous
-        call. packing: how they are split into broadcasts; None for the group's way. label: label of
-        the version that the tensors belong to. A failure ends the round and raises
+        names, dtypes, shapes: the tensors in order; empty lists stand for the tensors of the
+        previous call. packing: how they are split into broadcasts; None for the group's way. label:
+        label of the version that the tensors belong to. A failure ends the round and raises
         WeightUpdateError. A tensor that does not fit the model raises at once; its broadcasts are
         received and dropped, so that the group stays usable.
         """
