@@ -86,7 +86,7 @@ class KVCache:
         return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
-        """Release the memory and its contents. Returns the bytes released; 0 if already released."""
+        """Release the memory and its contents. Returns the bytes released; 0 for a second call."""
         if self._is_released:
             return 0
         self.layers, self._buffer = (), None
