@@ -1,7 +1,7 @@
 """Collectives of bytes over a torch.distributed group.
 
-Used to start tensor-parallel ranks and by the trainer's ranks. torch's own collectives of objects
-unpickle what arrives, and so run any code that a sender wants.
+Used by `rollout.tensor_parallel.start` and `trainer_hooks.weight_sync.trainer_ranks`. They replace
+torch's collectives of objects, which unpickle what arrives, and so run any code of the sender.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(group: Any, own: bytes | None = None) -> bytes:
-    """Return the bytes that rank 0 passes; the other ranks pass None. All ranks must call this.
+    """Return rank 0's bytes on all ranks. Rank 0 passes them as `own`, the others pass None. All
+    ranks must call this.
 
     `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
     """

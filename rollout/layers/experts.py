@@ -267,7 +267,7 @@ class MixtureOfExperts(BackendLayer):
         self.weights = self.parts.experts.weights
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the output, [T, E]. If `batch.routing_TLK` is not None, write the experts to it."""
+        """Return the output, [T, E]. Writes the experts to `batch.routing_TLK` if it is given."""
         router, experts, shared, shared_gate = self.parts
         correction_N = getattr(self._corrected, CORRECTION, None)
         ids_TK, weights_TK = router(x_TE, correction_N)
