@@ -357,8 +357,8 @@ class BackendExecutor(Protocol):
     def after_resume(self, *, has_moved: bool) -> int:
         """Drop or check captured graphs after memory of KV or weights was released and restored.
 
-        `has_moved`: the memory has other addresses now, so that all graphs are dropped. Otherwise
-        they are checked before their next use. Returns the number of graphs dropped.
+        `has_moved`: the memory has other addresses now, so all graphs are dropped. Otherwise the
+        next step checks one of them. Returns the number of graphs dropped now.
         """
         ...
 
