@@ -1,7 +1,7 @@
 """Sampling and scoring with log-probs in a few passes over the logits, in torch on any device.
 
-Used by TorchOps in `rollout.backends.ops.reference`, whose sampling the CPU and CUDA backends call
-for batches that their kernels do not support, and by `rollout.worker.model_runner` for ranks.
+Used by TorchOps in `rollout.backends.ops.reference`, so on a CPU without compiled kernels and on a
+GPU for batches with top-n; and by `rollout.worker.model_runner` for ranks.
 
 A token is drawn by inverting the cumulative distribution at the row's own uniform number: weights
 are float32, their sums over blocks of 128 and all cumulative sums float64. This costs one exp per
