@@ -128,10 +128,8 @@ class Ops(Protocol[Handle]):
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> Handle:
-        """Return a handle of this weight, which `linear` takes. Packs nothing.
-
-        `may_repack` allows `choose_products` to repack the weight in its memory, see `repacked`.
-        """
+        """Return a handle of this weight, which `linear` takes. Packs nothing. `may_repack` allows
+        `choose_products` to repack the weight in its memory, see `repacked`."""
         ...
 
     def choose_products(
@@ -202,10 +200,8 @@ class Ops(Protocol[Handle]):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """Return the root-mean-square norm over the last dim, computed in float32.
-
-        `rounds_first`: round to x's dtype also before the product with the weight.
-        """
+        """Return the root-mean-square norm over the last dim, computed in float32. `rounds_first`:
+        round to x's dtype also before the product with the weight."""
         ...
 
     def add_rms_norm(
@@ -275,10 +271,8 @@ class Ops(Protocol[Handle]):
         ...
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out` and return its fingerprint in `hashed_dtype(x.dtype)`.
-
-        The tensors may be on any devices. Raises ValueError if shapes or dtypes differ.
-        """
+        """Copy `x` to `out` and return its fingerprint in `hashed_dtype(x.dtype)`. The tensors may
+        be on any devices. Raises ValueError if shapes or dtypes differ."""
         ...
 
 
@@ -294,10 +288,8 @@ class AttentionBackend(Protocol):
         ...
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with its `plan` set, for the layers' calls of `attend`.
-
-        Called once per forward pass. The plan holds what all layers share.
-        """
+        """Return the batch with its `plan` set, for the layers' calls of `attend`. Called once per
+        forward pass. The plan holds what all layers share."""
         ...
 
     def attend(
@@ -337,10 +329,8 @@ class BackendExecutor(Protocol):
         ...
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Reserve memory. Called once, before the first launch.
-
-        `max_blocks`: length of the longest block table. `vocab_size`: number of logits of a row.
-        """
+        """Reserve memory. Called once, before the first launch. `max_blocks`: length of the longest
+        block table. `vocab_size`: number of logits of a row."""
         ...
 
     def warm_up(self, program: Program) -> int:
@@ -348,10 +338,8 @@ class BackendExecutor(Protocol):
         ...
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start the program on the device and return a function that waits for its result.
-
-        Results must be fetched in the order of their launches. At most two may be in flight.
-        """
+        """Start the program on the device and return a function that waits for its result. Results
+        must be fetched in the order of their launches. At most two may be in flight."""
         ...
 
     def after_resume(self, *, has_moved: bool) -> int:

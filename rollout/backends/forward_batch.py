@@ -123,10 +123,8 @@ class SamplingBatch:
     top_n: int
 
     def select(self, samples_K: Tensor | slice) -> SamplingBatch:
-        """Return the batch of the draws `samples_K`, their indices or a range.
-
-        The flags still describe all draws.
-        """
+        """Return the batch of the draws `samples_K`, their indices or a range. The flags still
+        describe all draws."""
         return replace(
             self,
             uniforms_S=self.uniforms_S[samples_K],

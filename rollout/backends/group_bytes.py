@@ -14,10 +14,8 @@ from torch import Tensor
 
 
 def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
-    """Return the bytes of each rank, in the order of ranks. All ranks must call this.
-
-    `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
-    """
+    """Return the bytes of each rank, in the order of ranks. All ranks must call this. `group`: None
+    for the default group. Raises RuntimeError if a rank misses the group's deadline."""
     device, size = _device(group), dist.get_world_size(group)
     length = torch.tensor([len(own)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(size)]

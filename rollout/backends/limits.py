@@ -20,9 +20,7 @@ _MOUNTS = "sys/fs/cgroup"
 
 def memory_limit_bytes(root: Path = _ROOT) -> int:
     """Return the lowest of physical memory and the limits of this process's cgroups and parents.
-
-    `root`: the folder that holds proc and sys.
-    """
+    `root`: the folder that holds proc and sys."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -31,10 +29,8 @@ def memory_limit_bytes(root: Path = _ROOT) -> int:
 
 
 def num_usable_cpus(root: Path = _ROOT) -> int:
-    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up.
-
-    `root`: the folder that holds proc and sys.
-    """
+    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up. `root`: the
+    folder that holds proc and sys."""
     num_cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         num_cpus = len(os.sched_getaffinity(0))

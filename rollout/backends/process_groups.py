@@ -23,10 +23,8 @@ _LOOPBACK, _STORE_TIMEOUT_S = "127.0.0.1", 300.0  # torch's default timeout of a
 
 
 def group_backends() -> tuple[str, ...]:
-    """Return the torch.distributed backends that this machine supports.
-
-    No test has run nccl, which needs two GPUs.
-    """
+    """Return the torch.distributed backends that this machine supports. No test has run nccl, which
+    needs two GPUs."""
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     return ("gloo", "nccl") if has_nccl else ("gloo",)
 
@@ -71,9 +69,7 @@ class RankRendezvous:
 
     def __init__(self, device: str, size: int, address: str | None = None) -> None:
         """Open the rendezvous (rank 0, no `address`), or join the one at rank 0's `address`.
-
-        `device`: "cpu" or "cuda".
-        """
+        `device`: "cpu" or "cuda"."""
         self._device, self._size = device, size
         self._shared: SharedMemory | None = None
         self._store: Any = None

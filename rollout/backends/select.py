@@ -128,10 +128,8 @@ def device_of(config: InferenceConfig) -> str:
 
 
 def use_device(config: InferenceConfig, rank: int) -> None:
-    """Make the GPU of this `rank` current in the calling thread. Does nothing on a CPU.
-
-    Rank 0 has the GPU that `config` names, by default GPU 0, and rank r the r-th one after it.
-    """
+    """Make the GPU of this `rank` current in the calling thread. Does nothing on a CPU. Rank 0 has
+    the GPU that `config` names, by default GPU 0, and rank r the r-th one after it."""
     kind, index = require_device(config.device)
     if kind == "cuda":
         torch.cuda.set_device((index or 0) + rank)
@@ -161,10 +159,8 @@ def _cuda_backend(
 
 
 def _memory_kind(config: InferenceConfig, device: str) -> str:
-    """Return the memory kind that `config` names, or the one that "auto" stands for.
-
-    Raises ConfigError for a kind that the device does not have.
-    """
+    """Return the memory kind that `config` names, or the one that "auto" stands for. Raises
+    ConfigError for a kind that the device does not have."""
     rules, kind = _DEVICES[device], config.memory_kind
     if config.unified_memory_level:
         return UNIFIED

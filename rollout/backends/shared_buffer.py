@@ -63,17 +63,14 @@ def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
 
 def close_shared_buffer(buffer: SharedBuffer) -> None:
     """Close the buffer's file, so that no other process can map it any more. Existing mappings
-    stay. Does nothing for a buffer on a device.
-    """
+    stay. Does nothing for a buffer on a device."""
     if _FILE.fullmatch(buffer.address):
         os.close(int(buffer.address.rpartition("/")[2]))
 
 
 def open_shared_buffer(place: str, address: str, num_bytes: int) -> Tensor:
     """Map another process's buffer and return it, uint8 [num_bytes]. The caller must not write it.
-
-    Raises OSError, RuntimeError or ValueError if the buffer does not exist or is smaller.
-    """
+    Raises OSError, RuntimeError or ValueError if the buffer does not exist or is smaller."""
     if place == DEVICE:
         uuid, _, handle = address.partition(" ")
         return CudaRuntime.of_uuid(uuid).opened_tensor(bytes.fromhex(handle), num_bytes)

@@ -108,9 +108,7 @@ class Router(nn.Module):
 
     def forward(self, x_TE: Tensor, correction_N: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ids [T, K] int64 and weights [T, K] float32 of each token's experts.
-
-        `correction_N`: added to the scores for the choice; None for none.
-        """
+        `correction_N`: added to the scores for the choice; None for none."""
         spec = self.spec
         logits_TN = self._logits(x_TE)
         if spec.scores == "softmax_chosen":

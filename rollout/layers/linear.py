@@ -49,8 +49,7 @@ class Linear(BackendLayer):
         """`parts`: out features by name, in row order. `tied_weight`: another layer's parameter to
         share; None for an own one. `rows`: by part, the rows that this rank keeps; all if not
         named. `columns`: the columns that it keeps of all parts, None for all. With `columns` the
-        caller must sum the products over the ranks, and one rank alone has `adds_bias`.
-        """
+        caller must sum the products over the ranks, and one rank alone has `adds_bias`."""
         super().__init__()
         self.parts, self.adds_bias = dict(parts), adds_bias
         for part, size in parts.items():
@@ -83,10 +82,8 @@ class Linear(BackendLayer):
         return self.ops.stage(self.handle, weights)
 
     def refresh(self, staged: Any = None) -> None:
-        """Update the backend's packed copy after the weight was changed in place.
-
-        `staged`: what `stage` returned for the new values; None packs them now.
-        """
+        """Update the backend's packed copy after the weight was changed in place. `staged`: what
+        `stage` returned for the new values; None packs them now."""
         self.ops.refresh(self.handle, staged)
 
     def release_packed(self) -> None:

@@ -103,10 +103,8 @@ def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Te
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return radians per position, [F] float32 on the CPU.
-
-    They are theta^(-2i / R) for R rotated dims, scaled as the rope's kind says.
-    """
+    """Return radians per position, [F] float32 on the CPU. They are theta^(-2i / R) for R rotated
+    dims, scaled as the rope's kind says."""
     num_dims = rotary_dim(rope, head_dim)
     exponents_F = torch.arange(0, num_dims, 2, dtype=torch.float32) / num_dims
     if rope.kind == "longrope":
@@ -133,10 +131,8 @@ def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
 
 
 def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
-    """Return the same as `_llama3_unscaled_share`, but linear in the frequency's index.
-
-    Source: YaRN, sec. 3.2 and appendix A.2.
-    """
+    """Return the same as `_llama3_unscaled_share`, but linear in the frequency's index. Source:
+    YaRN, sec. 3.2 and appendix A.2."""
 
     def index_of_turns(turns: float) -> float:
         stretch = rope.original_max_positions / (turns * 2 * math.pi)

@@ -47,10 +47,8 @@ class Shard:
         return Range(start, end - start)
 
     def kv_heads_of(self, num_kv_heads: int) -> Range:
-        """Return the KV heads that this rank's query heads read.
-
-        With fewer KV heads than ranks, several ranks read the same one.
-        """
+        """Return the KV heads that this rank's query heads read. With fewer KV heads than ranks,
+        several ranks read the same one."""
         if num_kv_heads >= self.size:
             return self.range_of(num_kv_heads)
         is_first = self.rank * num_kv_heads % self.size == 0
@@ -84,9 +82,7 @@ class Cut:
 
     def rows_of(self, rows: Tensor, first_row: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the kept parts of `rows`, whose first is row `first_row` of the whole weight.
-
-        Yields pairs: first row of the values within the kept part, and the values.
-        """
+        Yields pairs: first row of the values within the kept part, and the values."""
         if self.dim:
             yield first_row, self.of(rows)
             return
@@ -97,10 +93,8 @@ class Cut:
                 yield place + first - each.start, rows[first - first_row : end - first_row]
 
     def counted_parts(self, kept: Tensor) -> Iterator[tuple[Tensor, Places]]:
-        """Yield the ranges of the kept part that count for the whole weight's fingerprint.
-
-        Yields pairs: the values, and the places of these elements in the whole weight.
-        """
+        """Yield the ranges of the kept part that count for the whole weight's fingerprint. Yields
+        pairs: the values, and the places of these elements in the whole weight."""
         inner = math.prod(self.shape[self.dim + 1 :])
         for each, place in zip(self.ranges, self._places(), strict=True):
             if each.is_counted:

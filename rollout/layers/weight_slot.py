@@ -283,8 +283,7 @@ class CutSlot:
 
 class AbsentSlot:
     """The slot of a weight that only another rank has, such as its expert. It has no values: `read`
-    returns 0 rows. Its address is a unique negative number.
-    """
+    returns 0 rows. Its address is a unique negative number."""
 
     __slots__ = ("cut", "dtype", "shape")
     is_repacked = False

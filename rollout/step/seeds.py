@@ -69,8 +69,7 @@ def _finalize(z: int) -> int:
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position), with 53 random bits. The two arrays are
-    broadcast to one shape.
-    """
+    broadcast to one shape."""
     z = seeds + _GOLDEN_64 * (positions.astype(np.uint64) + np.uint64(1))
     z = _finalize_array(_finalize_array(z) ^ _GOLDEN_64)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -90,10 +90,8 @@ class TensorParallelExecutor(WorkerExecutor):
             self._realign(error)
 
     def _realign(self, error: BaseException) -> NoReturn:
-        """After a command has failed, bring all ranks to where they wait for the next one.
-
-        Always raises: `error`, or the error of another rank that aborted rank 0's collective.
-        """
+        """After a command has failed, bring all ranks to where they wait for the next one. Always
+        raises: `error`, or the error of another rank that aborted rank 0's collective."""
         if isinstance(error, LockstepError):
             raise self._channel.fail(str(error)) from error
         self._collectives.abort()
@@ -263,8 +261,7 @@ class SpmdExecutor(TensorParallelExecutor):
 
     def begin_call(self, call: SpmdCall) -> None:
         """Wait until all ranks make `call`. Raises EngineStateError on all ranks if their calls
-        differ; the ranks can then make another call.
-        """
+        differ; the ranks can then make another call."""
         sent = self._channel.send(SpmdFollower.report_call)
         calls = self._channel.answers(sent, self._start_timeout_s, f"call {call.method}")
         if difference := _difference([call, *calls]):

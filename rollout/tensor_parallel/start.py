@@ -233,9 +233,7 @@ def join_as_lead(
 
 def join_as_follower(model: Model, config: InferenceConfig, weights_version: int) -> SpmdFollower:
     """Become a rank of `config.pg_collection.tp` other than 0, and load its part of the model.
-
-    Returns when the rank has started. Raises the errors of `join_as_lead`.
-    """
+    Returns when the rank has started. Raises the errors of `join_as_lead`."""
     group, config = config.pg_collection.tp, _of_spmd_rank(config)
     rank, start_s = group.rank(), config.tensor_parallel_start_timeout_s
     lead, *_ = _exchanged(group, _own_facts(config, weights_version))

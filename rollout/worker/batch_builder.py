@@ -60,10 +60,8 @@ class BatchBuilder:
         self._decoding: tuple[tuple[bytes, ...], _Rows] | None = None
 
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
-        """Apply the plan's changes to rows and block tables, and return the inputs of its step.
-
-        The next plan may be built while the step runs: returned arrays are never written again.
-        """
+        """Apply the plan's changes to rows and block tables, and return the inputs of its step. The
+        next plan may be built while the step runs: returned arrays are never written again."""
         self._apply_changes(plan)
         rows, block_size = self._rows_of(plan), self.block_size
         layout, row_of_token_T = rows.layout, rows.row_of_token_T

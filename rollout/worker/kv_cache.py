@@ -67,8 +67,7 @@ class KVCache:
     @property
     def num_resident_bytes(self) -> int:
         """Bytes of the cache that take physical memory now. On a CPU these are the pages that were
-        written to, on a device all bytes. 0 while released.
-        """
+        written to, on a device all bytes. 0 while released."""
         return 0 if self._buffer is None else resident_bytes(self._buffer)
 
     @property
@@ -126,10 +125,8 @@ class KVCache:
         return len(ordered) * self.bytes_per_block
 
     def discard(self, block_ids: BlockIds) -> int:
-        """Drop offloaded blocks and free their memory in the arena. Returns the bytes freed.
-
-        Only whole pages are freed. The rest is freed when the last block is dropped.
-        """
+        """Drop offloaded blocks and free their memory in the arena. Returns the bytes freed. Only
+        whole pages are freed. The rest is freed when the last block is dropped."""
         num_freed = 0
         for block in block_ids:
             start = self._arena_index.pop(block) * self.bytes_per_block
@@ -173,9 +170,7 @@ class KVCache:
 
 def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds) -> None:
     """Copy sources[source_ids] to targets[target_ids], with one copy per run of consecutive ids.
-
-    Returns when all bytes have arrived, also if one of the two tensors is on a device.
-    """
+    Returns when all bytes have arrived, also if one of the two tensors is on a device."""
     if len(target_ids) == 0:
         return
     moves = np.diff(np.stack([np.asarray(target_ids), np.asarray(source_ids)]), axis=1)
@@ -210,9 +205,7 @@ def strips_of(attention: AttentionBackend, spec: CacheSpec) -> Strips:
 
 def num_blocks_in(attention: AttentionBackend, spec: CacheSpec, buffer_size_gb: float) -> int:
     """Return how many whole blocks fit `buffer_size_gb` GiB. The scratch block is not subtracted.
-
-    Raises ConfigError if not even one fits.
-    """
+    Raises ConfigError if not even one fits."""
     per_block = bytes_per_block(attention, spec)
     num_blocks = int(buffer_size_gb * GIB) // per_block
     if num_blocks < 1:

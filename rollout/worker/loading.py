@@ -73,10 +73,8 @@ def load_model(
     weights_version: int,
     collectives: Collectives = ONE_RANK,
 ) -> LoadedModel:
-    """Load this rank's part of the model onto the device that `config` names.
-
-    `CausalLM.prepare` must be called on it before it runs. Raises ConfigError and ModelError.
-    """
+    """Load this rank's part of the model onto the device that `config` names. `CausalLM.prepare`
+    must be called on it before it runs. Raises ConfigError and ModelError."""
     backend = create_backend(config, collectives)
     causal_lm, fill = open_model(
         model,
@@ -156,10 +154,8 @@ def sizes_of(
 
 
 def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
-    """Return the config's `max_sequence_length`, or the model's longest if that is None.
-
-    Raises ConfigError if the config's length exceeds the model's.
-    """
+    """Return the config's `max_sequence_length`, or the model's longest if that is None. Raises
+    ConfigError if the config's length exceeds the model's."""
     rope, longest = spec.rope, spec.max_position_embeddings
     # Whether max_position_embeddings counts before or after the scaling depends on its kind.
     if rope.kind == "linear":

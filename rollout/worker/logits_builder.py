@@ -127,8 +127,7 @@ class LogitsBuilder:
 
     def _set_history(self, row: int, has_penalties: bool) -> None:
         """Assign the row a history index, or free its index. Histories are not indexed by row, so
-        that rows without penalties take no memory.
-        """
+        that rows without penalties take no memory."""
         if has_penalties == (self._histories[row] != _NO_HISTORY):
             return
         if not has_penalties:
@@ -187,8 +186,7 @@ class LogitsBuilder:
 
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:
     """Return which samples report log-probs of the unchanged logits, at which inverse temperature,
-    and which of the changed logits, as fields of LogitsInputs. Greedy samples report raw ones.
-    """
+    and which of the changed logits, as fields of LogitsInputs. Greedy samples report raw ones."""
     is_processed_K = (mode_K == MODE_CODES["processed"]) & (temperature_K > 0)
     is_scaled_K = (mode_K == MODE_CODES["temperature"]) & (temperature_K > 0)
     inverse_K = np.ones(len(mode_K), dtype=np.float32)
@@ -221,8 +219,7 @@ class TokenHistories:
 
     def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
         """Write the tokens of new histories. Returns the histories of the Q samples with penalties,
-        int32 [Q, P]; no rows if Q is 0.
-        """
+        int32 [Q, P]; no rows if Q is 0."""
         if not len(host.histories_Q):
             return self._ids[:0]
         length = int(host.lengths_Q.max())

@@ -69,10 +69,8 @@ class ModelRunner:
         return self._backend.executor.num_captures
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start a step: copy blocks, compute the plan's tokens, sample and score.
-
-        The returned function waits for the result. At most two steps may be in flight.
-        """
+        """Start a step: copy blocks, compute the plan's tokens, sample and score. The returned
+        function waits for the result. At most two steps may be in flight."""
         assert self._kv.layers, "the KV cache is released"
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
@@ -84,10 +82,8 @@ class ModelRunner:
         return lambda: replace(fetch(), slots_T=inputs.slots_T)
 
     def warm_up(self) -> int:
-        """Capture graphs of steps before requests need them. Returns how many were captured.
-
-        No step may be in flight.
-        """
+        """Capture graphs of steps before requests need them. Returns how many were captured. No
+        step may be in flight."""
         assert self._kv.layers, "the KV cache is released"
         with self._inference_mode:
             return self._backend.executor.warm_up(self)

@@ -148,10 +148,8 @@ def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | N
 
 
 def prefill_units(kernels: Kernels, *, deterministic: bool) -> dict[torch.dtype, int]:
-    """Return which kernel unit prefill uses for each cache dtype: VECTORS or DOT.
-
-    If `deterministic`, it is VECTORS as in decode, so that both give the same bits.
-    """
+    """Return which kernel unit prefill uses for each cache dtype: VECTORS or DOT. If
+    `deterministic`, it is VECTORS as in decode, so that both give the same bits."""
     has_pairs = not deterministic and kernels.dot_is_usable()
     return {torch.float32: VECTORS, torch.bfloat16: DOT if has_pairs else VECTORS}
 

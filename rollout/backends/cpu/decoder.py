@@ -69,10 +69,8 @@ class GroupSums:
             raise self._failure
 
     def _add_up(self, _context: int | None, address: int, count: int) -> None:
-        """Sum `count` floats at `address` over the ranks, in place.
-
-        C cannot propagate an exception. It is kept for `within`, and later sums are skipped.
-        """
+        """Sum `count` floats at `address` over the ranks, in place. C cannot propagate an
+        exception. It is kept for `within`, and later sums are skipped."""
         assert self._room is not None
         try:
             if self._failure is None:
@@ -334,9 +332,7 @@ def _rows_of(buckets: Collection[int]) -> str:
 
 def _has_indirect_branches(parts: DecoderParts) -> bool:
     """Return whether branches need a buffer of their own before they are added to the residual.
-
-    They do if an output is normed, scaled, or summed with another branch or over the ranks.
-    """
+    They do if an output is normed, scaled, or summed with another branch or over the ranks."""
     return (
         parts.residual_multiplier != 1.0
         or parts.share is not None

@@ -39,10 +39,8 @@ class Mapping(NamedTuple):
     tensor: Tensor
 
     def free_pages(self, start: int, end: int) -> int:
-        """Free the whole pages in the tensor's bytes [start, end), which then read as zero.
-
-        Returns the number of bytes freed; 0 if the system cannot free pages in place.
-        """
+        """Free the whole pages in the tensor's bytes [start, end), which then read as zero. Returns
+        the number of bytes freed; 0 if the system cannot free pages in place."""
         if not frees_pages_in_place():
             return 0
         first = _round_up(start, mmap.PAGESIZE)

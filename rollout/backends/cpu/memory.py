@@ -106,9 +106,7 @@ class MappedHostArena:
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return a flat uint8 view of the first `num_bytes`. Growing the arena loses its contents.
-
-        Raises ConfigError if memory is short.
-        """
+        Raises ConfigError if memory is short."""
         if num_bytes > self.num_bytes or self._mapping is None:
             self._mapping = None  # unmap first, so that the two never exist together
             self._mapping = map_bytes("host arena", num_bytes)

@@ -138,10 +138,8 @@ class NativeOps(CpuOps):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Return each token's weighted sum over its experts; see `Ops.experts`.
-
-        The rule chooses the kernel or torch by the mean number of tokens per expert in use.
-        """
+        """Return each token's weighted sum over its experts; see `Ops.experts`. The rule chooses
+        the kernel or torch by the mean number of tokens per expert in use."""
         if not ids_TK.numel() or not can_run(experts):
             return super().experts(x_TE, ids_TK, weights_TK, experts)
         num_in_use = min(ids_TK.numel(), len(experts.down_NEF))

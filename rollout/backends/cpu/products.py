@@ -118,10 +118,8 @@ class LinearHandle:
         self.use(products)
 
     def use(self, products: Sequence[Product]) -> None:
-        """Use these products, one for each bucket, and pack the weight in their layout.
-
-        All products that need a packed weight must share one layout.
-        """
+        """Use these products, one for each bucket, and pack the weight in their layout. All
+        products that need a packed weight must share one layout."""
         if self.is_repacked:
             self.packed.unpack()
             self.packed, self.is_repacked = None, False
@@ -134,10 +132,8 @@ class LinearHandle:
         self.refresh()
 
     def refresh(self, staged: Any = None) -> None:
-        """Use the staged packed copy, or pack the weight again.
-
-        A repacked weight swaps its values with the staged copy, if there is one.
-        """
+        """Use the staged packed copy, or pack the weight again. A repacked weight swaps its values
+        with the staged copy, if there is one."""
         if self.is_repacked:
             if staged is not None:
                 self.packed.exchange(staged)

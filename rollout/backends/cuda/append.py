@@ -77,9 +77,7 @@ def append_kv_kernel(
     ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
     """Process BLOCK_R rows: query heads in the first programs, key and value heads in the others.
-
-    `block_shift`: log2 of the block size.
-    """
+    `block_shift`: log2 of the block size."""
     program = tl.program_id(0)
     num_query_programs = tl.cdiv(num_tokens * num_heads, BLOCK_R)
     offsets_R = tl.arange(0, BLOCK_R)

@@ -125,10 +125,8 @@ class TritonPagedAttention:
         self._num_programs = num_programs
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Return [num_blocks, 2, G, block_size, D].
-
-        Raises ConfigError for heads that the kernels do not support.
-        """
+        """Return [num_blocks, 2, G, block_size, D]. Raises ConfigError for heads that the kernels
+        do not support."""
         if spec.value_dim is not None or spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"the GPU's attention has no kernel for head_dim={spec.head_dim}, value_dim="
@@ -174,8 +172,7 @@ class TritonPagedAttention:
         traits: AttentionTraits,
     ) -> None:
         """Attend from decode rows, each program over an equal share of all contexts. Writes
-        `out_THD`. Partial results of contexts split over several shares are merged afterwards.
-        """
+        `out_THD`. Partial results of contexts split over several shares are merged afterwards."""
         num_rows, num_heads, head_dim = batch.num_decode_rows, *q_THD.shape[1:]
         num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads

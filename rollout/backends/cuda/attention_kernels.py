@@ -290,10 +290,8 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return the running softmax with positions [first, first + BLOCK_N) added.
-
-    Positions from `end` on are not read, because they may hold anything, even NaN.
-    """
+    """Return the running softmax with positions [first, first + BLOCK_N) added. Positions from
+    `end` on are not read, because they may hold anything, even NaN."""
     position_N = first + tl.arange(0, BLOCK_N)
     is_position_N = position_N < end
     block_N = tl.load(table + (position_N >> block_shift), mask=is_position_N, other=0)
@@ -337,9 +335,7 @@ def _tanh(x):
 @triton.jit
 def _load_rows(base, start_X, is_row_X, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return a row of HEAD_DIM numbers from each offset `start_X` on, padded with zeros to BLOCK_D.
-
-    Rows that are not in `is_row_X` are zeros.
-    """
+    Rows that are not in `is_row_X` are zeros."""
     dims_D = tl.arange(0, BLOCK_D)
     mask_XD = is_row_X[:, None]
     if BLOCK_D != HEAD_DIM:

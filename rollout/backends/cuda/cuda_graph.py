@@ -69,10 +69,8 @@ class CudaGraphs:
         return _Replay(graph, pool), result
 
     def _record(self, program: Callable[[], Result], graph: Any, pool: Any, stream: Any) -> Result:
-        """Capture the program in `graph`, and return its result. Raises the first error.
-
-        A failed capture raises twice: the cause in the program, and again at the end of capture.
-        """
+        """Capture the program in `graph`, and return its result. Raises the first error. A failed
+        capture raises twice: the cause in the program, and again at the end of capture."""
         cuda = self._cuda
         errors: list[BaseException] = []
         try:
@@ -111,8 +109,7 @@ class CudaGraphs:
 
     def forget(self) -> None:
         """Release the pool. The caller must have dropped all graphs. The next capture makes a new
-        pool. Pools of failed captures are kept.
-        """
+        pool. Pools of failed captures are kept."""
         self._pool = None
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:

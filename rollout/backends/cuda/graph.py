@@ -166,10 +166,8 @@ class GraphExecutor:
         return self.num_captures - before
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """Drop all graphs if memory `has_moved`; else let the next step check one of them.
-
-        Returns the number of graphs dropped now.
-        """
+        """Drop all graphs if memory `has_moved`; else let the next step check one of them. Returns
+        the number of graphs dropped now."""
         num_dropped = len(self._captured) if has_moved else 0
         if has_moved:
             self._drop_graphs()

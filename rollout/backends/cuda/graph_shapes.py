@@ -90,10 +90,8 @@ class GraphShapes:
 
     @property
     def scoring(self) -> tuple[GraphShape, ...]:
-        """Shapes of steps that score prompts: one for each number of prefill tokens.
-
-        Each has the most decode rows of all mixed shapes with that number of prefill tokens.
-        """
+        """Shapes of steps that score prompts: one for each number of prefill tokens. Each has the
+        most decode rows of all mixed shapes with that number of prefill tokens."""
         widest = {shape.num_prefill_tokens: shape for shape in self.mixed}
         return tuple(replace(shape, scores_prompts=True) for shape in widest.values())
 

@@ -136,10 +136,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = Fa
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual), both contiguous and in x's dtype.
-
-    The sum is rounded before it is normed. The arguments are not changed.
-    """
+    """Return (rms_norm(x + residual), x + residual), both contiguous and in x's dtype. The sum is
+    rounded before it is normed. The arguments are not changed."""
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     num_features = x.shape[-1]
     num_rows = out.numel() // num_features

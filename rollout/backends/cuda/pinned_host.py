@@ -34,9 +34,7 @@ class PinnedHostArena:
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return a flat uint8 view of the first `num_bytes`. Growing the arena loses its contents.
-
-        Raises ConfigError if memory is short or cannot be page-locked; the arena is then empty.
-        """
+        Raises ConfigError if memory is short or cannot be page-locked; the arena is then empty."""
         if self._locked_N is None or num_bytes > self._locked_N.numel():
             wanted = max(num_bytes, self.num_bytes * 5 // 4)
             self.release()  # first, so that the two mappings never exist together

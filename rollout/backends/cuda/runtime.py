@@ -35,10 +35,8 @@ class CudaRuntime:
 
     @classmethod
     def of_uuid(cls, uuid: str) -> CudaRuntime:
-        """Return the runtime of the device with that UUID.
-
-        Raises RuntimeError if the device is not visible to this process.
-        """
+        """Return the runtime of the device with that UUID. Raises RuntimeError if the device is not
+        visible to this process."""
         for index in range(torch.cuda.device_count()):
             runtime = cls(torch.device("cuda", index))
             if runtime.uuid == uuid:
@@ -72,10 +70,8 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
 
     def tensor_at(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> Tensor:
-        """Return a flat uint8 tensor over the memory at this address.
-
-        `free(pointer)` is called when the tensor's last view is gone, or if this raises.
-        """
+        """Return a flat uint8 tensor over the memory at this address. `free(pointer)` is called
+        when the tensor's last view is gone, or if this raises."""
         owned = OwnedBytes(pointer, num_bytes, free)
         try:
             return self._as_tensor(owned)
@@ -84,10 +80,8 @@ class CudaRuntime:
             raise
 
     def managed_tensor(self, num_bytes: int) -> Tensor:
-        """Return a flat uint8 tensor of managed memory, freed with its last view.
-
-        Contents are undefined. Raises MemoryError if memory is short.
-        """
+        """Return a flat uint8 tensor of managed memory, freed with its last view. Contents are
+        undefined. Raises MemoryError if memory is short."""
         with self.as_current():
             pointer = self._cudart.malloc_managed(num_bytes)
             return self.tensor_at(pointer, num_bytes, self._cudart.free)
@@ -109,8 +103,7 @@ class CudaRuntime:
 
     def opened_tensor(self, handle: bytes, num_bytes: int) -> Tensor:
         """Return memory that another process has exported, as a flat uint8 tensor. It is closed
-        with its last view. Raises RuntimeError if it is gone, or belongs to this process.
-        """
+        with its last view. Raises RuntimeError if it is gone, or belongs to this process."""
         with self.as_current():
             pointer = self._cudart.ipc_open(handle)
             return self.tensor_at(pointer, num_bytes, self._cudart.ipc_close)
@@ -207,9 +200,7 @@ def _loaded_cudart() -> ctypes.CDLL:
 
 def require_free(runtime: CudaRuntime, name: str, num_bytes: int) -> None:
     """Raise ConfigError, with both figures, unless the device has `num_bytes` free for a buffer.
-
-    May empty the cache of torch's own allocator.
-    """
+    May empty the cache of torch's own allocator."""
     if num_bytes > runtime.free_bytes():
         runtime.empty_cache()
     free = runtime.free_bytes()

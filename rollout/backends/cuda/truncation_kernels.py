@@ -188,10 +188,8 @@ def kept_weights(
     min_p_ptr,
     CHUNK: tl.constexpr,
 ):
-    """Return the weights, with zeros for dropped tokens.
-
-    Weights are relative to the row's largest logit, so min-p drops weights below `min_p`.
-    """
+    """Return the weights, with zeros for dropped tokens. Weights are relative to the row's largest
+    logit, so min-p drops weights below `min_p`."""
     threshold = tl.load(threshold_ptr + row)
     ids_E = chunk * CHUNK + tl.arange(0, CHUNK)
     is_ranked_E = (x_E == threshold) & (ids_E <= tl.load(last_tie_ptr + row))
@@ -344,9 +342,7 @@ def _nth_tie(
     logits_ptr, candidates_ptr, is_list, size, vocabulary, threshold, num_ties, CHUNK: tl.constexpr
 ):
     """Return the id up to which there are `num_ties` logits equal to the threshold, by bisection.
-
-    Returns the vocabulary size, after one pass, if there are no more than `num_ties`.
-    """
+    Returns the vocabulary size, after one pass, if there are no more than `num_ties`."""
     low = tl.zeros([], tl.int32) - 1  # up to this id there are fewer than `num_ties`
     high = tl.zeros([], tl.int32) + vocabulary
     middle = high - 1

@@ -52,9 +52,7 @@ def _with_tensors(
     tensor_of: Callable[[HostArray], Any],
 ) -> StepInputs[Tensor]:
     """Return the inputs with each array replaced by `tensor_of(array)`, called in a fixed order.
-
-    The layout becomes `layout`; if that is None, its arrays are replaced, too.
-    """
+    The layout becomes `layout`; if that is None, its arrays are replaced, too."""
     own: Any = {name: tensor_of(getattr(inputs, name)) for name in INPUT_TYPES}
     if layout is None:
         of_layout: Any = {name: tensor_of(getattr(inputs.layout, name)) for name in LAYOUT_TYPES}

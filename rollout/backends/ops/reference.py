@@ -109,10 +109,8 @@ class TorchOps:
         return F.silu(gate) * up
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return gelu(first half of the last dim) * second half, by the tanh approximation.
-
-        Source: Hendrycks and Gimpel 2016, "Gaussian error linear units", sec. 2.
-        """
+        """Return gelu(first half of the last dim) * second half, by the tanh approximation. Source:
+        Hendrycks and Gimpel 2016, "Gaussian error linear units", sec. 2."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
