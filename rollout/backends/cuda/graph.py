@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rollout.backends.cuda.graph_shapes import MAX_LOGIT_BYTES, GraphShape, GraphShapes
-from rollout.backends.cuda.left_out import left_out, with_more
 from rollout.backends.cuda.static_inputs import StaticInputs
+from rollout.backends.cuda.uncaptured import merge_results, uncaptured_work
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.transfer import upload
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
@@ -86,8 +86,8 @@ class GraphExecutor:
 
     A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it fits
     no shape whose logits take at most MAX_LOGIT_BYTES, if it draws no token, or if the capture of
-    its shape failed on any rank. Work that graphs do not contain (see
-    `rollout.backends.cuda.left_out`) is launched after the replay, from the graph's hidden states.
+    its shape failed on any rank. Work that graphs leave out (`rollout.backends.cuda.uncaptured`)
+    is launched after the replay, from the graph's hidden states.
     """
 
     overlaps = True
@@ -138,11 +138,11 @@ class GraphExecutor:
         self._static.load(shape, inputs)
         graph.replay()
         fetch = self._graphs.download(_without_padding(graph.ran.result, inputs.layout, shape))
-        more = left_out(inputs, shape.num_rows)
+        more = uncaptured_work(inputs, shape.num_rows)
         if more is None:
             return fetch
         fetch_more = self._launch_more(program, more.inputs, graph.ran.hidden_LE)
-        return lambda: with_more(fetch(), fetch_more(), more.samples)
+        return lambda: merge_results(fetch(), fetch_more(), more.samples)
 
     def _launch_more(
         self, program: Program, inputs: StepInputs[HostArray], hidden_LE: Tensor

@@ -18,7 +18,7 @@ from rollout.step.output import SampleResult, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class UncapturedWork:
     """The work that a graph leaves out of a step: K draws, and scores.
 
     `inputs`: inputs of `Program.draw`; `logit_indices_L` index the hidden states that the graph
@@ -29,7 +29,7 @@ class LeftOut:
     samples: HostArray
 
 
-def left_out(inputs: StepInputs[HostArray], num_drawn_rows: int) -> LeftOut | None:
+def uncaptured_work(inputs: StepInputs[HostArray], num_drawn_rows: int) -> UncapturedWork | None:
     """Return the draws and scores to run after the graph of a step; None if there are none.
 
     `num_drawn_rows`: the graph's hidden states have this many rows for draws; rows for scores
@@ -53,7 +53,7 @@ def left_out(inputs: StepInputs[HostArray], num_drawn_rows: int) -> LeftOut | No
         uniforms_S=inputs.uniforms_S[samples_K],
         processing=processing,
     )
-    return LeftOut(chosen, samples_K)
+    return UncapturedWork(chosen, samples_K)
 
 
 def _draws(
@@ -77,7 +77,7 @@ def _draws(
     )
 
 
-def with_more(result: StepOutput, more: StepOutput, samples: HostArray) -> StepOutput:
+def merge_results(result: StepOutput, more: StepOutput, samples: HostArray) -> StepOutput:
     """Return a graph's `result` merged with the results `more` of the work that it left out.
 
     `samples`: indices of the samples that were drawn again. They take all numbers from `more`, so
