@@ -132,7 +132,7 @@ class DirectoryTransport(KeptTransport[_Push]):
         """Return a locked file for `path`: a spare one without readers if there is one, else a new
         one."""
         for index, file in enumerate(self._spare):
-            if file.reopened(path):
+            if file.reopen(path):
                 return self._spare.pop(index)
         return ReusableFile(path)
 
