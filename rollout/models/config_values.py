@@ -16,7 +16,7 @@ MAX_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value: `name` describes it in errors, and `accepts` tests whether a value is one."""
+    """A kind of value. `name` describes it in errors; `accepts` tests whether a value is one."""
 
     name: str
     accepts: Callable[[Any], bool]
