@@ -193,7 +193,7 @@ class Place:
 
 
 class SharedTensors(dict[str, Tensor]):
-    """Tensors by name: views of the `places` in the file at `address`. Writes do not reach the file.
+    """Tensors by name: views of `places` in the file at `address`. Writes do not reach the file.
 
     A shared lock is held while a view exists, so that the writer does not rewrite the file. Other
     processes can open the file meanwhile.
