@@ -234,8 +234,8 @@ class CausalLM(nn.Module):
     def refresh(self, staged: Sequence[Any] | None = None) -> None:
         """Bring packed copies of the weights up to date after an in-place change.
 
-        `staged` has the result of `Linear.stage` for each of `linear_layers`, in order, None where
-        a layer staged nothing.
+        `staged` has the result of `Linear.stage` for each of `linear_layers`, in order. If it is
+        None or empty, the layers pack their present weights.
         """
         self._require_prepared()
         layers = self.linear_layers().values()

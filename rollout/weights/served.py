@@ -196,11 +196,12 @@ class ServedWeights:
         """Check names, shapes, dtypes and values of an update, and pack it for `commit`.
 
         The served weights do not change; they are backed up if the commit will overwrite them
-        without an exchange. Under tensor parallelism a rank stages its parts, and `verify` checks
-        the values. Sharded tensors are gathered in the order of their names, a collective of all
-        ranks of their mesh. `check` is called before each tensor, and may raise to end staging.
-        `source_checksum` is what `checksum_of` must return for the tensors as they arrive; "" skips
-        that check.
+        without an exchange. While values are missing, nothing is packed or backed up, and the
+        commit writes the tensors in place. Under tensor parallelism a rank stages its parts, and
+        `verify` checks the values. Sharded tensors are gathered in the order of their names, a
+        collective of all ranks of their mesh. `check` is called before each tensor, and may raise
+        to end staging. `source_checksum` is what `checksum_of` must return for the tensors as they
+        arrive; "" skips that check.
 
         Raises WeightUpdateError naming the tensor at fault and the expected form. Raises
         EngineStateError while the memory is released, and for an adapter without a base while the
@@ -224,13 +225,15 @@ class ServedWeights:
                 if origin in kept.tensors
             }
             slots = self._model.weight_slots()
+            fills_missing = not self.has_values
             return StagedWeights(
-                packed=self._pack(origins, values, check),
-                replacement=self._replacement(values, memory),
+                packed=[] if fills_missing else self._pack(origins, values, check),
+                replacement=self._replacement(values, memory, fills_missing=fills_missing),
                 num_writes=num_writes,
                 num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in values.items()),
                 bases=adapted.bases,
                 follows_served=adapted.follows_served,
+                fills_missing=fills_missing,
                 share=kept.share,
                 checksum=checksum,
                 is_finite=is_finite,
@@ -250,11 +253,20 @@ class ServedWeights:
         hash_own = partial(self._hasher.of_whole, index=0) if hashes_own else None
         return StagingArena(self._arenas, table, slots, self._chunk_bytes, hash_own)
 
-    def _replacement(self, values: Mapping[str, Tensor], memory: StagingMemory) -> Replacement:
-        """Return the Replacement that writes `values` to all weights that are not repacked: an
-        Exchange if some values are in the arena, else an Overwriting."""
+    def _replacement(
+        self, values: Mapping[str, Tensor], memory: StagingMemory, *, fills_missing: bool
+    ) -> Replacement:
+        """Return an Exchange if some of `values` are in the arena, else an Overwriting.
+
+        It leaves out repacked weights, which their staged copies replace. With `fills_missing`, if
+        the old values are missing, it writes them, too, and makes no backup.
+        """
         slots = self._model.weight_slots()
-        tensors = {name: tensor for name, tensor in values.items() if not slots[name].is_repacked}
+        tensors = {
+            name: tensor
+            for name, tensor in values.items()
+            if fills_missing or not slots[name].is_repacked
+        }
         if isinstance(memory, StagingArena):
             if memory.has_any_of(tensors):
                 device = next(self._model.parameters()).device
@@ -262,7 +274,8 @@ class ServedWeights:
                 return Exchange(slots, memory, writable, self._chunk_bytes, device)
             memory.release()
         # Another update may have been committed since staging began: back up the present weights.
-        return Overwriting(slots, tensors, self._backups, self._num_writes, self._chunk_bytes)
+        backups = None if fills_missing else self._backups
+        return Overwriting(slots, tensors, backups, self._num_writes, self._chunk_bytes)
 
     def verify(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
@@ -294,8 +307,8 @@ class ServedWeights:
     def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
-        Returns the size in bytes of the weights written. After an error the old weights and version
-        are served: the commit is rolled back. Raises WeightUpdateError, also for a version that is
+        Returns the size in bytes of the weights written. After an error the commit is rolled back,
+        to the old weights or to missing values. Raises WeightUpdateError, also for a version that is
         not above the present one and for an update that cannot be committed any more. Raises
         EngineStateError while the memory is released, and for an adapter while the values are
         missing.
@@ -312,6 +325,11 @@ class ServedWeights:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
+        if staged.fills_missing and self.has_values:
+            raise WeightUpdateError(
+                "other weights were committed after this update was staged, when the weights' "
+                "values were missing; stage it again"
+            )
         staged.replacement.reserve(self._num_writes)
         staged.replaced = replaced = Replaced(
             num_writes=self._latest_write + 1,
@@ -350,7 +368,8 @@ class ServedWeights:
     def _restore(self, staged: StagedWeights, replaced: Replaced) -> None:
         """Restore the values and the state from before a commit."""
         staged.replacement.roll_back()
-        replaced.packed.restore()
+        if not staged.fills_missing:
+            replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
         self.is_finite, self._bases = replaced.was_finite, replaced.bases
         self._num_writes = replaced.num_writes_before

@@ -47,15 +47,17 @@ class StagedWeights:
     """A staged update, which can be committed until it is spent. ServedWeights changes it.
 
     `replacement`: writes the new values of weights that are not repacked. `packed`: what each
-    linear layer staged. `num_writes`: number of the write that served when this update was staged.
-    `num_bytes`: size of the weights that it writes; an adapter writes only some. `bases`: adapted
-    weights without their adapter, by name. `follows_served`: whether it is an adapter on the
-    weights that served then. `share`: this rank's part of the fingerprints. `checksum`: checksum of
-    all weights; "" until `verify` under tensor parallelism. `is_finite`: whether all weights are
-    finite. `is_spent`: whether it was committed and not rolled back. `replaced`: the state before
-    its commit; None before and after a rollback. `elsewhere`: handle of the other ranks' staged
-    parts, which they drop when it is freed; set by the TensorParallelExecutor. `started_at`: start
-    of staging by time.perf_counter(). `seconds`: duration of staging.
+    linear layer staged; [] with `fills_missing`. `num_writes`: number of the write that served when
+    this update was staged. `num_bytes`: size of the weights that it writes; an adapter writes only
+    some. `bases`: adapted weights without their adapter, by name. `follows_served`: whether it is
+    an adapter on the weights that served then. `fills_missing`: whether the weights' values were
+    missing then, so that it has no backup. `share`: this rank's part of the fingerprints.
+    `checksum`: checksum of all weights; "" until `verify` under tensor parallelism. `is_finite`:
+    whether all weights are finite. `is_spent`: whether it was committed and not rolled back.
+    `replaced`: the state before its commit; None before and after a rollback. `elsewhere`: handle
+    of the other ranks' staged parts, which they drop when it is freed; set by the
+    TensorParallelExecutor. `started_at`: start of staging by time.perf_counter(). `seconds`:
+    duration of staging.
     """
 
     replacement: Replacement
@@ -64,6 +66,7 @@ class StagedWeights:
     num_bytes: int
     bases: Mapping[str, Tensor]
     follows_served: bool
+    fills_missing: bool
     share: WeightShare
     is_spent: bool = False
     replaced: Replaced | None = None
@@ -182,20 +185,24 @@ class BackupKeeper:
 
 
 class Overwriting:
-    """Implements `Replacement`: copies tensors in place, and rolls back from a backup."""
+    """Implements `Replacement`: copies tensors in place, and rolls back from a backup.
+
+    If the old values are missing, there is no backup, and a rollback leaves them missing.
+    """
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
         tensors: Mapping[str, Tensor],
-        backups: BackupKeeper,
+        backups: BackupKeeper | None,
         num_writes: int,
         chunk_bytes: int,
     ) -> None:
         """Back up the present weights now, so that the commit stalls for less time.
 
-        `tensors` has the new values by weight name. `num_writes` is as in `reserve`. At most
-        `chunk_bytes`, or one row, are written at once, which bounds the memory for casts.
+        `tensors` has the new values by weight name. `backups` is None if the old values are
+        missing. `num_writes` is as in `reserve`. At most `chunk_bytes`, or one row, are written at
+        once, which bounds the memory for casts.
         """
         self._slots, self._tensors, self._chunk_bytes = slots, tensors, chunk_bytes
         self._backups = backups
@@ -204,7 +211,7 @@ class Overwriting:
         self.reserve(num_writes)
 
     def reserve(self, num_writes: int) -> None:
-        if self._num_writes != num_writes:
+        if self._backups is not None and self._num_writes != num_writes:
             self._num_writes = self._backup = None  # frees its memory for the next backup
             with blaming("backing up the weights"):
                 self._backup = self._backups.backup(num_writes)
@@ -218,8 +225,9 @@ class Overwriting:
                     rows.slot.write(rows.values, rows.first_row)
 
     def roll_back(self) -> None:
-        assert self._backup is not None, "no reserve before the commit"
-        self._backup.restore()
+        if self._backups is not None:
+            assert self._backup is not None, "no reserve before the commit"
+            self._backup.restore()
 
 
 # ---- replacement by exchange, without a backup
